@@ -1,0 +1,29 @@
+"""Losses beyond InfoNCE for OpenCLIP-style image-text retrieval training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+__all__ = ["CoderError", "create_loss", "create_model", "list_plugins"]
+
+if TYPE_CHECKING:
+    from coder_plugin.errors import CoderError
+    from coder_plugin.model import create_loss, create_model
+    from coder_plugin.registry import list_plugins
+
+_HOME = {
+    "CoderError": "errors",
+    "create_loss": "model",
+    "create_model": "model",
+    "list_plugins": "registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name where it is first used: the command line's help and the registry must not wait for torch."""
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(f"coder_plugin.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'coder_plugin' has no attribute {name!r}")

@@ -1,0 +1,200 @@
+"""open_clip's models, extended in place with the recipe's heads (DESIGN, rule 5).
+
+The instance keeps its class's behaviour, attributes and state-dict keys; its class becomes a subclass that adds
+``coder``, ``embed_image`` and ``embed_text``, and whose forward in training mode returns the heads' keys as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coder_plugin.backbones.tokens import TokenTaps
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import Widths
+
+CONFIGS = Path(__file__).parent / "model_configs"
+
+
+class CoderCLIP:
+    """What is mixed into an open_clip model. See :func:`coder_plugin.create_model`."""
+
+    coder: Any
+    _coder_taps: tuple[TokenTaps, ...]
+
+    def forward(
+        self,
+        image: Tensor | None = None,
+        text: Tensor | None = None,
+        *args: Any,
+        text_positive: Tensor | None = None,
+        text_tags: Tensor | None = None,
+        image_id: Tensor | None = None,
+        **upstream: Any,
+    ) -> Any:
+        """Image [B, 3, H, W], text [B, T] -> upstream's keys and, in training mode, the heads' ``coder_*`` keys.
+
+        ``text_positive`` [B, T], ``text_tags`` [B, T] and ``image_id`` [B] are read by the heads that require them.
+        """
+        outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
+        caught = {} if not self._coder_taps else self._coder_taps[0].take(text)
+        if not self.training:  # type: ignore[attr-defined]
+            return outputs
+        inputs = {"text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+        known = {**outputs, **caught, **{key: value for key, value in inputs.items() if value is not None}}
+        return {**outputs, **self.coder(known)}
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        """The retrieval vectors of images [B, D]: their product with :meth:`embed_text` is the score."""
+        return F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]
+
+    def embed_text(self, text: Tensor) -> Tensor:
+        """The retrieval vectors of texts [B, D]."""
+        return F.normalize(self.encode_text(text).float(), dim=-1)  # type: ignore[attr-defined]
+
+
+def create_clip(
+    name: str,
+    *,
+    pretrained: str | None = None,
+    pretrained_image_path: str | None = None,
+    needs_logit_bias: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """An open_clip model that returns a dict, with every fault of its name or files told in one line.
+
+    Args:
+        name: a name of ``open_clip.list_models()``, one of ours, ``local-dir:DIR``, ``hf-hub:REPO``, or the path of an
+            open_clip model configuration (``.json``).
+        pretrained: open_clip tag or file. pretrained_image_path: weights for the image tower alone, checked.
+        needs_logit_bias: add SigLIP's bias and temperature where the configuration has none.
+        options: passed on to ``open_clip.create_model``.
+    """
+    import open_clip
+
+    name = register_config(name)
+    config = {}
+    if ":" not in name:
+        config = open_clip.get_model_config(name.replace("/", "-"))
+        if config is None:
+            near = difflib.get_close_matches(name, open_clip.list_models(), n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise CoderError(f"unknown model {name!r}{hint} (all: open_clip.list_models(), or a config file's path)")
+        if pretrained and not Path(pretrained).is_file():
+            tags = open_clip.list_pretrained_tags_by_model(name)
+            if pretrained not in tags:
+                raise CoderError(
+                    f"--pretrained {pretrained!r} is neither a file nor a tag of {name} (tags: {', '.join(tags) or 'none'})"
+                )
+    if needs_logit_bias and "init_logit_bias" not in config:
+        options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
+    try:
+        model = open_clip.create_model(name, pretrained, output_dict=True, **options)
+    except (RuntimeError, FileNotFoundError, OSError) as error:
+        raise CoderError(f"model {name!r} cannot be made: {' '.join(str(error).split())[:500]}") from error
+    if pretrained_image_path:
+        load_image_tower(model, pretrained_image_path)
+    return model
+
+
+def register_config(name: str) -> str:
+    """Make our configurations, and the one at the path ``name`` if it is one, known to open_clip; returns the name."""
+    import open_clip
+
+    if CONFIGS.is_dir() and any(path.stem not in open_clip.list_models() for path in CONFIGS.glob("*.json")):
+        open_clip.add_model_config(CONFIGS)
+    if name.endswith(".json"):
+        if not Path(name).is_file():
+            raise CoderError(f"model configuration {name} does not exist")
+        open_clip.add_model_config(name)
+        if Path(name).stem not in open_clip.list_models():
+            raise CoderError(f"{name} is no open_clip model configuration: it needs embed_dim, vision_cfg and text_cfg")
+        return Path(name).stem
+    return name
+
+
+def load_image_tower(model: nn.Module, path: str) -> None:
+    """Load a backbone's published weights (timm, torchvision) into the image tower: all of them, or an error.
+
+    The file's keys are those of ``model.visual`` or of its timm trunk. A classifier in the file is left out, the
+    tower's own projection keeps its fresh weights.
+    """
+    from open_clip.factory import load_state_dict
+
+    if not Path(path).is_file():
+        raise CoderError(f"image tower weights {path} do not exist")
+    weights: Mapping[str, Tensor] = load_state_dict(path)
+    tower = model.visual.trunk if hasattr(model.visual, "trunk") else model.visual
+    expected = tower.state_dict()
+    if not any(key in expected for key in weights):
+        weights = {key.removeprefix("visual.").removeprefix("trunk."): value for key, value in weights.items()}
+    missing = [key for key in expected if key not in weights and not key.endswith("num_batches_tracked")]
+    wrong = [key for key in expected if key in weights and weights[key].shape != expected[key].shape]
+    if missing or wrong:
+        raise CoderError(
+            f"{path} does not fit the image tower {type(tower).__name__}: {len(missing)} of {len(expected)} tensors "
+            f"missing{f' (such as {missing[0]})' if missing else ''}, {len(wrong)} of another shape"
+            f"{f' (such as {wrong[0]})' if wrong else ''}"
+        )
+    tower.load_state_dict({key: value for key, value in weights.items() if key in expected}, strict=False)
+    left = [key for key in weights if key not in expected]
+    logging.info("image tower: %d tensors from %s; left out: %s", len(expected), path, ", ".join(left) or "none")
+
+
+def available_keys(model: nn.Module) -> set[str]:
+    """The keys that this model's own forward returns."""
+    keys = {"image_features", "text_features", "logit_scale"}
+    if getattr(model, "logit_bias", None) is not None:
+        keys.add("logit_bias")
+    return keys
+
+
+def extend(model: nn.Module, coder: nn.Module, taps: TokenTaps | None) -> nn.Module:
+    """Make ``model`` an instance of a subclass of its class that runs ``coder`` inside forward."""
+    cls = type(model)
+    extended = type(f"Coder{cls.__name__}", (CoderCLIP, cls), {"__module__": cls.__module__})
+    model.__class__ = extended
+    model.coder = coder
+    model._coder_taps = () if taps is None else (taps,)
+    return model
+
+
+def probe_widths(model: nn.Module, taps: TokenTaps | None) -> Widths:
+    """Joint and token dimensions, read off one forward of a blank input where tokens are asked for."""
+    embed_dim = _embed_dim(model)
+    if taps is None:
+        return Widths(embed_dim=embed_dim)
+    size = model.visual.image_size
+    height, width = size if isinstance(size, tuple) else (size, size)
+    parameter = next(model.parameters())
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        text = torch.ones(1, model.context_length, dtype=torch.long, device=parameter.device)
+        image = torch.zeros(1, 3, height, width, dtype=parameter.dtype, device=parameter.device)
+        model(image, text)
+    model.train(training)
+    caught = taps.take(text)
+    return Widths(
+        embed_dim=embed_dim,
+        image_tokens=caught["image_tokens"].shape[-1],
+        text_tokens=caught["text_tokens"].shape[-1],
+    )
+
+
+def _embed_dim(model: nn.Module) -> int:
+    text = getattr(model, "text", model)
+    projection = getattr(text, "text_projection", None)
+    if isinstance(projection, nn.Linear):
+        return projection.out_features
+    if projection is not None:
+        return projection.shape[1]
+    return text.output_dim

@@ -1,0 +1,139 @@
+"""The command ``coder-plugin``. Subcommands import what they need, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from coder_plugin import __version__
+from coder_plugin.errors import CoderError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, or 2 with one line on standard error for a person's mistake."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return arguments.run(arguments)
+    except CoderError as error:
+        print(f"coder-plugin: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        print("coder-plugin: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="coder-plugin", description="Losses beyond InfoNCE for OpenCLIP-style image-text retrieval training."
+    )
+    parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_eval(commands)
+    _add_plugins(commands)
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.training.config import add_flags
+
+    parser = commands.add_parser(
+        "train",
+        help="train a model; with no data named, on the built-in scenes",
+        description="Train on the data named, or on the built-in scenes. Flags have open_clip's names wherever open_clip "
+        "has the flag. Several processes: accelerate launch -m coder_plugin.cli train ...",
+        allow_abbrev=False,
+    )
+    add_flags(parser)
+    parser.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from coder_plugin.retrieval import format_table
+    from coder_plugin.training.config import read_config
+    from coder_plugin.training.loop import Trainer
+
+    trainer = Trainer(read_config(arguments))
+    if trainer.config.dry_run:
+        trainer.print_plan()
+        return 0
+    result = trainer.run()
+    if trainer.log.main and result["last"]:
+        rows = {f"last (epoch {result['last']['epoch']})": result["last"]}
+        if result["best"]:
+            rows[f"best (epoch {result['best']['epoch']})"] = result["best"]
+        print(f"\n{format_table(rows)}")
+        print(f"chance R@1: {100 / result['last']['images']:.2f} %   images: {result['last']['images']}")
+    if trainer.log.main:
+        print(f"checkpoints, exports for open_clip and metrics: {result['folder']}")
+    return 0
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.training.config import add_flags
+
+    parser = commands.add_parser(
+        "eval",
+        help="recall of a model on a data set",
+        description="Bidirectional recall (METHODS 10) of a run's checkpoint, an export, or any open_clip model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_folder", nargs="?", help="a training run's folder: its model, options and best export")
+    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument("--folds", type=int, default=0, help="also the mean over so many folds (COCO 1K: 5)")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
+    parser.add_argument("--split", default="val", help="split of Karpathy files and scenes [val]")
+    only = (
+        "model pretrained force_image_size force_context_length force_quick_gelu force_custom_text image_mean image_std "
+        "image_interpolation image_resize_mode cache_dir val_data dataset_type image_root csv_separator csv_img_key "
+        "csv_caption_key max_bad_images workers batch_size precision"
+    ).split()
+    add_flags(parser, only=only)
+    parser.set_defaults(run=_eval)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from coder_plugin.retrieval import format_table
+    from coder_plugin.training.evaluate import evaluate_command
+
+    name, result = evaluate_command(arguments)
+    if not result:
+        return 0  # another rank prints
+    if arguments.json:
+        text = json.dumps({"name": name, **result}, indent=2)
+        if arguments.json == "-":
+            print(text)
+            return 0
+        with open(arguments.json, "w") as file:
+            file.write(text + "\n")
+    rows = {name: result}
+    if "folds" in result:
+        rows[f"{name}, mean of {arguments.folds} folds"] = result["folds"]
+    print(format_table(rows))
+    return 0
+
+
+def _add_plugins(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("plugins", help="list losses, heads, recipes … and where they come from")
+    parser.add_argument("group", nargs="?", help="one group: losses, heads, readers, recipes …")
+    parser.add_argument("--check", action="store_true", help="import each of them and report what fails")
+    parser.set_defaults(run=_plugins)
+
+
+def _plugins(arguments: argparse.Namespace) -> int:
+    from coder_plugin.registry import format_plugins, list_plugins
+
+    plugins = list_plugins(arguments.group, check=arguments.check)
+    print(format_plugins(plugins))
+    return 1 if any(plugin.error for plugin in plugins) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""What every reader gives: an image, its captions, and an id that outlives epochs, workers and ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def stable_hash(*parts: object) -> int:
+    """A 63-bit integer that depends on the text of ``parts`` alone: the same in every process, version and machine."""
+    text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & (2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image of a data set with all its captions.
+
+    ``key`` names the image within its data set (a file name, a WebDataset key); ``load()`` decodes it to an RGB
+    picture and raises ``OSError`` or ``ValueError`` where that is impossible.
+    """
+
+    key: str
+    captions: tuple[str, ...]
+    load: Callable[[], Image]
+
+    @property
+    def image_id(self) -> int:
+        """Stable id in [0, 2**63): all captions of one image share it (DESIGN, data flow)."""
+        return stable_hash(self.key)

@@ -1,0 +1,269 @@
+"""WebDataset shards, read as streams through the webdataset library.
+
+Fields are open_clip's: an image in ``jpg;png;jpeg;webp`` and a caption in ``txt``; a list ``captions`` in ``json``
+replaces the latter. open_clip 3.3's own reader does not run on webdataset 1.x (KeyError ``fname``: it groups files
+itself and does not know the end-of-shard marker); here the library's public ``tarfile_to_samples`` groups them.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import random
+import tarfile
+from collections.abc import Iterator
+from functools import cached_property, partial
+from typing import Any, NoReturn
+
+import webdataset as wds
+from PIL.Image import Image
+
+from coder_plugin.data.item import Item, stable_hash
+from coder_plugin.data.source import Plan, check_captions, check_mode, decode_image, draw_caption, one_caption
+from coder_plugin.errors import CoderError
+
+IMAGE_FIELDS = ("jpg", "png", "jpeg", "webp")
+_FIELDS = {*IMAGE_FIELDS, "txt", "json"}
+log = logging.getLogger(__name__)
+
+
+def open_shards(spec: str, *, split: str = "train", resampled: bool = False) -> ShardSource:
+    """The shards that ``spec`` expands to: braces, ``*`` globs, ``::`` between several, ``pipe:`` and URLs as they are.
+
+    Shards hold one split, so ``split`` is not looked at. ``resampled`` draws shards with replacement.
+    """
+    return ShardSource(expand(spec), name=spec, resampled=resampled)
+
+
+class ShardSource:
+    """Tar shards dealt to ranks and workers in equal parts, whatever the number of shards.
+
+    With P parts (ranks × workers) each shard counts as P slices, sample j being in slice j mod P, and the epoch's
+    shuffled row of slices is cut into P equal runs. A part reads its whole shards alone and shares at most the two at
+    its ends, so nobody idles when the shards do not divide evenly, nor when there are fewer of them than workers.
+    """
+
+    def __init__(self, shards: list[str], *, name: str = "shards", resampled: bool = False) -> None:
+        self.name = name
+        self._shards = shards
+        self._resampled = resampled
+        self._sound: set[str] = set()  # scanned once; a scan costs about two per cent of decoding the shard
+        # The stem makes keys that survive a move of the data; it names a shard only where no other folder has it too.
+        stems = {shard: os.path.basename(shard).split(".tar")[0] for shard in shards}
+        unique = len(set(stems.values())) == len(stems)
+        self._labels = stems if unique else {shard: shard.split(".tar")[0] for shard in shards}
+
+    @cached_property
+    def num_images(self) -> int | None:
+        return self._count("draw")
+
+    def samples(self, captions: str, num_samples: int | None = None) -> int:
+        check_mode(captions)
+        count = num_samples or (self.num_images if captions == "draw" else self._count(captions))
+        if count is None:
+            raise CoderError(f"{self.name}: number of samples unknown (not local files); give --train-num-samples")
+        return count
+
+    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
+        """Shards shuffled, then samples in a buffer of compressed pictures: anew each epoch, and repeatably."""
+        check_mode(plan.captions)
+        salt = stable_hash("buffer", plan.seed, plan.epoch, plan.rank, plan.world_size, plan.worker, plan.workers)
+        shuffle = wds.detshuffle(bufsize=plan.shuffle_buffer, initial=plan.shuffle_buffer // 4, seed=salt)
+        chunk: list[Item] = []
+        skip = plan.skip
+        for item in shuffle.run(self._samples(plan)) if plan.shuffle_buffer > 1 else self._samples(plan):
+            chunk.append(item)
+            if len(chunk) == plan.batch_size:
+                if skip:
+                    skip -= 1
+                else:
+                    yield chunk
+                chunk = []
+        if chunk and not skip:
+            yield chunk
+
+    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
+        """Every part reads all shards and keeps its blocks: only reading tells a sample's position, and it is cheap
+        beside decoding."""
+        index = 0
+        for shard in self._shards:
+            for item in self._read(shard):
+                if index // block % world_size == rank:
+                    yield index, item
+                index += 1
+
+    def _samples(self, plan: Plan) -> Iterator[Item]:
+        for shard, slices, of in self._resample(plan) if self._resampled else self._part(plan):
+            for position, item in enumerate(self._read(shard)):
+                if position % of in slices:
+                    if plan.captions == "draw":
+                        yield draw_caption(item, seed=plan.seed, epoch=plan.epoch)
+                    else:
+                        yield from (one_caption(item, number) for number in range(len(item.captions)))
+
+    def _part(self, plan: Plan) -> Iterator[tuple[str, range, int]]:
+        """The plan's run in the row of slices, as (shard, slices of it, out of how many)."""
+        shards = list(self._shards)
+        random.Random(stable_hash("shards", plan.seed, plan.epoch)).shuffle(shards)
+        parts = plan.world_size * plan.workers
+        # A run is as long as there are shards. Ranks lie next to each other, then the workers of a rank.
+        start = (plan.rank * plan.workers + plan.worker) * len(shards)
+        for number in range(start // parts, len(shards)):
+            first, last = max(start - number * parts, 0), min(start + len(shards) - number * parts, parts)
+            if first >= last:
+                return
+            yield shards[number], range(first, last), parts
+
+    def _resample(self, plan: Plan) -> Iterator[tuple[str, range, int]]:
+        rng = random.Random(stable_hash("resample", plan.seed, plan.epoch, plan.rank, plan.worker, plan.workers))
+        while True:
+            yield rng.choice(self._shards), range(1), 1
+
+    def _read(self, shard: str) -> Iterator[Item]:
+        if is_local(shard) and shard not in self._sound:
+            scan(shard)
+            self._sound.add(shard)
+        try:
+            # select_files keeps what nobody asked for (arrays, videos) out of memory
+            stream = wds.tarfile_to_samples(select_files=_wanted)([{"url": shard}])
+            for sample in stream:
+                yield self._item(shard, sample)
+        except CoderError:
+            raise
+        except Exception as exc:
+            _unreadable(shard, exc)
+
+    def _item(self, shard: str, sample: dict[str, Any]) -> Item:
+        place = f"{self._labels[shard]}/{sample['__key__']}"
+        name = f"{self.name}, shard {os.path.basename(shard)}"
+        extra: Any = {}
+        if "json" in sample:
+            try:
+                extra = json.loads(sample["json"])
+            except ValueError as exc:
+                raise CoderError(f"{name}: image {place!r}: its json field is not JSON: {exc}") from exc
+        extra = extra if isinstance(extra, dict) else {}
+        captions = extra.get("captions")
+        if captions is None:
+            try:
+                captions = [sample["txt"].decode("utf-8").strip()] if "txt" in sample else []
+            except UnicodeDecodeError as exc:
+                raise CoderError(f"{name}: image {place!r}: its txt field is not UTF-8 text") from exc
+        if not isinstance(captions, list):
+            raise CoderError(f"{name}: image {place!r}: 'captions' in its json field is not a list")
+        key = str(extra["image_id"]) if extra.get("image_id") is not None else place
+        image = next((sample[field] for field in IMAGE_FIELDS if field in sample), None)
+        return Item(key, check_captions(name, place, captions), partial(_load, image))
+
+    def _count(self, captions: str) -> int | None:
+        """From what open_clip keeps beside shards, else from the tar files; None where neither is at hand."""
+        if captions == "draw" and (known := _noted_sizes(self._shards)) is not None:
+            return known
+        if not all(map(is_local, self._shards)):
+            return None
+        if len(self._shards) > 100:
+            log.info("counting the samples of %d shards; a sizes.json beside them would save this", len(self._shards))
+        if captions == "draw":
+            count = sum(map(scan, self._shards))
+            self._sound.update(self._shards)
+        else:
+            count = sum(len(item.captions) for shard in self._shards for item in self._read(shard))
+        if not count:
+            raise CoderError(f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {len(self._shards)} shards")
+        return count
+
+
+def expand(spec: str) -> list[str]:
+    """A shard specification as a list; local files must exist, so that an absent one is found before training."""
+    if not spec.strip() or not all(part.strip() for part in spec.split("::")):
+        raise CoderError(f"shards: empty pattern {spec!r}; give tar files such as 'train-{{000000..000005}}.tar'")
+    try:
+        patterns = wds.SimpleShardList(spec).urls
+    except (AssertionError, ValueError, IndexError) as exc:  # an unset ${variable}, unbalanced braces
+        raise CoderError(f"shards: cannot expand {spec!r}: {exc}") from exc
+    shards: list[str] = []
+    for pattern in patterns:
+        if not is_local(pattern) or os.path.exists(path := local_path(pattern)):
+            shards.append(pattern)
+        elif found := sorted(glob.glob(path)):
+            shards += found
+        elif glob.has_magic(path):
+            raise CoderError(f"shards: no file matches {pattern!r}")
+        else:
+            raise CoderError(f"shards: missing shard {pattern!r}" + (f" (of {spec!r})" if pattern != spec else ""))
+    return shards
+
+
+def is_local(shard: str) -> bool:
+    return shard.startswith("file:") or not (shard.startswith("pipe:") or "://" in shard)
+
+
+def local_path(shard: str) -> str:
+    return shard.removeprefix("file://").removeprefix("file:")
+
+
+def scan(shard: str) -> int:
+    """The number of samples with an image, from headers alone; a damaged tar file is an error.
+
+    Reading would not notice: tarfile takes a broken header, and a file that stops between two members, for the end.
+    """
+    count, last = 0, None
+    try:
+        with tarfile.open(local_path(shard)) as tar:
+            for member in tar:
+                stem, field = wds.tariterators.base_plus_ext(member.name)
+                if member.isreg() and stem is not None and field.lower() in IMAGE_FIELDS and stem != last:
+                    count, last = count + 1, stem
+            tar.fileobj.seek(tar.offset)  # type: ignore[union-attr]
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # type: ignore[union-attr]
+                raise tarfile.ReadError(f"truncated or damaged at byte {tar.offset}")
+    except Exception as exc:
+        _unreadable(shard, exc)
+    return count
+
+
+def _unreadable(shard: str, exc: Exception) -> NoReturn:
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc.args[0] if exc.args else exc)
+    reason = " ".join(reason.split()) or type(exc).__name__
+    raise CoderError(f"shard {shard!r} cannot be read: {reason}") from exc
+
+
+def _noted_sizes(shards: list[str]) -> int | None:
+    """What ``sizes.json`` (per shard) or ``__len__`` (of the folder) says; remote folders are not asked."""
+    if not all(map(is_local, shards)):
+        return None
+    paths = [local_path(shard) for shard in shards]
+    folders = sorted({os.path.dirname(path) for path in paths})
+    sizes: dict[str, int] = {}
+    for folder in folders:
+        noted = _noted(os.path.join(folder, "sizes.json"), dict) or {}
+        sizes |= {os.path.join(folder, name): size for name, size in noted.items() if isinstance(size, int)}
+    if all(path in sizes for path in paths):
+        return sum(sizes[path] for path in paths)
+    return _noted(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
+
+
+def _noted(path: str, kind: type) -> Any:
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as exc:
+        raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
+    if not isinstance(content, kind):
+        raise CoderError(f"{path}: expected {kind.__name__} in it, as open_clip does, found {type(content).__name__}")
+    return content
+
+
+def _wanted(name: str) -> bool:
+    field = wds.tariterators.base_plus_ext(name)[1]
+    return field is not None and field.lower() in _FIELDS
+
+
+def _load(image: bytes | None) -> Image:
+    if image is None:
+        raise ValueError(f"no field {', '.join(IMAGE_FIELDS)}")
+    return decode_image(image)

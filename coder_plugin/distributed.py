@@ -1,0 +1,91 @@
+"""Rank, world size and gathers that do nothing on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the batch whose backward adds what every rank's loss sends back to this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        ctx.rows = len(local)
+        return _gather(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        start = rank() * ctx.rows
+        return gradient[start : start + ctx.rows]
+
+
+def _gather(local: Tensor) -> Tensor:
+    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(world_size())]
+    dist.all_gather(parts, local.contiguous())
+    return torch.cat(parts)
+
+
+def gather(local: Tensor) -> Tensor:
+    """Rows of all ranks in rank order: [B, ...] -> [world * B, ...], B equal on all ranks; differentiable.
+
+    The gradient of a row is the *sum* over the ranks' losses. With the same global loss on every rank, or with each
+    rank's mean over its own anchors, DistributedDataParallel's average over ranks then gives the gradient of one
+    process with the joint batch.
+    """
+    if world_size() == 1:
+        return local
+    return _Gather.apply(local) if local.requires_grad and torch.is_grad_enabled() else _gather(local.detach())
+
+
+def all_max(value: Tensor) -> Tensor:
+    """Element-wise maximum over ranks, without a gradient."""
+    value = value.detach()
+    if world_size() > 1:
+        value = value.clone()
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value
+
+
+def all_mean(value: Tensor) -> Tensor:
+    """Element-wise mean over ranks, without a gradient."""
+    value = value.detach()
+    if world_size() > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+        value /= world_size()
+    return value
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether ``flag`` is true on at least one rank: how all ranks leave a loop together."""
+    if world_size() == 1:
+        return flag
+    return bool(all_max(torch.tensor(float(flag), device=device)))
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """One small Python object from every rank, in rank order."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,60 @@
+"""What a head is: a module inside ``model.coder`` that turns keys into further keys, and may keep state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """What a backbone tells its heads: the joint dimension D and the channels of its tokens (0: it has none)."""
+
+    embed_dim: int
+    image_tokens: int = 0
+    text_tokens: int = 0
+
+
+class Head(nn.Module):
+    """Base of all heads (DESIGN, rules 2-4).
+
+    A subclass takes :class:`Widths` and its options (keyword-only), names the keys it ``requires`` and those it
+    ``provides``, and is called inside the model's forward with exactly the required ones. Keys that start with
+    ``coder_`` leave the model and must be batch-first and of fixed shape; others stay inside, for later heads.
+
+    State is persistent buffers. Forward never writes them: a loss term hands the new values to :meth:`stash`, and
+    :meth:`post_step` writes them, once per performed optimizer step.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ()
+    #: Keys that stand in for (image_features, text_features) in ``term@head``.
+    pair: ClassVar[tuple[str, str] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stashed: Mapping[str, Any] = {}
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def stash(self, **values: Any) -> None:
+        """Keep what the next :meth:`post_step` is to write; a later stash of the same step replaces it."""
+        self._stashed = values
+
+    def post_step(self) -> None:
+        """Write what was stashed. Called once after every optimizer step that was performed."""
+        values, self._stashed = self._stashed, {}
+        if values:
+            self.write(**values)
+
+    def write(self, **values: Any) -> None:
+        """Put stashed values into this head's buffers; a head with state overrides it."""
+
+    def state_names(self) -> list[str]:
+        """Names of accumulating state: left out of weight averaging and of what DDP synchronises (rule 3)."""
+        frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+        return [name for name, _ in self.named_buffers()] + frozen

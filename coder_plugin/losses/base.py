@@ -1,0 +1,48 @@
+"""What a loss term is: a parameter-free module that names the keys it reads and returns a scalar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from coder_plugin.heads.base import Head
+
+
+class Term(nn.Module):
+    """Base of all loss terms (DESIGN, "one contract").
+
+    A subclass takes its options as keyword-only arguments of ``__init__`` (annotated: they are checked against the
+    recipe), names in ``requires`` the keys it needs and in ``uses`` those it takes when they are there, and is called
+    with exactly these. It returns a scalar, or a dict of ``*_loss`` scalars.
+
+    A term owns no parameter: whatever learns lives in a head, under ``model.coder``, and is used inside the model's
+    forward. State (banks, centres) lives in heads too; a term reads it through ``self.heads`` and hands new values to
+    ``head.stash(...)``.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("image_features", "text_features")
+    uses: ClassVar[tuple[str, ...]] = ()
+    #: False where a loss cannot mask several captions of one image (the trainer then warns about them).
+    masks_same_image: ClassVar[bool] = True
+
+    #: Each rank computes its own anchors' rows alone, instead of all ranks the whole matrix; set by ``create_loss``.
+    local_loss: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heads: tuple[Mapping[str, Head]] = ({},)  # in a tuple: the model owns its heads, the loss must not
+
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        """The model's heads by name."""
+        return self._heads[0]
+
+    def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
+        self._heads, self.local_loss = (heads,), local_loss
+        return self
+
+    def forward(self, **outputs: Tensor) -> Tensor | dict[str, Tensor]:
+        raise NotImplementedError

@@ -1,0 +1,123 @@
+"""From a recipe to the heads it needs: terms and heads say what they require, heads what they provide."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from coder_plugin import registry
+from coder_plugin.errors import CoderError
+from coder_plugin.recipe import Recipe, TermSpec
+
+#: What a model's forward is given beside image and text; heads may require it.
+INPUTS = frozenset({"image_id", "text_positive", "text_tags"})
+#: What a backbone gives its heads but does not return.
+TOKENS = frozenset({"image_tokens", "image_mask", "text_tokens", "text_mask"})
+
+OWN_DISTRIBUTION = "coder-plugin"
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What a recipe makes of a backbone.
+
+    ``heads``: names, providers before their readers. ``bindings``: for each term its arguments and the keys they read.
+    ``reads``: every key that some term or head reads.
+    """
+
+    heads: tuple[str, ...]
+    bindings: tuple[Mapping[str, str], ...]
+    reads: frozenset[str]
+
+
+def resolve(recipe: Recipe, available: Set[str]) -> Resolution:
+    """The heads, and no others, that provide what the terms require.
+
+    Args:
+        available: keys that the backbone returns, such as ``image_features`` and ``logit_scale``.
+
+    Raises:
+        CoderError: a key nobody provides or several heads do, a circle of heads, ``term@head`` of a head without pair.
+    """
+    return _Resolver(available | INPUTS | TOKENS).run(recipe)
+
+
+class _Resolver:
+    def __init__(self, available: Set[str]) -> None:
+        self.available = available
+        self.heads: list[str] = []
+        self.open: list[str] = []
+        self.reads: set[str] = set()
+
+    def run(self, recipe: Recipe) -> Resolution:
+        bindings = []
+        for term in recipe.terms:
+            cls = registry.load("losses", term.name)
+            binding = _bind(term, cls)
+            who = f"loss {term.name!r}"
+            if term.head and not set(binding.values()) & set(_head(term.head).provides):
+                raise CoderError(f"{who}: head {term.head!r} provides nothing that it requires")
+            for argument, key in binding.items():
+                self.need(key, who, term.head, optional=argument in cls.uses)
+            bindings.append(binding)
+        return Resolution(tuple(self.heads), tuple(bindings), frozenset(self.reads))
+
+    def need(self, key: str, who: str, preferred: str | None, *, optional: bool = False) -> None:
+        self.reads.add(key)
+        if key in self.available:
+            return
+        providers = _providers(key)
+        if preferred and preferred in providers:
+            self.build(preferred, who)
+        elif providers:
+            self.build(_choose(providers, key, who), who)
+        elif not optional:
+            raise CoderError(f"{who} requires {key!r}, which neither this model nor any head provides")
+
+    def build(self, name: str, who: str) -> None:
+        if name in self.heads:
+            return
+        if name in self.open:
+            raise CoderError(f"heads require each other: {' -> '.join([*self.open, name])}")
+        self.open.append(name)
+        for key in _head(name).requires:
+            self.need(key, f"head {name!r} (for {who})", None)
+        self.open.pop()
+        self.heads.append(name)
+
+
+def _bind(term: TermSpec, cls: Any) -> dict[str, str]:
+    keys = {argument: argument for argument in (*cls.requires, *cls.uses)}
+    if term.source:
+        pair = _head(term.source).pair
+        if pair is None:
+            raise CoderError(f"{term.name}@{term.source}: head {term.source!r} has no features of its own to compare")
+        keys.update(zip(("image_features", "text_features"), pair, strict=True))
+    return keys
+
+
+def _head(name: str) -> Any:
+    return registry.load("heads", name)
+
+
+def _providers(key: str) -> dict[str, str]:
+    """Heads that provide a key, by name, with their distribution. A head that cannot be loaded is reported, not fatal."""
+    found = {}
+    for plugin in registry.list_plugins("heads"):
+        try:
+            if key in _head(plugin.name).provides:
+                found[plugin.name] = plugin.distribution
+        except CoderError as error:
+            logging.getLogger(__name__).warning("head left out: %s", error)
+    return found
+
+
+def _choose(providers: Mapping[str, str], key: str, who: str) -> str:
+    """Our own head where there is one, so that installing somebody's package never changes what a recipe means."""
+    own = [name for name, distribution in providers.items() if distribution == OWN_DISTRIBUTION]
+    names = own or list(providers)
+    if len(names) > 1:
+        raise CoderError(f"{who}: {key!r} is provided by the heads {', '.join(names)}; choose with head=NAME")
+    return names[0]

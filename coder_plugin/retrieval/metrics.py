@@ -1,0 +1,272 @@
+"""Recall at K and ranks of image-text retrieval (CODER section 4; METHODS 10).
+
+Shape letters: N images, T captions (texts), D joint dimensions, R rows of one tile, F folds.
+
+The rank of a query is 0-based: how many wrong candidates come before the right one; R@K is the percentage of queries
+with a rank below K. Image to text, the best-ranked caption of the image counts and its other captions are not in the
+way; text to image, there is one right image.
+
+Nothing here can flatter a model. A wrong candidate is beaten only where its score is strictly lower:
+- a tie counts against the query, so a collapsed model (all scores equal) gets the worst rank everywhere;
+- a NaN of a wrong candidate is read as +inf: nothing beats it;
+- a NaN of a right candidate is read as -inf: it beats nothing (image to text, the image's other captions still count);
+- infinities are ordered as numbers, and equal ones tie.
+
+Scores are compared in float64 where the input is float64 or integer, else in float32 (float16 and bfloat16 are exact
+there). Whole matrices are never converted: the work goes through tiles of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.errors import CoderError
+
+_TILE = 2**22  # scores held at once where the caller gives no chunk: 16 MiB in float32, and about that again to count
+_RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
+_METRICS = (*_RECALLS, "rsum", "i2t_medr", "t2i_medr", "i2t_meanr", "t2i_meanr")
+_COLUMNS = {
+    "i2t R@1": "i2t_r1",
+    "i2t R@5": "i2t_r5",
+    "i2t R@10": "i2t_r10",
+    "t2i R@1": "t2i_r1",
+    "t2i R@5": "t2i_r5",
+    "t2i R@10": "t2i_r10",
+    "R@sum": "rsum",
+    "i2t MedR": "i2t_medr",
+    "t2i MedR": "t2i_medr",
+}
+
+
+@torch.no_grad()
+def recall(similarity: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None) -> dict[str, Any]:
+    """Recall both ways from a whole score matrix.
+
+    Args:
+        similarity: [N, T], higher is more alike; any real dtype (the module's text says how scores are compared).
+        image_of_text: [T] integers in [0, N): the image of each caption, in any order, any number (but one at least)
+            of captions per image.
+        chunk: rows (images) compared at once; None: as many as make some four million scores. It changes memory
+            only, never the result.
+
+    Returns:
+        ``i2t_r1 i2t_r5 i2t_r10 t2i_r1 t2i_r5 t2i_r10`` in percent and their sum ``rsum``; ``i2t_medr t2i_medr``
+        median ranks, **1-based** and rounded down as the field prints them (floor(median) + 1); ``i2t_meanr
+        t2i_meanr`` mean ranks, 1-based; ``i2t_ranks`` [N] and ``t2i_ranks`` [T], **0-based**, int64, on the CPU.
+    """
+    similarity = torch.as_tensor(similarity)
+    if similarity.ndim != 2:
+        raise CoderError(f"similarity must be [images, texts], got shape {tuple(similarity.shape)}")
+    images, texts = similarity.shape
+    owner = _owners(image_of_text, images, texts, similarity.device)
+    dtype = _score_dtype(similarity)
+    right = similarity[owner, torch.arange(texts, device=similarity.device)].to(dtype)  # [T]
+    beaten = torch.zeros(texts, dtype=torch.int64, device=similarity.device)
+    i2t = torch.empty(images, dtype=torch.int64, device=similarity.device)
+    for start, stop in _tiles(images, texts, chunk):
+        tile = similarity[start:stop].to(dtype)
+        i2t[start:stop] = _caption_ranks(tile, start, owner)
+        beaten += (tile < right).sum(0, dtype=torch.int32)  # never its own image: nothing is below itself
+    return _summary(i2t, images - 1 - beaten)
+
+
+@torch.no_grad()
+def recall_from_embeddings(
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    image_of_text: Tensor | Sequence[int],
+    *,
+    chunk: int | None = None,
+) -> dict[str, Any]:
+    """`recall` of ``image_embeddings @ text_embeddings.T`` without ever holding that [N, T] matrix.
+
+    Inner products of the embeddings as they are: normalise them first where cosine is meant. Products are made in
+    the dtype of the comparison (float32, or float64 where either side is), also under autocast. Each direction makes
+    its own tiles, and a right score is always read from the tile that it is compared with: the same pair may come out
+    one bit different in a tile of another shape, which would make or break ties. For that reason, the ranks are
+    those of `recall` except where two products differ by rounding alone.
+
+    Args:
+        image_embeddings: [N, D].
+        text_embeddings: [T, D], on the device of the images.
+        image_of_text: [T] integers in [0, N), as in `recall`.
+        chunk: queries per tile, that is images for [chunk, T] and captions for [chunk, N]; None: as many as make some
+            four million scores.
+
+    Returns:
+        What `recall` returns.
+    """
+    image_embeddings, text_embeddings, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
+    dtype = _score_dtype(image_embeddings, text_embeddings)
+    image_embeddings, text_embeddings = image_embeddings.to(dtype), text_embeddings.to(dtype)
+    images, texts = len(image_embeddings), len(text_embeddings)
+    i2t, t2i = owner.new_empty(images), owner.new_empty(texts)
+    for start, tile in _products(image_embeddings, text_embeddings, chunk):
+        i2t[start : start + len(tile)] = _caption_ranks(tile, start, owner)
+    for start, tile in _products(text_embeddings, image_embeddings, chunk):
+        right = tile.gather(1, owner[start : start + len(tile), None])
+        t2i[start : start + len(tile)] = images - 1 - (tile < right).sum(1, dtype=torch.int32)
+    return _summary(i2t, t2i)
+
+
+def recall_folds(
+    image_embeddings: Tensor,
+    text_embeddings: Tensor,
+    image_of_text: Tensor | Sequence[int],
+    *,
+    folds: int = 5,
+    chunk: int | None = None,
+) -> dict[str, Any]:
+    """The mean over F consecutive folds of images, each with its own captions only: COCO's "5-fold 1K".
+
+    Args:
+        image_embeddings: [N, D] in the data set's order; N must be divisible by ``folds``.
+        text_embeddings: [T, D].
+        image_of_text: [T] integers in [0, N), as in `recall`.
+        folds: how many.
+        chunk: as in `recall_from_embeddings`.
+
+    Returns:
+        The metrics of `recall` without the ranks, each the mean of the folds, and ``folds``: the same metrics of
+        each fold, in order. Plain numbers only.
+    """
+    image_embeddings, text_embeddings, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
+    images = len(image_embeddings)
+    if folds < 1 or images % folds:
+        raise CoderError(f"{images} images cannot be cut into {folds} equal folds: folds must divide their number")
+    size = images // folds
+    each = []
+    for first in range(0, images, size):
+        kept = (owner >= first) & (owner < first + size)
+        result = recall_from_embeddings(
+            image_embeddings[first : first + size], text_embeddings[kept], owner[kept] - first, chunk=chunk
+        )
+        each.append({key: result[key] for key in _METRICS})
+    return {**{key: sum(fold[key] for fold in each) / folds for key in _METRICS}, "folds": each}
+
+
+def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """A plain text table, one line per name: R@1 R@5 R@10 both ways, R@sum (percent), median ranks (1-based).
+
+    Args:
+        rows: name to what `recall`, `recall_from_embeddings` or `recall_folds` returned.
+    """
+    lines = [["name", *_COLUMNS]]
+    for name, row in rows.items():
+        missing = [key for key in _COLUMNS.values() if key not in row]
+        if missing:
+            raise CoderError(f"row {name!r} lacks {', '.join(missing)}: rows are what recall() returns")
+        lines.append([str(name), *(f"{float(row[key]):.1f}" for key in _COLUMNS.values())])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def _caption_ranks(tile: Tensor, first: int, owner: Tensor) -> Tensor:
+    """0-based ranks [R] of images ``first`` … ``first + R`` from their score rows [R, T]; ``owner`` is [T]."""
+    rows, texts = tile.shape
+    columns = ((owner >= first) & (owner < first + rows)).nonzero().squeeze(1)
+    row = owner[columns] - first
+    own = tile[row, columns]
+    best = tile.new_full((rows,), -torch.inf)
+    best.scatter_reduce_(0, row, own.masked_fill(own.isnan(), -torch.inf), "amax")
+    beaten = (tile < best[:, None]).sum(1, dtype=torch.int32).long()
+    # Own captions are no competitors: taken out of the candidates, and those below the best out of the beaten ones.
+    beaten.index_add_(0, row, (own < best[row]).long(), alpha=-1)
+    return texts - torch.bincount(row, minlength=rows) - beaten
+
+
+def _summary(i2t: Tensor, t2i: Tensor) -> dict[str, Any]:
+    """The dict of `recall` from the 0-based ranks [N] and [T]."""
+    out: dict[str, Any] = {}
+    both = {"i2t": i2t.cpu(), "t2i": t2i.cpu()}
+    for way, ranks in both.items():
+        for k in (1, 5, 10):
+            out[f"{way}_r{k}"] = 100.0 * int((ranks < k).sum()) / len(ranks)
+    out["rsum"] = sum(out[key] for key in _RECALLS)
+    for way, ranks in both.items():
+        # Twice the median is the sum of the two middle ranks, so halving rounds down.
+        ordered = ranks.sort().values
+        out[f"{way}_medr"] = float((ordered[(len(ranks) - 1) // 2] + ordered[len(ranks) // 2]) // 2 + 1)
+        out[f"{way}_meanr"] = float(ranks.double().mean()) + 1.0
+    return {**out, "i2t_ranks": both["i2t"], "t2i_ranks": both["t2i"]}
+
+
+def _tiles(queries: int, candidates: int, chunk: int | None) -> Iterator[tuple[int, int]]:
+    """Start and stop of each run of queries."""
+    if chunk is None:
+        chunk = max(1, _TILE // candidates)
+    if chunk < 1:
+        raise CoderError(f"chunk must be 1 or more, got {chunk}")
+    for start in range(0, queries, chunk):
+        yield start, min(start + chunk, queries)
+
+
+def _products(queries: Tensor, candidates: Tensor, chunk: int | None) -> Iterator[tuple[int, Tensor]]:
+    """Start and score rows [R, candidates] of each tile, all in one buffer.
+
+    A new tensor per tile, with the ranks kept beside it, tears the C allocator's heap into holes that the next tile
+    does not fit: the process then grows, now and then, by the whole matrix that tiles are there to avoid.
+    """
+    buffer = None
+    for start, stop in _tiles(len(queries), len(candidates), chunk):
+        if buffer is None:
+            buffer = queries.new_empty(stop - start, len(candidates))
+        # Writing into a buffer of the comparison's dtype also keeps autocast out: it leaves ``out=`` calls alone.
+        yield start, torch.mm(queries[start:stop], candidates.T, out=buffer[: stop - start])
+
+
+def _score_dtype(*tensors: Tensor) -> torch.dtype:
+    """Where scores are compared: float64 for float64 and integers, float32 for everything narrower."""
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise CoderError(f"scores must be real numbers, got {tensor.dtype}")
+    wide = any(tensor.dtype == torch.float64 or not tensor.is_floating_point() for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def _embeddings(
+    image_embeddings: Tensor, text_embeddings: Tensor, image_of_text: Tensor | Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three inputs as tensors, checked: [N, D], [T, D], int64 [T]."""
+    image_embeddings, text_embeddings = torch.as_tensor(image_embeddings), torch.as_tensor(text_embeddings)
+    shapes = f"got {tuple(image_embeddings.shape)} and {tuple(text_embeddings.shape)}"
+    if image_embeddings.ndim != 2 or text_embeddings.ndim != 2:
+        raise CoderError(f"image and text embeddings must be [images, dim] and [texts, dim], {shapes}")
+    if image_embeddings.shape[1] != text_embeddings.shape[1]:
+        raise CoderError(f"image and text embeddings must have the same dimension, {shapes}")
+    if image_embeddings.device != text_embeddings.device:
+        raise CoderError(
+            f"image and text embeddings must be on one device, got {image_embeddings.device} and "
+            f"{text_embeddings.device}"
+        )
+    owner = _owners(image_of_text, len(image_embeddings), len(text_embeddings), image_embeddings.device)
+    return image_embeddings, text_embeddings, owner
+
+
+def _owners(image_of_text: Tensor | Sequence[int], images: int, texts: int, device: torch.device) -> Tensor:
+    """``image_of_text`` as int64 [T] on ``device``, checked: one integer per caption, every image named."""
+    if not images or not texts:
+        raise CoderError(f"retrieval needs an image and a caption at least, got {images} images and {texts} captions")
+    owner = torch.as_tensor(image_of_text)
+    if owner.is_floating_point() or owner.is_complex() or owner.dtype == torch.bool:
+        raise CoderError(f"image_of_text must hold integers, got {owner.dtype}")
+    if tuple(owner.shape) != (texts,):
+        raise CoderError(
+            f"image_of_text must name one image for each of the {texts} captions, got shape {tuple(owner.shape)}"
+        )
+    owner = owner.to(device=device, dtype=torch.int64)
+    outside = ((owner < 0) | (owner >= images)).nonzero()
+    if len(outside):
+        at = int(outside[0])
+        raise CoderError(f"caption {at} names image {int(owner[at])}: images are 0 to {images - 1}")
+    bare = (torch.bincount(owner, minlength=images) == 0).nonzero()
+    if len(bare):
+        raise CoderError(f"image {int(bare[0])} has no caption: every image needs one at least")
+    return owner

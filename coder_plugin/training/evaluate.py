@@ -1,0 +1,148 @@
+"""Encode a data set and read its recall (METHODS 10)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin import distributed
+from coder_plugin.data.loader import evaluation_batches
+from coder_plugin.errors import CoderError
+from coder_plugin.retrieval import recall_folds, recall_from_embeddings
+
+
+class Encoder:
+    """Retrieval vectors of a data set's images and captions, each rank encoding its share."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Callable[[list[str]], Tensor],
+        transform: Callable[..., Tensor],
+        *,
+        device: torch.device,
+        batch_size: int = 64,
+        workers: int = 2,
+        max_bad: int = 100,
+        autocast: Callable[[], Any] = contextlib.nullcontext,
+    ) -> None:
+        self.model, self.tokenizer, self.transform, self.device = model, tokenizer, transform, device
+        self.batch_size, self.workers, self.max_bad, self.autocast = batch_size, workers, max_bad, autocast
+
+    @torch.no_grad()
+    def __call__(self, source: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """-> image vectors [N, D], text vectors [T, D], the image of each text [T]; on the CPU, in the data's order."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            share = self._own_share(source)
+        finally:
+            self.model.train(training)
+        parts = [part for part in distributed.gather_objects(share) if part is not None]
+        if not parts:
+            raise CoderError("the validation data hold no image")
+        index = torch.cat([part["index"] for part in parts])
+        order = index.argsort()
+        captions = torch.cat([part["captions"] for part in parts])
+        owner = torch.repeat_interleave(torch.arange(len(index)), captions)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        image_of_text = place[owner]
+        text_order = image_of_text.argsort(stable=True)
+        images = torch.cat([part["images"] for part in parts])[order]
+        texts = torch.cat([part["texts"] for part in parts])[text_order]
+        return images, texts, image_of_text[text_order]
+
+    def _own_share(self, source: Any) -> dict[str, Tensor] | None:
+        images, texts, index, counts = [], [], [], []
+        batches = evaluation_batches(
+            source,
+            batch_size=self.batch_size,
+            transform=self.transform,
+            workers=self.workers,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            max_bad=self.max_bad,
+        )
+        for batch in batches:
+            with self.autocast():
+                images.append(self.model.embed_image(batch["image"].to(self.device)).float().cpu())
+            index.append(torch.as_tensor(batch["index"]))
+            counts.extend(len(captions) for captions in batch["captions"])
+            texts.append(self._texts([caption for captions in batch["captions"] for caption in captions]))
+        if not images:
+            return None
+        return {
+            "images": torch.cat(images),
+            "texts": torch.cat(texts),
+            "index": torch.cat(index),
+            "captions": torch.tensor(counts),
+        }
+
+    def _texts(self, captions: Sequence[str]) -> Tensor:
+        parts = []
+        for start in range(0, len(captions), self.batch_size):
+            tokens = self.tokenizer(list(captions[start : start + self.batch_size])).to(self.device)
+            with self.autocast():
+                parts.append(self.model.embed_text(tokens).float().cpu())
+        return torch.cat(parts)
+
+
+def evaluate(encoder: Encoder, source: Any, *, folds: int = 0) -> dict[str, Any]:
+    """Recall over the whole set, and with ``folds`` also their mean (COCO's 1K protocol) under ``folds``.
+
+    Every rank gets the numbers; rank 0 computes them.
+    """
+    images, texts, image_of_text = encoder(source)
+    result: dict[str, Any] = {}
+    if distributed.rank() == 0:
+        result = recall_from_embeddings(images, texts, image_of_text)
+        result = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+        result.update(images=len(images), texts=len(texts))
+        if folds:
+            result["folds"] = recall_folds(images, texts, image_of_text, folds=folds)
+    return distributed.gather_objects(result)[0]
+
+
+def evaluate_command(arguments: Any) -> tuple[str, dict[str, Any]]:
+    """``coder-plugin eval``: the model's name and its recall (empty on ranks other than the first)."""
+    import json
+    from dataclasses import replace
+    from pathlib import Path
+
+    from coder_plugin.training import setup
+    from coder_plugin.training.config import TrainConfig, read_config
+    from coder_plugin.training.export import WEIGHTS
+
+    given = read_config(arguments)
+    if arguments.run_folder:
+        folder = Path(arguments.run_folder)
+        weights = folder / "export" / arguments.export / WEIGHTS
+        if not (folder / "config.json").is_file() or not weights.is_file():
+            raise CoderError(f"{folder} is no training run with an export: it needs config.json and {weights}")
+        trained = json.loads((folder / "config.json").read_text())
+        flags = {key: value for key, value in vars(given).items() if value != getattr(TrainConfig(), key)}
+        given = TrainConfig.from_dict({**trained, **flags, "pretrained": str(weights)})
+    config = replace(given, resume=None, lora_rank=0, pretrained_image_path=None, pretrained_image=False).resolved()
+    accelerator = setup.make_accelerator(config)
+    source = setup.make_source(config, split=arguments.split)
+    if source is None:
+        raise CoderError("no data to evaluate on: name them with --val-data")
+    model = setup.make_model(config, setup.make_recipe(config), accelerator.device)
+    encoder = Encoder(
+        model,
+        setup.make_tokenizer(config, model),
+        setup.make_transforms(model, config)[1],
+        device=accelerator.device,
+        batch_size=config.batch_size or 64,
+        workers=config.workers,
+        max_bad=config.max_bad_images,
+        autocast=accelerator.autocast,
+    )
+    result = evaluate(encoder, source, folds=arguments.folds)
+    name = str(arguments.run_folder or config.pretrained or config.model)
+    return name, result if distributed.rank() == 0 else {}

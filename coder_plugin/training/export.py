@@ -1,0 +1,61 @@
+"""The trained CLIP without ``coder.*``, as a folder that plain open_clip opens (DESIGN, rule 5).
+
+``open_clip.create_model(NAME, pretrained=FOLDER/open_clip_model.safetensors)`` or ``"local-dir:FOLDER"``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+WEIGHTS = "open_clip_model.safetensors"
+
+
+def export_clip(model: nn.Module, name: str, folder: Path) -> Path:
+    """Write the weights and, where open_clip knows it, the configuration of model ``name``; returns the weights' path."""
+    import open_clip
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f".{WEIGHTS}.writing"
+    save_file(plain_state(model), aside, metadata={"format": "pt"})
+    os.replace(aside, folder / WEIGHTS)
+    config: dict[str, Any] | None = open_clip.get_model_config(name.replace("/", "-")) if ":" not in name else None
+    if config is not None:
+        preprocess = dict(model.visual.preprocess_cfg)
+        written = {"model_cfg": config, "preprocess_cfg": preprocess}
+        (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
+    return folder / WEIGHTS
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict that the model's open_clip class has: no heads, low-rank adapters merged into their weights."""
+    if any("lora_" in name for name, _ in model.named_parameters()):
+        model = _merged(model)
+    return {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in model.state_dict().items()
+        if not name.startswith("coder.")
+    }
+
+
+def _merged(model: nn.Module) -> nn.Module:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    coder = model.coder
+    model.coder = nn.Module()  # banks and momentum towers need not be copied
+    try:
+        merged = copy.deepcopy(model)
+    finally:
+        model.coder = coder
+    for name, module in list(merged.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(merged.get_submodule(parent), child, module.get_base_layer())
+    return merged

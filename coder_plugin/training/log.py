@@ -1,0 +1,121 @@
+"""What a run says: lines on the console, ``metrics.jsonl``, a progress bar, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from coder_plugin import distributed
+from coder_plugin.training.config import TrainConfig
+
+_log = logging.getLogger(__name__)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {"python": sys.version.split()[0]}
+    for name in ("coder-plugin", "torch", "open_clip_torch", "timm", "transformers", "accelerate", "webdataset"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+class RunLog:
+    """Rank 0's voice; silent elsewhere."""
+
+    def __init__(self, folder: Path, accelerator: Any, config: TrainConfig) -> None:
+        self.folder, self.accelerator, self.config = folder, accelerator, config
+        self.main = distributed.rank() == 0
+
+    def say(self, text: str) -> None:
+        if self.main:
+            print(text, flush=True)
+
+    def start(self, plan: Mapping[str, Any]) -> None:
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "plan.json").write_text(json.dumps(plan, indent=2))
+            config = json.dumps(asdict(self.config), indent=2)
+            (self.folder / "config.json").write_text(config)
+            self.say(
+                f"run {plan['run']}: {plan['recipe']} on {plan['model']}, {plan['trainable']:,} of "
+                f"{plan['parameters']:,} parameters train; {plan['epochs']} epochs of {plan['steps per epoch']} steps, "
+                f"{plan['batch']['global per step']} pairs a step; {plan['precision']} on {plan['ranks']} x "
+                f"{plan['device']}"
+            )
+        if self.config.report_to:
+            options = {"wandb": {"name": self.folder.name, "dir": str(self.folder)}}
+            flat = {k: v for k, v in asdict(self.config).items() if isinstance(v, (int, float, str, bool))}
+            project = self.config.wandb_project_name if "wandb" in self.config.report_to else self.folder.name
+            self.accelerator.init_trackers(project, config=flat, init_kwargs=options)
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self.config.report_to:
+                self.accelerator.end_training()
+
+    def write(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """One record in ``metrics.jsonl`` and in the trackers."""
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, **numbers}) + "\n")
+        if self.config.report_to:
+            self.accelerator.log(numbers, step=step)
+
+    def bad_images(self, bad: Any) -> None:
+        if len(bad):
+            _log.warning("%d images did not decode and were skipped, such as %s", len(bad), ", ".join(bad.keys[:3]))
+
+    @contextlib.contextmanager
+    def progress(self, epoch: int, done: int, total: int) -> Iterator[Progress]:
+        bar = Progress(epoch, done, total, enabled=self.main, every=self.config.log_every_n_steps)
+        try:
+            yield bar
+        finally:
+            bar.close()
+
+
+class Progress:
+    """A bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, epoch: int, done: int, total: int, *, enabled: bool, every: int) -> None:
+        from tqdm import tqdm
+
+        self.terminal = enabled and sys.stderr.isatty()
+        self.enabled, self.every, self.epoch, self.done, self.total = enabled, every, epoch, done, total
+        self.bar = tqdm(total=total, initial=done, desc=f"epoch {epoch}", unit="step", disable=not self.terminal)
+        self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
+
+    def update(self, metrics: Mapping[str, float], waited: float) -> None:
+        self.done, self.steps, self.waited = self.done + 1, self.steps + 1, self.waited + waited
+        self.bar.update()
+        if self.done % self.every and self.done != self.total:
+            return
+        shown = {key: value for key, value in metrics.items() if key == "loss" or key.endswith("_loss")}
+        text = ", ".join(f"{key} {value:.4f}" for key, value in shown.items())
+        if self.terminal:
+            self.bar.set_postfix_str(text)
+        elif self.enabled:
+            seconds = max(time.perf_counter() - self.since, 1e-9)
+            print(
+                f"epoch {self.epoch} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
+                f"{100 * self.waited / seconds:.0f} % waiting for data",
+                flush=True,
+            )
+            self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
+
+    def close(self) -> None:
+        self.bar.close()

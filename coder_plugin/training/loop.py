@@ -1,0 +1,390 @@
+"""The accelerate training loop: epochs of steps, evaluation, checkpoints, exports.
+
+The same model and loss objects as in open_clip's own trainer run here. Loaders and schedules are not handed to
+``accelerator.prepare``: rank 0 would dispatch the data and schedules would step world-size times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coder_plugin import distributed
+from coder_plugin.data.loader import TrainLoader
+from coder_plugin.errors import CoderError
+from coder_plugin.model import create_loss
+from coder_plugin.retrieval import format_table
+from coder_plugin.training import checkpoint, setup
+from coder_plugin.training.average import WeightAverage
+from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.evaluate import Encoder, evaluate
+from coder_plugin.training.export import export_clip
+from coder_plugin.training.log import RunLog, versions
+from coder_plugin.training.optim import create_optimizer, create_schedule
+from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run. ``Trainer(config).run()`` trains, evaluates, saves, and returns the last and best recall."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config = config.resolved()
+        self.recipe = setup.make_recipe(config)
+        self.accelerator = setup.make_accelerator(config)
+        self.device = self.accelerator.device
+        self.folder = Path(config.logs) / (config.name or self._default_name())
+        self.log = RunLog(self.folder, self.accelerator, config)
+
+        train, self.val = setup.make_source(config, split="train"), setup.make_source(config, split="val")
+        _seed(config.seed)
+        self.model = setup.make_model(config, self.recipe, self.device)
+        self.loss = create_loss(self.recipe, model=self.model)
+        self.tokenizer = setup.make_tokenizer(config, self.model)
+        train_transform, val_transform = setup.make_transforms(self.model, config)
+        self.loader = TrainLoader(
+            train,
+            batch_size=config.batch_size,
+            transform=train_transform,
+            tokenizer=self.tokenizer,
+            seed=config.seed,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            workers=config.workers,
+            captions=config.captions,
+            max_bad=config.max_bad_images,
+            num_samples=config.train_num_samples,
+            pin_memory=self.device.type == "cuda",
+        )
+        self.steps_per_epoch = self.loader.steps_per_epoch // config.accum_freq
+        if self.steps_per_epoch < 1:
+            raise CoderError(
+                f"--accum-freq {config.accum_freq} is more than the {self.loader.steps_per_epoch} batches of an epoch"
+            )
+        self.encoder = Encoder(
+            self.model,
+            self.tokenizer,
+            val_transform,
+            device=self.device,
+            batch_size=config.batch_size,
+            workers=config.workers,
+            max_bad=config.max_bad_images,
+            autocast=self.accelerator.autocast,
+        )
+        self.frozen = setup.freeze_unread(self.model, self.loss, self.tokenizer)
+        self.step = self.epoch = 0
+        self.position: dict[str, Any] | None = None
+        self.best: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
+
+    def _default_name(self) -> str:
+        stamp = distributed.gather_objects(time.strftime("%Y_%m_%d-%H_%M_%S"))[0]
+        return f"{stamp}-{Path(str(self.config.model)).stem}"
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": …}``."""
+        config = self.config
+        state = self._found_checkpoint()
+        if state is not None:
+            self._load_model(state)
+        self._prepare()
+        if state is not None:
+            self._load_rest(state)
+        else:
+            _seed(config.seed + 1 + distributed.rank())  # dropout differs between ranks
+        self.log.start(self.plan())
+        with self.log.closing():
+            if self.step == 0 and self.val is not None and config.val_frequency:
+                self._evaluate("before the first step")
+            while self.epoch < (config.epochs or 0):
+                self._train_epoch()
+                self.epoch, self.position = self.epoch + 1, None
+                last = self.epoch == config.epochs
+                if self.val is not None and config.val_frequency and (last or self.epoch % config.val_frequency == 0):
+                    self._evaluate(f"after epoch {self.epoch}")
+                self._save()
+                self._export("last")
+        return {"last": self.last, "best": self.best, "folder": str(self.folder)}
+
+    def _prepare(self) -> None:
+        model = self.model
+        if self.config.torchcompile:
+            model.compile()
+        ignored = model.coder.state_names()
+        if ignored:
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        optimizer = create_optimizer(model, self.config)
+        self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.average = (
+            WeightAverage(model, self.config.ema_decay, leave_out=ignored) if self.config.ema_decay else None
+        )
+
+    def _train_epoch(self) -> None:
+        config, model = self.config, self.model
+        model.train()
+        batches = iter(self.loader.epoch(self.epoch, self.position))
+        done = self.position["batches"] // config.accum_freq if self.position else 0
+        with self.log.progress(self.epoch, done, self.steps_per_epoch) as progress:
+            while True:
+                waiting = time.perf_counter()
+                group = list(itertools.islice(batches, config.accum_freq))
+                # a rank whose images did not all decode may run out first: then all stop
+                if distributed.any_rank(len(group) < config.accum_freq, self.device):
+                    break
+                waiting = time.perf_counter() - waiting
+                logged = self.step % config.log_every_n_steps == 0
+                metrics = self._step([self._to_device(batch) for batch in group], shares=logged)
+                self.step += 1
+                self.position = self.loader.position()
+                progress.update(metrics, waiting)
+                if logged:
+                    self.log.write(
+                        {**metrics, "epoch": self.epoch, "lr": max(self.schedule.get_last_lr())}, step=self.step - 1
+                    )
+                if config.save_every_steps and self.step % config.save_every_steps == 0:
+                    self._save()
+        self.log.bad_images(self.loader.bad)
+
+    def _to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def _step(self, batches: list[dict[str, Tensor]], *, shares: bool) -> dict[str, float]:
+        """One optimizer step; nothing is written, neither weights nor state, where a loss or gradient is not finite."""
+        try:
+            result = forward_backward(self.wrapped, self.loss, batches, self.accelerator, shares=shares)
+            norm = self._clip(result.leaves)
+        except NonFiniteError as error:
+            self.optimizer.zero_grad()
+            raise NonFiniteError(
+                f"{error} at step {self.step} (epoch {self.epoch}): the step was not taken and nothing was written; "
+                "lower --lr, lengthen --warmup or clip with --grad-clip-norm, then --resume the last checkpoint"
+            ) from error
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.model.coder.post_step()
+            scale = getattr(self.model, "logit_scale", None)
+            if scale is not None and scale.requires_grad:
+                with torch.no_grad():
+                    scale.clamp_(0, math.log(100))
+            if self.average is not None:
+                self.average.update(self.model)
+        shown = {f"share/{name}": value for name, value in result.shares.items()}
+        return {"loss": sum(result.losses.values()), **result.losses, **shown, "gradient_norm": norm}
+
+    def _clip(self, leaves: Mapping[str, Tensor]) -> float:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        self.accelerator.unscale_gradients(self.optimizer)
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        value = float(norm)
+        # the fp16 loss scaler finds overflows itself, skips the step and lowers its scale
+        if not math.isfinite(value) and self.accelerator.scaler is None:
+            raise NonFiniteError(explain_gradient(self.model, self.loss, leaves))
+        if self.config.grad_clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip_norm, norm)
+        return value
+
+    # -- evaluation and files ------------------------------------------------------------------------------------
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        return self.average.applied(self.model) if self.average is not None else contextlib.nullcontext()
+
+    def _evaluate(self, when: str) -> None:
+        with self._averaged():
+            self.last = {**evaluate(self.encoder, self.val), "epoch": self.epoch, "step": self.step}
+        self.log.write({f"val/{k}": v for k, v in self.last.items() if k != "step"}, step=self.step)
+        self.log.say(f"{when}:\n{format_table({'val': self.last})}")
+        if self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
+            self.best = {**self.last, "checkpoint": self._checkpoint_name()}
+            self._export("best")
+
+    def _checkpoint_name(self) -> str:
+        return f"step_{self.step:08d}"
+
+    def _save(self) -> None:
+        common: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": {"step": self.schedule.last_epoch},
+        }
+        if self.average is not None:
+            common["average"] = self.average.state_dict()
+        if self.accelerator.scaler is not None:
+            common["scaler"] = self.accelerator.scaler.state_dict()
+        own = {"rng": _rng_states(), "position": self.position}
+        manifest = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "recipe": self.recipe.to_dict(),
+            "config": asdict(self.config),
+            "last": self.last,
+            "best": self.best,
+            "kept": bool(
+                self.config.save_frequency and not self.position and self.epoch % self.config.save_frequency == 0
+            ),
+            "versions": versions(),
+        }
+        directory = self.folder / "checkpoints"
+        checkpoint.save(
+            directory,
+            self._checkpoint_name(),
+            manifest=manifest,
+            common=common,
+            own=own,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            barrier=distributed.barrier,
+        )
+        if distributed.rank() == 0:
+            kept = [c.path.name for c in checkpoint.checkpoints(directory) if c.manifest.get("kept")]
+            checkpoint.prune(directory, [*kept, self._checkpoint_name(), self.best.get("checkpoint", "")])
+        distributed.barrier()
+
+    def _export(self, tag: str) -> None:
+        if distributed.rank() == 0:
+            with self._averaged():
+                export_clip(self.model, str(self.config.model), self.folder / "export" / tag)
+        distributed.barrier()
+
+    # -- resuming ------------------------------------------------------------------------------------------------
+
+    def _found_checkpoint(self) -> tuple[dict, dict, dict | None] | None:
+        directory = self.folder / "checkpoints"
+        if self.config.resume is None:
+            if checkpoint.newest(directory, verify=False) is not None:
+                raise CoderError(f"{self.folder} holds a run already: --resume latest goes on with it, or choose --name")
+            return None
+        path = checkpoint.newest(directory) if self.config.resume == "latest" else Path(self.config.resume)
+        if path is None:
+            self.log.say(f"no complete checkpoint in {directory}: starting at the beginning")
+            return None
+        return checkpoint.load(path, rank=distributed.rank())
+
+    def _load_model(self, state: tuple[dict, dict, dict | None]) -> None:
+        manifest, common, _ = state
+        saved = self.recipe.from_dict(manifest["recipe"])
+        if saved != self.recipe:
+            raise CoderError(
+                f'the checkpoint was trained with --loss "{saved}", this run asks for "{self.recipe}": resume with its '
+                "own recipe, or start from its export with --pretrained"
+            )
+        missing, unexpected = self.model.load_state_dict(common["model"], strict=False)
+        if missing or unexpected:
+            raise CoderError(f"the checkpoint is of another model: {len(missing)} tensors missing, such as "
+                             f"{(missing or unexpected)[0]}, {len(unexpected)} unknown")
+
+    def _load_rest(self, state: tuple[dict, dict, dict | None]) -> None:
+        manifest, common, own = state
+        self.optimizer.load_state_dict(common["optimizer"])
+        self.schedule.last_epoch = common["schedule"]["step"] - 1
+        self.schedule.step()
+        if self.average is not None and "average" in common:
+            self.average.load_state_dict(common["average"])
+        if self.accelerator.scaler is not None and "scaler" in common:
+            self.accelerator.scaler.load_state_dict(common["scaler"])
+        self.step, self.epoch = manifest["step"], manifest["epoch"]
+        self.best, self.last = manifest["best"], manifest["last"]
+        if manifest["world_size"] == distributed.world_size() and own is not None:
+            self.position = own["position"]
+            _set_rng_states(own["rng"])
+        else:
+            self.log.say(
+                f"the checkpoint is of {manifest['world_size']} ranks, this run has {distributed.world_size()}: "
+                f"epoch {self.epoch} starts anew, with fresh random states"
+            )
+            _seed(self.config.seed + 1 + distributed.rank())
+        self.log.say(f"resumed at step {self.step}, epoch {self.epoch}")
+
+    # -- what will happen ----------------------------------------------------------------------------------------
+
+    def plan(self) -> dict[str, Any]:
+        """The resolved plan that ``--dry-run`` prints: terms, heads, shapes, parameters, data, steps."""
+        config, model = self.config, self.model
+        training = model.training
+        model.train()
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            outputs = model(**setup.example_batch(model, self.tokenizer, rows=2))
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        model.train(training)
+        parameters = dict(model.named_parameters())
+        heads = {
+            name: sum(p.numel() for p in head.parameters()) for name, head in model.coder.heads.items()
+        }
+        return {
+            "run": str(self.folder),
+            "recipe": str(self.recipe),
+            "options": self.recipe.to_dict(),
+            "terms": self.recipe.labels(),
+            "heads": heads,
+            "model": f"{config.model} ({type(model).__name__})",
+            "outputs": {key: ["B", *value.shape[1:]] if value.ndim else [] for key, value in outputs.items()},
+            "parameters": sum(p.numel() for p in parameters.values()),
+            "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
+            "frozen because no term reads them": self.frozen,
+            "training data": {
+                "name": self.loader.source.name,
+                "images": self.loader.source.num_images,
+                "samples per epoch": self.loader.samples_per_epoch,
+                "captions": config.captions,
+            },
+            "validation data": None if self.val is None else {"name": self.val.name, "images": self.val.num_images},
+            "batch": {
+                "per rank and forward": config.batch_size,
+                "global per step": config.batch_size * config.accum_freq * distributed.world_size(),
+            },
+            "steps per epoch": self.steps_per_epoch,
+            "epochs": config.epochs,
+            "precision": str(self.accelerator.mixed_precision),
+            "device": str(self.device),
+            "ranks": distributed.world_size(),
+            "versions": versions(),
+        }
+
+    def print_plan(self) -> None:
+        if distributed.rank() == 0:
+            print(json.dumps(self.plan(), indent=2))
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _rng_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,118 @@
+"""Parameter groups, optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from coder_plugin.training.config import TrainConfig
+
+# Where the blocks of open_clip's own and of transformers' towers are numbered, and ResNet's stages.
+_LAYER = re.compile(r"(?:resblocks|layers?|blocks?|h)\.(\d+)\.|(?:^|\.)layer([1-4])\.")
+# What stands before the first block: token and patch embeddings, positions, the stem.
+_STEM = re.compile(
+    r"(?:^|\.)(?:conv\d?|conv_stem|bn\d|ln_pre|class_embedding|positional_embedding|token_embedding|embeddings|"
+    r"patch_embed|pos_embed|cls_token)(?:\.|$)"
+)
+
+
+def create_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """Any timm optimizer over the trainable parameters, grouped by weight decay and layer.
+
+    Vectors, scalars (norms, biases, temperatures) and what the model lists in ``no_weight_decay()`` are not decayed.
+    """
+    from timm.optim import create_optimizer_v2
+
+    options: dict[str, Any] = {}
+    if config.beta1 is not None or config.beta2 is not None:
+        options["betas"] = (
+            0.9 if config.beta1 is None else config.beta1,
+            0.98 if config.beta2 is None else config.beta2,
+        )
+    if config.eps is not None:
+        options["eps"] = config.eps
+    if config.momentum is not None:
+        options["momentum"] = config.momentum
+    groups = parameter_groups(model, lr=config.lr, weight_decay=config.wd, layer_decay=config.layer_decay)
+    return create_optimizer_v2(groups, opt=config.opt, lr=config.lr, weight_decay=config.wd, **options)
+
+
+def parameter_groups(
+    model: nn.Module, *, lr: float | None, weight_decay: float, layer_decay: float = 1.0
+) -> list[dict[str, Any]]:
+    """Trainable parameters by (layer factor, weight decay): ``[{"params", "lr", "weight_decay", "lr_scale"}, …]``."""
+    skip = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+    factor = layer_factors(model, layer_decay)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay = 0.0 if parameter.ndim < 2 or name in skip else weight_decay
+            groups.setdefault((factor(name), decay), []).append(parameter)
+    return [
+        {"params": parameters, "lr": (lr or 0.0) * scale, "weight_decay": decay, "lr_scale": scale}
+        for (scale, decay), parameters in sorted(groups.items(), key=lambda item: item[0])
+    ]
+
+
+def layer_factors(model: nn.Module, layer_decay: float) -> Callable[[str], float]:
+    """For each parameter's name ``layer_decay ** (layers above it in its tower)``; projections and heads have 1.
+
+    A timm trunk numbers its layers itself (``group_matcher``); elsewhere the names do.
+    """
+    if layer_decay == 1:
+        return lambda name: 1.0
+    towers: dict[str, dict[str, int]] = {}
+    for name, _ in model.named_parameters():
+        tower = "image" if name.startswith("visual.") else "text"
+        if not name.startswith("coder.") and (layer := _layer_of(name)) is not None:
+            towers.setdefault(tower, {})[name] = layer
+    trunk = getattr(model.visual, "trunk", None)
+    if trunk is not None and hasattr(trunk, "group_matcher"):
+        from timm.models import group_parameters
+
+        towers["image"] = {
+            f"visual.trunk.{name}": layer
+            for layer, names in group_parameters(trunk, trunk.group_matcher(coarse=False)).items()
+            for name in names
+        }
+    scales = {
+        name: layer_decay ** (max(layers.values()) + 1 - layer)
+        for layers in towers.values()
+        for name, layer in layers.items()
+    }
+    return lambda name: scales.get(name, 1.0)
+
+
+def _layer_of(name: str) -> int | None:
+    """0 for what stands before the blocks, 1 + n for block n, None for what stands after them."""
+    if match := _LAYER.search(name):
+        return int(match[1]) + 1 if match[1] is not None else int(match[2])
+    return 0 if _STEM.search(name) else None
+
+
+def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: int) -> LambdaLR:
+    """Linear warm-up, then cosine to zero, constant, or drops; stepped once per optimizer step."""
+    total = max(1, steps_per_epoch * (config.epochs or 1))
+    warmup = total // 20 if config.warmup is None else config.warmup
+    return LambdaLR(optimizer, lambda step: lr_factor(step, config, steps_per_epoch, total, warmup))
+
+
+def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.lr_scheduler == "const":
+        return 1.0
+    if config.lr_scheduler == "step":
+        return config.lr_step_gamma ** (step // max(1, steps_per_epoch) // config.lr_step_epochs)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+
+def in_block(name: str) -> bool:
+    """Whether a parameter or module belongs to a numbered block of a tower."""
+    return not name.startswith("coder.") and _LAYER.search(name) is not None

@@ -1,0 +1,229 @@
+"""Model, tokenizer, transforms and data of a run, from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin.data import guess_kind, open_source
+from coder_plugin.errors import CoderError
+from coder_plugin.model import CoderLoss, create_model
+from coder_plugin.recipe import Recipe, parse_value
+from coder_plugin.training.config import TrainConfig
+
+_log = logging.getLogger(__name__)
+
+
+def make_recipe(config: TrainConfig) -> Recipe:
+    """The recipe that ``--loss``, ``--set`` and ``--local-loss`` spell."""
+    from dataclasses import replace
+
+    settings = {}
+    for setting in config.set:
+        path, equals, value = setting.partition("=")
+        if not equals:
+            raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
+        settings[path.strip()] = parse_value(value)
+    recipe = Recipe.parse(config.loss).with_options(settings)
+    return replace(recipe, local_loss=recipe.local_loss or config.local_loss)
+
+
+def make_accelerator(config: TrainConfig) -> Any:
+    """accelerate's device, autocast, loss scaling and DDP, as the flags ask."""
+    from accelerate import Accelerator
+
+    cuda = torch.cuda.is_available()
+    precision = {"auto": "bf16" if cuda else "no", "fp32": "no", "amp": "fp16", "amp_fp16": "fp16", "amp_bf16": "bf16"}
+    mixed = precision[config.precision]
+    if mixed == "fp16" and not cuda:
+        raise CoderError(f"--precision {config.precision} needs a GPU; on a CPU use fp32 or amp_bf16")
+    trackers = [name for name in config.report_to.replace(",", " ").split()]
+    unknown = set(trackers) - {"tensorboard", "wandb"}
+    if unknown:
+        raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
+    try:
+        return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, project_dir=config.logs)
+    except (ValueError, ImportError) as error:
+        raise CoderError(f"accelerate: {error}") from error
+
+
+def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> nn.Module:
+    """The model with its heads, towers locked, adapters in, on its device."""
+    options: dict[str, Any] = {
+        "pretrained_image": config.pretrained_image,
+        "force_image_size": config.force_image_size,
+        "force_context_length": config.force_context_length,
+        "force_quick_gelu": config.force_quick_gelu,
+        "force_patch_dropout": config.force_patch_dropout,
+        "force_custom_text": config.force_custom_text,
+        "cache_dir": config.cache_dir,
+        "force_preprocess_cfg": preprocess_overrides(config),
+    }
+    assert config.model is not None
+    model = create_model(
+        config.model,
+        recipe=recipe,
+        pretrained=config.pretrained,
+        pretrained_image_path=config.pretrained_image_path,
+        device=device,
+        **options,
+    )
+    if config.lock_image:
+        model.lock_image_tower(
+            unlocked_groups=config.lock_image_unlocked_groups, freeze_bn_stats=config.lock_image_freeze_bn_stats
+        )
+    if config.lock_text:
+        model.lock_text_tower(
+            unlocked_layers=config.lock_text_unlocked_layers, freeze_layer_norm=config.lock_text_freeze_layer_norm
+        )
+    if config.lora_rank:
+        add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing()
+    if config.channels_last:
+        model.visual.to(memory_format=torch.channels_last)
+    return model.to(device)
+
+
+def preprocess_overrides(config: Any) -> dict[str, Any]:
+    """open_clip's preprocessing options that the flags set."""
+    named = {
+        "mean": config.image_mean,
+        "std": config.image_std,
+        "interpolation": config.image_interpolation,
+        "resize_mode": config.image_resize_mode,
+    }
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float | None = None) -> None:
+    """Freeze the towers and put peft's low-rank adapters on the linear layers of their blocks, in place.
+
+    Projections into the joint space, temperatures and our heads stay trainable as they are.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise CoderError('--lora-rank needs peft: pip install "coder-plugin[lora]"') from error
+    from coder_plugin.training.optim import in_block
+
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad and not in_block(name)}
+    targets = [name for name, m in model.named_modules() if in_block(f"{name}.") and isinstance(m, _adaptable())]
+    if not targets:
+        raise CoderError(f"--lora-rank: {type(model).__name__} has no linear layer in numbered blocks")
+    inject_adapter_in_model(
+        LoraConfig(r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=targets), model
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name in trainable)
+
+
+def _adaptable() -> tuple[type, ...]:
+    return (nn.Linear, nn.MultiheadAttention)
+
+
+def make_transforms(model: nn.Module, config: TrainConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """open_clip's training (augmenting) and evaluation transforms for this model."""
+    from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+
+    augmentation = None
+    if config.aug_cfg:
+        pairs = [item.partition("=") for item in config.aug_cfg]
+        augmentation = {key: _sequence(value) for key, _, value in pairs}
+        known = AugmentationCfg.__dataclass_fields__
+        for key in augmentation:
+            if key not in known:
+                raise CoderError(f"--aug-cfg: unknown option {key!r}; known: {', '.join(known)}")
+    preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
+    return (
+        image_transform_v2(preprocess, is_train=True, aug_cfg=augmentation),
+        image_transform_v2(preprocess, is_train=False),
+    )
+
+
+def _sequence(text: str) -> Any:
+    if "," in text or text[:1] in "([":
+        return tuple(parse_value(item) for item in text.strip("()[] ").split(",") if item.strip())
+    return parse_value(text)
+
+
+def make_tokenizer(config: TrainConfig, model: nn.Module) -> Callable[[list[str]], Tensor]:
+    import open_clip
+
+    from coder_plugin.backbones.clip import register_config
+
+    assert config.model is not None
+    name = register_config(config.model)
+    try:
+        return open_clip.get_tokenizer(name, context_length=config.force_context_length, cache_dir=config.cache_dir)
+    except OSError as error:
+        raise CoderError(f"tokenizer of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+
+
+#: Which flags which reader takes, and under what name; a reader of somebody else's takes them all.
+_READER_FLAGS = {
+    "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key"},
+    "karpathy": {"image_root": "images"},
+    "webdataset": {"dataset_resampled": "resampled"},
+    "scenes": {},
+}
+
+
+def make_source(config: TrainConfig, *, split: str) -> Any | None:
+    """The data of a split; without any training data named, the built-in scenes."""
+    spec = config.train_data if split == "train" else config.val_data
+    kind = config.dataset_type
+    if spec is None:
+        if not config.on_scenes:
+            return None
+        spec = kind = "scenes"
+    elif config.on_scenes:  # scenes to train on, other data to evaluate on
+        kind = "auto"
+    kind = guess_kind(spec) if kind == "auto" else kind
+    flags = _READER_FLAGS.get(kind, {name: given for names in _READER_FLAGS.values() for name, given in names.items()})
+    options = {given: getattr(config, name) or None for name, given in flags.items()}
+    if split != "train":
+        options.pop("resampled", None)
+    return open_source(spec, kind, split=split, **options)
+
+
+def freeze_unread(model: nn.Module, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
+    """Freeze upstream's parameters that no term reads, found by one backward pass over a made-up batch (rule 2).
+
+    DDP fails on the second step where a parameter gets no gradient. Returns their names.
+    """
+    batch = example_batch(model, tokenizer)
+    parameters = {
+        name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("coder.")
+    }
+    training, buffers = model.training, {name: b.clone() for name, b in model.named_buffers()}
+    model.train()
+    devices = [batch["image"].device] if batch["image"].is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        losses = loss(**model(**batch))
+        gradients = torch.autograd.grad(sum(losses.values()), list(parameters.values()), allow_unused=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    model.train(training)
+    unread = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    for name in unread:
+        parameters[name].requires_grad_(False)
+    return unread
+
+
+def example_batch(model: nn.Module, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Tensor]:
+    """A batch of noise and short sentences, shaped as the model wants it."""
+    device = next(model.parameters()).device
+    size = model.visual.image_size
+    height, width = size if isinstance(size, tuple) else (size, size)
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "image": torch.randn(rows, 3, height, width, generator=generator).to(device),
+        "text": tokenizer([f"a picture of {n} things" for n in range(rows)]).to(device),
+        "image_id": torch.arange(rows, device=device),
+    }

@@ -1,0 +1,175 @@
+"""One training step: loss and gradients of one or several micro-batches whose pairs are each other's negatives.
+
+The features of all micro-batches are computed first, the loss is taken once over all of them, and its gradient with
+respect to the features goes back through each micro-batch's own forward. With one micro-batch that is plain
+backpropagation; with several it is open_clip's cached-feature accumulation without its n evaluations of the loss, so
+that what the loss reads directly (``logit_scale``) gets its gradient once (DESIGN, rules 2 and 7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin import distributed
+from coder_plugin.errors import CoderError
+from coder_plugin.model import CoderLoss
+
+#: What a model returns once, not per sample.
+SHARED = ("logit_scale", "logit_bias")
+
+
+class NonFiniteError(CoderError):
+    """A loss or gradient is NaN or infinite; raised before anything is written."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Weighted losses by name (mean over ranks), and each term's share of the gradient if it was asked for."""
+
+    losses: dict[str, float]
+    shares: dict[str, float]
+    leaves: Mapping[str, Tensor]
+
+
+def forward_backward(
+    model: nn.Module,
+    loss: CoderLoss,
+    batches: Sequence[Mapping[str, Tensor]],
+    accelerator: Any,
+    *,
+    shares: bool = False,
+) -> StepResult:
+    """Accumulate into ``.grad`` the gradient of the loss over all micro-batches (and, gathered, over all ranks).
+
+    Args:
+        batches: keyword arguments of the model's forward, one dict a micro-batch.
+        accelerator: for autocast, loss scaling and DDP's ``no_sync``.
+        shares: also measure each term's gradient with respect to the features.
+
+    Raises:
+        NonFiniteError: a loss is NaN or infinite on any rank; names the term. No gradient has been touched.
+    """
+    reads = {key for binding in loss.bindings for key in binding.values()}
+    single = len(batches) == 1
+    passes = [_rng_state()]
+    outputs = []
+    with contextlib.nullcontext() if single else _restored_buffers(model):
+        for batch in batches:
+            with torch.set_grad_enabled(single):
+                outputs.append({key: value for key, value in model(**batch).items() if key in reads})
+            passes.append(_rng_state())
+    leaves = _join(outputs)
+    losses = loss(**leaves)
+    values = _check_losses(losses)
+    share = gradient_shares(losses, leaves) if shares else {}
+    wanted = [key for key, leaf in leaves.items() if leaf.requires_grad]
+    gradients = torch.autograd.grad(sum(losses.values()), [leaves[key] for key in wanted], allow_unused=True)
+    received = {key: grad for key, grad in zip(wanted, gradients, strict=True) if grad is not None}
+    start = 0
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            if not single:
+                _set_rng_state(passes[index])
+                output = {key: value for key, value in model(**batch).items() if key in reads}
+            else:
+                output = outputs[0]
+            rows = slice(start, start + _rows(output))
+            start = rows.stop
+            accelerator.backward(_surrogate(output, received, rows, with_shared=last))
+    if not single:
+        _set_rng_state(passes[-1])
+    return StepResult(values, share, leaves)
+
+
+def _rows(output: Mapping[str, Tensor]) -> int:
+    return next(len(value) for key, value in output.items() if key not in SHARED)
+
+
+def _join(outputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The micro-batches' outputs as one batch, cut from their graphs; what may learn becomes a leaf."""
+    joined = {}
+    for key in outputs[0]:
+        parts = [output[key].detach() for output in outputs]
+        value = parts[0] if key in SHARED or len(parts) == 1 else torch.cat(parts)
+        joined[key] = value.requires_grad_() if value.is_floating_point() else value
+    return joined
+
+
+def _surrogate(
+    output: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rows: slice, *, with_shared: bool
+) -> Tensor:
+    """A scalar whose gradient is the loss's: sum of output times received gradient, over these rows."""
+    total: Any = 0
+    for key, gradient in gradients.items():
+        if output[key].requires_grad and (with_shared or key not in SHARED):
+            total = total + (output[key] * (gradient if key in SHARED else gradient[rows])).sum()
+    return total
+
+
+def _check_losses(losses: Mapping[str, Tensor]) -> dict[str, float]:
+    stacked = torch.stack([value.detach().float() for value in losses.values()])
+    values = dict(zip(losses, distributed.all_mean(stacked).tolist(), strict=True))
+    bad = [name for name, value in values.items() if not -torch.inf < value < torch.inf]
+    if bad:
+        raise NonFiniteError(f"loss {', '.join(f'{name} = {values[name]}' for name in bad)}")
+    return values
+
+
+def gradient_shares(losses: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norm of each term's gradient with respect to the features over the sum of these norms, in [0, 1]."""
+    norms = term_gradient_norms(losses, leaves)
+    total = sum(norms.values())
+    return {name: norm / total if total > 0 else 0.0 for name, norm in norms.items()}
+
+
+def term_gradient_norms(losses: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norm of each term's gradient with respect to all per-sample outputs of all ranks."""
+    features = [leaf for key, leaf in leaves.items() if leaf.requires_grad and key not in SHARED]
+    squares = []
+    for value in losses.values():
+        gradients = torch.autograd.grad(value, features, retain_graph=True, allow_unused=True)
+        parts = [gradient.float().square().sum() for gradient in gradients if gradient is not None]
+        squares.append(sum(parts) if parts else value.new_zeros(()))
+    return dict(zip(losses, distributed.all_mean(torch.stack(squares)).sqrt().tolist(), strict=True))
+
+
+def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Tensor]) -> str:
+    """Which term, or failing that which parameters, a non-finite gradient comes from."""
+    norms = term_gradient_norms(loss(**leaves), leaves)
+    bad = [name for name, norm in norms.items() if not norm < torch.inf]
+    if bad:
+        return f"gradient of {', '.join(bad)}"
+    parameters = [
+        name for name, p in model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
+    ]
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    return f"gradient of {', '.join(parameters[:3])}{more} (finite at the features: {', '.join(norms)})"
+
+
+@contextlib.contextmanager
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Put upstream's buffers (BatchNorm's statistics) back: the first of two passes must not count."""
+    own = [buffer for name, buffer in model.named_buffers() if not name.removeprefix("module.").startswith("coder.")]
+    before = [(buffer, buffer.detach().clone()) for buffer in own]
+    yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+def _rng_state() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_available() else states
+
+
+def _set_rng_state(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])

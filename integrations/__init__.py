@@ -1,0 +1,1 @@
+"""Adapters that put coder_plugin inside other people's trainers (imported as ``coder_plugin.integrations``)."""

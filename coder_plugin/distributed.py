@@ -32,7 +32,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
+        # a copy, because autograd may hand the same tensor to other branches
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
         start = rank() * ctx.rows
         return gradient[start : start + ctx.rows]

@@ -47,15 +47,12 @@ def spread(similarity: Tensor, negatives: Tensor, *, kind: Diversity = "std", ep
     _check_rows(similarity, negatives)
     if not epsilon > 0:
         raise ValueError(f"epsilon must be > 0, got {epsilon}")
-    similarity = _raise_precision(similarity)
-    if kind == "std":
-        value, positive = _standard_deviation(similarity, negatives)
-    elif kind == "entropy":
-        value, positive = _entropy(similarity, negatives)
-    elif kind == "none":
-        return similarity.new_ones(len(similarity))
-    else:
+    if kind not in ("std", "entropy", "none"):
         raise ValueError(f"diversity must be 'std', 'entropy' or 'none', got {kind!r}")
+    similarity = _raise_precision(similarity)
+    if kind == "none" or not similarity.shape[1]:
+        return similarity.new_ones(len(similarity))
+    value, positive = (_standard_deviation if kind == "std" else _entropy)(similarity, negatives)
     # 1 / sigmoid(x) = 1 + exp(-x): at zero spread x is infinite, so its branch must not be differentiated.
     return torch.where(positive, 1 + torch.exp(-epsilon / value), 1)
 
@@ -106,10 +103,13 @@ def directed_dcl(
     Returns:
         [n]; an anchor without negatives keeps its positive's term alone.
     """
-    if not mu > 0:
-        raise ValueError(f"mu must be > 0, got {mu}")
-    if positive_weight != "mu" and (isinstance(positive_weight, str) or not positive_weight >= 0):
-        raise ValueError(f"positive_weight must be a number >= 0 or 'mu', got {positive_weight!r}")
+    check_dcl_options(mu=mu, positive_weight=positive_weight)
+    _check_rows(similarity, negatives)
+    if positive.shape != similarity.shape[:1] or weights.shape != similarity.shape[:1]:
+        raise ValueError(
+            f"positive and weights must have shape ({len(similarity)},), got {tuple(positive.shape)} "
+            f"and {tuple(weights.shape)}"
+        )
     similarity, positive = _raise_precision(similarity), _raise_precision(positive)
     logits = (similarity - gamma) / (mu * weights[:, None])
     negative_sum = logits.masked_fill(~negatives, -torch.inf).logsumexp(1)
@@ -150,6 +150,11 @@ def dcl(
         ValueError: shapes that differ, an empty batch, options out of range.
     """
     similarity, negatives = _pairs(image_features, text_features, image_ids)
+    if bank_diversity is not None and any(bank.shape != similarity.shape[:1] for bank in bank_diversity):
+        raise ValueError(
+            f"bank_diversity must have shape ({len(similarity)},) for images and for texts, got "
+            + " and ".join(str(tuple(bank.shape)) for bank in bank_diversity)
+        )
     positive = similarity.diagonal()
     loss = similarity.new_zeros(())
     for direction, rows in enumerate((similarity, similarity.T)):
@@ -187,6 +192,8 @@ def triplet(
     """
     if similarity.ndim != 2 or similarity.shape[0] != similarity.shape[1]:
         raise ValueError(f"similarity must be square [n, n], got {tuple(similarity.shape)}")
+    if not len(similarity):
+        raise ValueError("similarity holds no pair")
     similarity = _raise_precision(similarity)
     negatives = different_images(image_ids, len(similarity), similarity.device)
     positive = similarity.diagonal()
@@ -208,6 +215,8 @@ def directed_triplet(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     _check_rows(similarity, negatives)
+    if positive.shape != similarity.shape[:1]:
+        raise ValueError(f"positive must have shape ({len(similarity)},), got {tuple(positive.shape)}")
     hinge = (margin + _raise_precision(similarity) - _raise_precision(positive)[:, None]).clamp(min=0)
     hinge = torch.where(negatives, hinge, 0)
     if hardest:
@@ -245,6 +254,15 @@ def _pairs(image_features: Tensor, text_features: Tensor, image_ids: Tensor | No
         raise ValueError("image_features and text_features hold no pair")
     negatives = different_images(image_ids, len(image_features), image_features.device)
     return cosine(image_features, text_features), negatives
+
+
+def check_dcl_options(*, mu: float, epsilon: float = 0.1, positive_weight: float | Literal["mu"]) -> None:
+    """:class:`ValueError` for options of DCL that are out of range: terms call it before the first batch."""
+    for name, value in (("mu", mu), ("epsilon", epsilon)):
+        if not value > 0:
+            raise ValueError(f"{name} must be > 0, got {value}")
+    if positive_weight != "mu" and (isinstance(positive_weight, str) or not positive_weight >= 0):
+        raise ValueError(f"positive_weight must be a number >= 0 or 'mu', got {positive_weight!r}")
 
 
 def _check_rows(similarity: Tensor, negatives: Tensor) -> None:

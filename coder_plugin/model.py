@@ -63,6 +63,8 @@ class CoderLoss(nn.Module):
         self.terms = nn.ModuleDict()
         for label, spec in zip(recipe.labels(), recipe.terms, strict=True):
             term = registry.load("losses", spec.name)(**dict(spec.options))
+            if next(term.parameters(), None) is not None:
+                raise CoderError(f"loss {spec.name!r} owns parameters, which nothing would train: put them into a head")
             self.terms[label] = term.bind(heads, local_loss=recipe.local_loss)
 
     def forward(self, *, output_dict: bool = True, **outputs: Tensor) -> dict[str, Tensor] | Tensor:
@@ -146,5 +148,5 @@ def create_loss(recipe: str | Recipe, *, model: nn.Module) -> CoderLoss:
     resolution = resolve(recipe, clip.available_keys(model))
     absent = [name for name in resolution.heads if name not in model.coder.heads]
     if absent:
-        raise CoderError(f"the model was made without the heads {', '.join(absent)}: pass the same recipe to create_model")
+        raise CoderError(f"the model was made without the heads {', '.join(absent)}: give create_model the same recipe")
     return CoderLoss(recipe, resolution.bindings, model.coder.heads)

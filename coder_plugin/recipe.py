@@ -142,29 +142,49 @@ class Recipe:
 
 
 def check_options(group: str, name: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options of a term or head against its ``__init__``: known names, values of the annotated types, in order."""
+    """Options of a term or head against its ``__init__``: known names, values of the annotated types, in order.
+
+    A term is also made with them once, so that it can turn values down itself.
+    """
+    ordered = check_types(group, name, options)
+    if group == "losses":
+        missing = [option for option in required_options(group, name) if option not in dict(ordered)]
+        if missing:
+            raise CoderError(f"{name!r} must be given {', '.join(f'{option}=…' for option in missing)}")
+        try:
+            registry.load(group, name)(**dict(ordered))
+        except ValueError as error:
+            raise CoderError(f"{name!r}: {error}") from error
+    return ordered
+
+
+def check_types(group: str, name: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The part of :func:`check_options` that holds for each option by itself."""
     cls = registry.load(group, name)
-    allowed = {
-        parameter.name: parameter
-        for parameter in inspect.signature(cls).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    hints = typing.get_type_hints(cls.__init__)
+    allowed = _keyword_only(cls)
+    try:
+        hints = typing.get_type_hints(cls.__init__)
+    except NameError as error:  # an annotation imported for type checkers alone
+        raise CoderError(f"{name!r} in {registry.PREFIX}{group}: its options' types cannot be read: {error}") from error
     checked = {}
     for option, value in options.items():
         if option not in allowed:
             raise CoderError(f"{name!r} has no option {option!r}; it has: {', '.join(allowed) or 'none'}")
         ok, checked[option] = _coerce(value, hints.get(option, Any))
         if not ok:
-            wanted = inspect.formatannotation(hints[option]).replace("typing.", "").replace("Literal", "one of ")
-            raise CoderError(f"{name!r}: option {option}={_format(value)} must be {wanted}")
-    ordered = tuple((option, checked[option]) for option in allowed if option in checked)
-    if group == "losses":
-        try:
-            cls(**dict(ordered))
-        except ValueError as error:
-            raise CoderError(f"{name!r}: {error}") from error
-    return ordered
+            raise CoderError(f"{name!r}: option {option}={_format(value)} must be {_wanted(hints[option])}")
+    return tuple((option, checked[option]) for option in allowed if option in checked)
+
+
+def required_options(group: str, name: str) -> list[str]:
+    """Options without a default."""
+    parameters = _keyword_only(registry.load(group, name)).values()
+    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+
+
+def _keyword_only(cls: Any) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(cls).parameters.values()
+    return {parameter.name: parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def _coerce(value: Any, hint: Any) -> tuple[bool, Any]:
@@ -187,12 +207,30 @@ def _coerce(value: Any, hint: Any) -> tuple[bool, Any]:
     return True, value
 
 
+def _wanted(hint: Any) -> str:
+    """An annotation in the words of the grammar: ``float or mu``."""
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(_format, choices))
+    if choices:
+        return " or ".join(map(_wanted, choices))
+    return "none" if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))
+
+
 def _format(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_]\w*(?:[./-]\w+)*", value) and value not in _WORDS else f"'{value}'"
+        if re.fullmatch(r"[A-Za-z_]\w*(?:[./-]\w+)*", value) and parse_value(value) == value:
+            return value
+        return f'"{value}"' if "'" in value else f"'{value}'"
     return repr(value)
+
+
+def _weight(value: float) -> str:
+    """The short form where it is the same number."""
+    short = f"{value:.12g}"
+    return short if float(short) == value else repr(value)
 
 
 def parse_value(text: str) -> Any:
@@ -236,7 +274,8 @@ class _Parser:
         yield _Token("end", "end of the expression", len(self.text) + 1)
 
     def _error(self, column: int, message: str) -> CoderError:
-        return CoderError(f'recipe "{self.text}", column {column}: {message}')
+        line = f'recipe "{self.text}", column {column}: {message}'
+        return CoderError(re.sub(r"\s", " ", line))  # one line, with the same columns
 
     @property
     def next(self) -> _Token:
@@ -287,7 +326,10 @@ class _Parser:
             if self.next.text in ("@", "("):
                 raise self._error(self.next.column, f"{name.text!r} is a recipe: set options with --set TERM.OPTION=…")
             preset = registry.load("recipes", name.text)
-            return Recipe.parse(preset() if callable(preset) else preset).scaled(weight)
+            try:
+                return Recipe.parse(preset() if callable(preset) else preset).scaled(weight)
+            except CoderError as error:
+                raise self._error(name.column, f"the recipe {name.text!r} is at fault: {error}") from error
         known = [*registry.names("losses"), *registry.names("recipes")]
         near = difflib.get_close_matches(name.text, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -321,13 +363,29 @@ class _Parser:
             raise self._error(
                 columns["head"], f"unknown head {head!r} (known: {', '.join(registry.names('heads'))})"
             )
-        checked: tuple[tuple[str, Any], ...] = check_options("losses", name.text, {})
-        for option in options:  # one at a time, so that an error knows its column
+        for option, value in options.items():  # one at a time, so that an error knows its column
             try:
-                checked = check_options("losses", name.text, {**dict(checked), option: options[option]})
+                check_types("losses", name.text, {option: value})
             except CoderError as error:
                 raise self._error(columns[option], str(error)) from error
+        try:
+            checked = check_options("losses", name.text, options)
+        except CoderError as error:
+            raise self._error(self._blamed(name, options, columns), str(error)) from error
         return TermSpec(name.text, weight, source, head, checked)
+
+    def _blamed(self, name: _Token, options: Mapping[str, Any], columns: Mapping[str, int]) -> int:
+        """The column of the first option that the term turns down together with those before it."""
+        needed = required_options("losses", name.text)
+        given: dict[str, Any] = {}
+        for option in sorted(options, key=lambda option: option not in needed):
+            given[option] = options[option]
+            if given.keys() >= set(needed):
+                try:
+                    check_options("losses", name.text, given)
+                except CoderError:
+                    return columns[option]
+        return name.column
 
     def value(self) -> Any:
         token = self.next

@@ -54,26 +54,33 @@ class _Resolver:
     def run(self, recipe: Recipe) -> Resolution:
         bindings = []
         for term in recipe.terms:
-            cls = registry.load("losses", term.name)
-            binding = _bind(term, cls)
             who = f"loss {term.name!r}"
+            cls = _declared(registry.load("losses", term.name), who, "requires", "uses")
+            binding = _bind(term, cls)
             if term.head and not set(binding.values()) & set(_head(term.head).provides):
                 raise CoderError(f"{who}: head {term.head!r} provides nothing that it requires")
             for argument, key in binding.items():
-                self.need(key, who, term.head, optional=argument in cls.uses)
+                preferred = term.source if key != argument else term.head
+                self.need(key, who, preferred, unasked=_unasked(term) if argument in cls.uses else None)
             bindings.append(binding)
+        self.check_overlap()
         return Resolution(tuple(self.heads), tuple(bindings), frozenset(self.reads))
 
-    def need(self, key: str, who: str, preferred: str | None, *, optional: bool = False) -> None:
+    def need(self, key: str, who: str, preferred: str | None, *, unasked: Set[str] | None = None) -> None:
+        """Build what provides a key. With ``unasked`` it may stay absent, and heads of other distributions than these
+        provide it only where ``head=`` names them."""
         self.reads.add(key)
         if key in self.available:
             return
         providers = _providers(key)
         if preferred and preferred in providers:
             self.build(preferred, who)
-        elif providers:
+            return
+        if unasked is not None:
+            providers = {name: distribution for name, distribution in providers.items() if distribution in unasked}
+        if providers:
             self.build(_choose(providers, key, who), who)
-        elif not optional:
+        elif unasked is None:
             raise CoderError(f"{who} requires {key!r}, which neither this model nor any head provides")
 
     def build(self, name: str, who: str) -> None:
@@ -87,6 +94,17 @@ class _Resolver:
         self.open.pop()
         self.heads.append(name)
 
+    def check_overlap(self) -> None:
+        """Keys are one name space: of two heads that provide the same one, only the later would be read."""
+        provider: dict[str, str] = {}
+        for name in self.heads:
+            for key in _head(name).provides:
+                if provider.setdefault(key, name) != name:
+                    raise CoderError(
+                        f"the heads {provider[key]!r} and {name!r} both provide {key!r}: a recipe can have one of "
+                        "them, chosen with head=NAME in every term that requires it"
+                    )
+
 
 def _bind(term: TermSpec, cls: Any) -> dict[str, str]:
     keys = {argument: argument for argument in (*cls.requires, *cls.uses)}
@@ -94,16 +112,33 @@ def _bind(term: TermSpec, cls: Any) -> dict[str, str]:
         pair = _head(term.source).pair
         if pair is None:
             raise CoderError(f"{term.name}@{term.source}: head {term.source!r} has no features of its own to compare")
-        keys.update(zip(("image_features", "text_features"), pair, strict=True))
+        instead = dict(zip(("image_features", "text_features"), pair, strict=True))
+        if not instead.keys() & keys.keys():
+            raise CoderError(f"{term.name}@{term.source}: {term.name!r} compares no features, so none can stand in")
+        keys.update({argument: key for argument, key in instead.items() if argument in keys})
     return keys
 
 
+def _unasked(term: TermSpec) -> set[str]:
+    """Our distribution and the term's own."""
+    return {OWN_DISTRIBUTION} | {p.distribution for p in registry.list_plugins("losses") if p.name == term.name}
+
+
 def _head(name: str) -> Any:
-    return registry.load("heads", name)
+    return _declared(registry.load("heads", name), f"head {name!r}", "requires", "provides")
+
+
+def _declared(cls: Any, who: str, *attributes: str) -> Any:
+    """The class, if what it declares can be read: the easiest slip is ``("key")`` for ``("key",)``."""
+    for attribute in attributes:
+        keys = getattr(cls, attribute, None)
+        if not (isinstance(keys, (tuple, list)) and all(isinstance(key, str) for key in keys)):
+            raise CoderError(f"{who} is at fault: its {attribute!r} is {keys!r}, not a tuple of keys")
+    return cls
 
 
 def _providers(key: str) -> dict[str, str]:
-    """Heads that provide a key, by name, with their distribution. A head that cannot be loaded is reported, not fatal."""
+    """Heads that provide a key, by name, with their distribution. A broken one is reported, not fatal."""
     found = {}
     for plugin in registry.list_plugins("heads"):
         try:

@@ -253,7 +253,11 @@ def test_float32_keeps_a_small_spread_around_a_large_mean(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_inputs_are_raised_and_float64_stays(dtype: torch.dtype) -> None:
     images, texts = features(8, 16, dtype=dtype)
-    for loss in (lambda v, w: dcl(v, w), lambda v, w: triplet(cosine(v, w)), lambda v, w: diversity(v @ w.T, others(8))):
+    for loss in (
+        lambda v, w: dcl(v, w),
+        lambda v, w: triplet(cosine(v, w)),
+        lambda v, w: diversity(v @ w.T, others(8)),
+    ):
         assert loss(images, texts).dtype == torch.float32
         assert loss(images.double(), texts.double()).dtype == torch.float64
     assert torch.equal(dcl(images, texts), dcl(images.float(), texts.float()))
@@ -288,7 +292,8 @@ def test_gradcheck_of_dcl(kind: str, gradient: bool) -> None:
     bank = (torch.linspace(0.6, 1, 5, dtype=torch.float64), torch.linspace(1, 0.7, 5, dtype=torch.float64))
     if not gradient and kind != "none":
         # a numerical gradient would see the weights move: hold them, as the stopped gradient does
-        weights = [diversity(rows.detach(), ids[:, None] != ids, kind=kind) for rows in (images @ texts.T, texts @ images.T)]
+        both = (images @ texts.T, texts @ images.T)
+        weights = [diversity(rows.detach(), ids[:, None] != ids, kind=kind) for rows in both]
         held = [(a + b) / 2 for a, b in zip(weights, bank, strict=True)]
 
         def loss(v: Tensor, w: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ The instance keeps its class's behaviour, attributes and state-dict keys; its cl
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -44,13 +45,15 @@ class CoderCLIP:
 
         ``text_positive`` [B, T], ``text_tags`` [B, T] and ``image_id`` [B] are read by the heads that require them.
         """
-        outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
-        caught = {} if not self._coder_taps else self._coder_taps[0].take(text)
         if not self.training:  # type: ignore[attr-defined]
-            return outputs
-        inputs = {"text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
-        known = {**outputs, **caught, **{key: value for key, value in inputs.items() if value is not None}}
-        return {**outputs, **self.coder(known)}
+            return super().forward(image, text, *args, **upstream)  # type: ignore[misc]
+        for taps in self._coder_taps:
+            taps.listen()
+        outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
+        known = {**outputs, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+        for taps in self._coder_taps:
+            known.update(taps.take(text))
+        return {**outputs, **self.coder({key: value for key, value in known.items() if value is not None})}
 
     def embed_image(self, image: Tensor) -> Tensor:
         """The retrieval vectors of images [B, D]: their product with :meth:`embed_text` is the score."""
@@ -91,15 +94,14 @@ def create_clip(
         if pretrained and not Path(pretrained).is_file():
             tags = open_clip.list_pretrained_tags_by_model(name)
             if pretrained not in tags:
-                raise CoderError(
-                    f"--pretrained {pretrained!r} is neither a file nor a tag of {name} (tags: {', '.join(tags) or 'none'})"
-                )
+                known = ", ".join(tags) or "none"
+                raise CoderError(f"--pretrained {pretrained!r} is neither a file nor a tag of {name} (tags: {known})")
     if needs_logit_bias and "init_logit_bias" not in config:
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
     try:
         model = open_clip.create_model(name, pretrained, output_dict=True, **options)
-    except (RuntimeError, FileNotFoundError, OSError) as error:
-        raise CoderError(f"model {name!r} cannot be made: {' '.join(str(error).split())[:500]}") from error
+    except Exception as error:  # what open_clip, timm, transformers and torch raise for a file or option has no end
+        raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
     return model
@@ -114,28 +116,40 @@ def register_config(name: str) -> str:
     if name.endswith(".json"):
         if not Path(name).is_file():
             raise CoderError(f"model configuration {name} does not exist")
-        open_clip.add_model_config(name)
-        if Path(name).stem not in open_clip.list_models():
+        try:  # before open_clip does: it keeps a file's path, and would fail on it again for every later one
+            config = json.loads(Path(name).read_text())
+        except (OSError, ValueError) as error:
+            raise CoderError(f"model configuration {name} cannot be read: {_cause(error)}") from error
+        if not (isinstance(config, dict) and {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys()):
             raise CoderError(f"{name} is no open_clip model configuration: it needs embed_dim, vision_cfg and text_cfg")
+        open_clip.add_model_config(name)
         return Path(name).stem
     return name
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def load_image_tower(model: nn.Module, path: str) -> None:
     """Load a backbone's published weights (timm, torchvision) into the image tower: all of them, or an error.
 
-    The file's keys are those of ``model.visual`` or of its timm trunk. A classifier in the file is left out, the
-    tower's own projection keeps its fresh weights.
+    The file's keys are those of ``model.visual``, of its timm trunk, or of a whole CLIP. A classifier in the file is
+    left out, and a timm tower's projection keeps its fresh weights.
     """
     from open_clip.factory import load_state_dict
 
     if not Path(path).is_file():
         raise CoderError(f"image tower weights {path} do not exist")
-    weights: Mapping[str, Tensor] = load_state_dict(path)
+    try:
+        weights: Mapping[str, Tensor] = load_state_dict(path)
+    except Exception as error:
+        raise CoderError(f"image tower weights {path} cannot be read: {_cause(error)}") from error
     tower = model.visual.trunk if hasattr(model.visual, "trunk") else model.visual
     expected = tower.state_dict()
-    if not any(key in expected for key in weights):
-        weights = {key.removeprefix("visual.").removeprefix("trunk."): value for key, value in weights.items()}
+    for prefix in ("visual.", "trunk."):  # of a whole CLIP, of open_clip's timm tower
+        if any(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     missing = [key for key in expected if key not in weights and not key.endswith("num_batches_tracked")]
     wrong = [key for key in expected if key in weights and weights[key].shape != expected[key].shape]
     if missing or wrong:
@@ -174,12 +188,13 @@ def probe_widths(model: nn.Module, taps: TokenTaps | None) -> Widths:
         return Widths(embed_dim=embed_dim)
     size = model.visual.image_size
     height, width = size if isinstance(size, tuple) else (size, size)
-    parameter = next(model.parameters())
+    stem = next(parameter for parameter in model.visual.parameters() if parameter.ndim == 4)
     training = model.training
     model.eval()
+    taps.listen()
     with torch.no_grad():
-        text = torch.ones(1, model.context_length, dtype=torch.long, device=parameter.device)
-        image = torch.zeros(1, 3, height, width, dtype=parameter.dtype, device=parameter.device)
+        text = torch.ones(1, model.context_length, dtype=torch.long, device=stem.device)
+        image = torch.zeros(1, 3, height, width, dtype=stem.dtype, device=stem.device)
         model(image, text)
     model.train(training)
     caught = taps.take(text)
@@ -197,4 +212,4 @@ def _embed_dim(model: nn.Module) -> int:
         return projection.out_features
     if projection is not None:
         return projection.shape[1]
-    return text.output_dim
+    return text.output_dim if hasattr(text, "output_dim") else text.transformer.width

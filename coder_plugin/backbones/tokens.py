@@ -8,6 +8,8 @@ tower calls its own ``forward_intermediates``. Installed only when a head asks f
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,16 +19,20 @@ from coder_plugin.errors import CoderError
 
 
 class TokenTaps:
-    """Where one model's tokens are caught; :meth:`take` hands them over and forgets them."""
+    """Where one model's tokens are caught, between :meth:`listen` and :meth:`take`; a copied model has its own."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._caught: dict[str, Tensor] = {}
+        self._caught: dict[str, Tensor] | None = None  # None: not listening
         self._tap_image(model.visual)
         self._tap_text(model)
 
+    def listen(self) -> None:
+        """Catch the next forward's tokens: not those of ``encode_image`` or of evaluation, kept for nobody."""
+        self._caught = {}
+
     def take(self, text: Tensor | None) -> dict[str, Tensor]:
         """``image_tokens`` [B, L, C], ``text_tokens`` [B, T, C] and their masks, of the forward that just ran."""
-        caught, self._caught = self._caught, {}
+        caught, self._caught = self._caught or {}, None
         out = {}
         if "image" in caught:
             tokens = _rows(caught["image"])
@@ -38,11 +44,13 @@ class TokenTaps:
             out["text_mask"] = self._text_mask(text)[:, : tokens.shape[1]]
         return out
 
-    def _catch(self, module: nn.Module, key: str, pick: Any = lambda output: output) -> None:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._caught[key] = pick(output)
+    def _catch(self, module: nn.Module, key: str, pick: Callable[[Any], Tensor] = lambda output: output) -> None:
+        # A partial of a bound method, unlike a closure, is copied with the model.
+        module.register_forward_hook(functools.partial(self._hook, key, pick))
 
-        module.register_forward_hook(hook)
+    def _hook(self, key: str, pick: Callable[[Any], Tensor], _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._caught is not None:
+            self._caught[key] = pick(output)
 
     def _tap_image(self, visual: nn.Module) -> None:
         from open_clip.modified_resnet import ModifiedResNet
@@ -55,20 +63,13 @@ class TokenTaps:
         elif isinstance(visual, ModifiedResNet):
             self._catch(visual.layer4, "image")
         elif isinstance(visual, TimmModel):
-            caught = self._caught_setter("image")
-
-            def forward(self: TimmModel, x: Tensor) -> Tensor:
-                output = self.forward_intermediates(x, indices=1, normalize_intermediates=True)
-                caught(output["image_intermediates"][-1])
-                return output["image_features"]
-
+            if not hasattr(visual.trunk, "forward_intermediates"):
+                raise CoderError(f"no token features from timm's {type(visual.trunk).__name__}")
             cls = type(visual)
-            visual.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+            visual.__class__ = type(cls.__name__, (_TimmTap, cls), {"__module__": cls.__module__})
+            visual._coder_taps = self
         else:
             raise CoderError(f"no token features from an image tower of type {type(visual).__name__}")
-
-    def _caught_setter(self, key: str) -> Any:
-        return lambda value: self._caught.__setitem__(key, value)
 
     def _tap_text(self, model: nn.Module) -> None:
         from open_clip.hf_model import HFTextEncoder
@@ -91,6 +92,27 @@ class TokenTaps:
             raise CoderError(f"no token features from a text tower of type {type(text).__name__}")
 
 
+class _TimmTap:
+    """What is mixed into open_clip's timm tower."""
+
+    _coder_taps: TokenTaps
+
+    def forward(self, x: Tensor) -> Tensor:
+        caught = self._coder_taps._caught
+        if caught is None:
+            return super().forward(x)  # type: ignore[misc]
+        dropout = getattr(self.trunk, "patch_drop", None)  # type: ignore[attr-defined]
+        output = self.forward_intermediates(  # type: ignore[attr-defined]
+            x,
+            indices=1,
+            normalize_intermediates=True,
+            # the patches that patch dropout leaves fill no grid
+            output_fmt="NCHW" if dropout is None or isinstance(dropout, nn.Identity) else "NLC",
+        )
+        caught["image"] = output["image_intermediates"][-1]
+        return output["image_features"]
+
+
 def _rows(tokens: Tensor) -> Tensor:
     """[B, L, C] as it is, a grid [B, C, H, W] as [B, H * W, C]; anything else is an error, never a broadcast."""
     if tokens.ndim == 4:
@@ -105,7 +127,7 @@ def _mask_by_padding(pad: int) -> Any:
 
 
 def _mask_by_pool(pool_type: str, eos_id: int | None, *, pad: int) -> Any:
-    """Valid positions of open_clip's tokenizers: up to the end-of-text token where there is one, else what is not padding.
+    """Valid positions of open_clip's tokenizers: up to the end-of-text token where there is one, else all but padding.
 
     CLIP's padding, 0, is also the token of "!", so for it the end of the text decides.
     """

@@ -195,7 +195,7 @@ def evaluation_batches(
         for key, reason in chunk.bad:
             bad.add(key, reason)
         if len(chunk):
-            yield {**chunk.batch(), "captions": chunk.captions}
+            yield {**chunk.tensors, "captions": chunk.captions}
 
 
 class _Stream(IterableDataset):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch.utils.data import default_collate
 
 from coder_plugin.data.item import Item, stable_hash
@@ -143,6 +143,8 @@ def decode_image(data: bytes | str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
             return picture.convert("RGB")
+    except UnidentifiedImageError:  # its own message shows the address of a buffer
+        raise ValueError("not an image that Pillow knows") from None
     except OSError:
         raise
     except Exception as exc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -44,5 +44,5 @@ class Term(nn.Module):
         self._heads, self.local_loss = (heads,), local_loss
         return self
 
-    def forward(self, **outputs: Tensor) -> Tensor | dict[str, Tensor]:
+    def forward(self, *args: Any, **outputs: Any) -> Tensor | dict[str, Tensor]:
         raise NotImplementedError

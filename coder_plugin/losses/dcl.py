@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.functional import Diversity, directed_dcl, spread
+from coder_plugin.functional import Diversity, check_dcl_options, directed_dcl, spread
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.pairs import global_pairs
 
@@ -38,8 +38,7 @@ class DCL(Term):
         diversity_gradient: bool = False,
     ) -> None:
         super().__init__()
-        if not mu > 0 or not epsilon > 0:
-            raise ValueError(f"mu and epsilon must be > 0, got mu={mu} and epsilon={epsilon}")
+        check_dcl_options(mu=mu, epsilon=epsilon, positive_weight=positive_weight)
         self.mu, self.gamma, self.epsilon, self.diversity = mu, gamma, epsilon, diversity
         self.positive_weight, self.mask_same_image = positive_weight, mask_same_image
         self.diversity_gradient = diversity_gradient
@@ -66,5 +65,5 @@ class DCL(Term):
         """Diversity of each anchor over the largest among the anchors of all ranks [n]."""
         with torch.set_grad_enabled(self.diversity_gradient and torch.is_grad_enabled()):
             weights = spread(similarity, negatives, kind=self.diversity, epsilon=self.epsilon)
-            largest = distributed.all_max(weights.amax()) if self.local_loss else weights.amax()
-            return weights / largest
+            all_weights = distributed.gather(weights) if self.local_loss else weights
+            return weights / all_weights.amax()

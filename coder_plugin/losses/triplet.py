@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from coder_plugin import distributed
 from coder_plugin.functional import directed_triplet
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.pairs import global_pairs
@@ -39,9 +40,17 @@ class Triplet(Term):
         """This rank's image and text features [B, D], L2-normalised, and image ids [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
         pairs = global_pairs(image_features, text_features, ids, local_loss=self.local_loss)
-        options = {"margin": self.margin, "hardest": self.hardest, "reduction": self.reduction}
-        loss = sum(
-            directed_triplet(similarity, pairs.positive, pairs.negatives, **options)
-            for similarity in (pairs.image_to_text, pairs.text_to_image)
-        )
+        loss = pairs.positive.new_zeros(())
+        for similarity in (pairs.image_to_text, pairs.text_to_image):
+            loss = loss + directed_triplet(
+                similarity,
+                pairs.positive,
+                pairs.negatives,
+                margin=self.margin,
+                hardest=self.hardest,
+                reduction=self.reduction,
+            )
+        if self.reduction == "sum" and self.local_loss:
+            # of this rank's anchors alone, while losses and gradients are averaged over ranks
+            loss = loss * distributed.world_size()
         return loss

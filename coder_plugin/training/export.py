@@ -21,6 +21,9 @@ def export_clip(model: nn.Module, name: str, folder: Path) -> Path:
     import open_clip
     from safetensors.torch import save_file
 
+    from coder_plugin.backbones.clip import register_config
+
+    name = register_config(name)
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{WEIGHTS}.writing"
     save_file(plain_state(model), aside, metadata={"format": "pt"})
@@ -53,9 +56,19 @@ def _merged(model: nn.Module) -> nn.Module:
         merged = copy.deepcopy(model)
     finally:
         model.coder = coder
-    for name, module in list(merged.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            parent, _, child = name.rpartition(".")
-            setattr(merged.get_submodule(parent), child, module.get_base_layer())
+    layers = [(name, module) for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]
+    outer: list[str] = []
+    for name, module in layers:
+        if outer and name.startswith(f"{outer[-1]}."):
+            continue  # part of an attention that has been merged as a whole
+        outer.append(name)
+        parent, _, child = name.rpartition(".")
+        setattr(merged.get_submodule(parent), child, _plain_layer(module))
     return merged
+
+
+def _plain_layer(module: Any) -> nn.Module:
+    if hasattr(module, "unload_and_optionally_merge_module"):
+        return module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    module.merge()
+    return module.get_base_layer()

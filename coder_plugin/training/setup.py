@@ -112,7 +112,11 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float | None = None) -> None
     from coder_plugin.training.optim import in_block
 
     trainable = {name for name, p in model.named_parameters() if p.requires_grad and not in_block(name)}
-    targets = [name for name, m in model.named_modules() if in_block(f"{name}.") and isinstance(m, _adaptable())]
+    targets: list[str] = []
+    for name, module in model.named_modules():  # an attention's output layer belongs to its attention
+        if in_block(f"{name}.") and isinstance(module, (nn.Linear, nn.MultiheadAttention)):
+            if not targets or not name.startswith(f"{targets[-1]}."):
+                targets.append(name)
     if not targets:
         raise CoderError(f"--lora-rank: {type(model).__name__} has no linear layer in numbered blocks")
     inject_adapter_in_model(
@@ -120,10 +124,6 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float | None = None) -> None
     )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in trainable)
-
-
-def _adaptable() -> tuple[type, ...]:
-    return (nn.Linear, nn.MultiheadAttention)
 
 
 def make_transforms(model: nn.Module, config: TrainConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

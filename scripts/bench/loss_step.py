@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Time of DCL's forward and backward over that of open_clip's ClipLoss, measured in the same run.
+
+    python scripts/bench/loss_step.py                           this machine's processor, eager and compiled
+    python scripts/bench/loss_step.py --device cuda --dtype bfloat16 --repeats 50
+
+Every repetition times each loss once, in an order that turns, so that other work on the machine meets all of them.
+A ratio is the median over repetitions of (loss / ClipLoss of the same mode); below 1 is faster than ClipLoss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from open_clip.loss import ClipLoss
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from coder_plugin.functional import dcl
+from coder_plugin.losses.dcl import DCL
+
+Step = Callable[[], None]
+WARM_UP = 3
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    print(machine(options))
+    header = ["N", "D", "mode", "ClipLoss ms", "dcl() ms", "DCL term ms", "dcl() ratio", "DCL term ratio"]
+    print(row(header))
+    for n, d in options.sizes:
+        torch._dynamo.reset()
+        for mode in options.modes:
+            steps = make_steps(n, d, options, compiled=mode == "compiled")
+            times = measure(steps, options.device, options.repeats)
+            cells = [n, d, mode, *(f"{1e3 * statistics.median(times[name]):.2f}" for name in steps)]
+            for name in ("dcl", "term"):
+                cells.append(f"{statistics.median(map(float.__truediv__, times[name], times['clip'])):.2f}")
+            print(row(cells), flush=True)
+
+
+def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -> dict[str, Step]:
+    """Forward and backward of each loss for one random batch of n pairs in d dimensions."""
+    torch.manual_seed(0)
+    images, texts = (
+        normalize(torch.randn(n, d, device=options.device), dim=1).to(options.dtype).requires_grad_() for _ in range(2)
+    )
+    ids = torch.randint(2**62, (n,), device=options.device)
+    scale = torch.tensor(14.3, device=options.device, requires_grad=True)
+    clip, term = ClipLoss(), DCL()
+    losses: dict[str, Callable[[], Tensor]] = {
+        "clip": with_arguments(clip, compiled, images, texts, scale),
+        "dcl": with_arguments(dcl, compiled, images, texts, image_ids=ids),
+        "term": with_arguments(term, compiled, images, texts, coder_ids=ids),
+    }
+    assert torch.allclose(losses["dcl"](), losses["term"]()), "the term is not its function"
+    leaves = {"clip": (images, texts, scale), "dcl": (images, texts), "term": (images, texts)}
+    return {
+        name: lambda loss=loss, inputs=leaves[name]: torch.autograd.grad(loss(), inputs)
+        for name, loss in losses.items()
+    }
+
+
+def with_arguments(
+    loss: Callable[..., Tensor], compiled: bool, *args: Tensor, **kwargs: Tensor
+) -> Callable[[], Tensor]:
+    called = torch.compile(loss, dynamic=False) if compiled else loss
+    return lambda: called(*args, **kwargs)
+
+
+def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step, interleaved."""
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    clock = seconds_on_gpu if device.startswith("cuda") else seconds_on_cpu
+    for repeat in range(repeats):
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            times[name].append(clock(steps[name]))
+    return times
+
+
+def seconds_on_cpu(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def seconds_on_gpu(step: Step) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def machine(options: argparse.Namespace) -> str:
+    if options.device.startswith("cuda"):
+        name = f"{torch.cuda.get_device_name(options.device)}, CUDA {torch.version.cuda}"
+    else:
+        name = f"{processor()}, {options.threads} threads"
+        if hasattr(os, "getloadavg"):
+            name += f", load {os.getloadavg()[0]:.1f} at the start"
+    versions = ", ".join(f"{each} {version(each)}" for each in ("torch", "open_clip_torch", "coder-plugin"))
+    return (
+        f"{name}\nPython {platform.python_version()}, {versions}\n"
+        f"{str(options.dtype).removeprefix('torch.')} features, forward and backward, "
+        f"medians of {options.repeats} interleaved repetitions after {WARM_UP} warm-ups\n"
+    )
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def row(cells: list[object]) -> str:
+    return "  ".join(str(cell).rjust(width) for cell, width in zip(cells, (5, 5, 8, 11, 9, 11, 11, 14), strict=True))
+
+
+def size(text: str) -> tuple[int, int]:
+    n, _, d = text.partition("x")
+    return int(n), int(d)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    sizes = [(n, d) for n in (128, 512, 2048) for d in (512, 1024)]
+    parser.add_argument("--sizes", nargs="+", type=size, default=sizes, metavar="NxD", help="such as 2048x512")
+    options = parser.parse_args()
+    options.dtype = getattr(torch, options.dtype)
+    return options
+
+
+if __name__ == "__main__":
+    main()

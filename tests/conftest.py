@@ -1,0 +1,23 @@
+"""Shared by all tests: nothing is downloaded, threads are few, and a model small enough to train in seconds."""
+
+import json
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+TINY = {  # no BatchNorm, no dropout: a row's features do not depend on the other rows
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 64, "layers": 2, "width": 64, "head_width": 32, "patch_size": 16},
+    "text_cfg": {"context_length": 40, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    """Path of an open_clip model configuration of under a million parameters."""
+    path = tmp_path_factory.mktemp("models") / "tiny-vit-for-tests.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)

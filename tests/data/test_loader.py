@@ -1,0 +1,443 @@
+"""The loader: full batches, the same ones however many workers, and the same ones again after an interruption."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from coder_plugin.data import loader as module
+from coder_plugin.data import open_source
+from coder_plugin.data.loader import TrainLoader, evaluation_batches
+from coder_plugin.data.shards import ShardSource
+from coder_plugin.data.source import isolated_rng
+from coder_plugin.errors import CoderError
+
+FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
+NUMBER, BATCH = 43, 5
+
+
+def transform(picture: Image.Image) -> torch.Tensor:
+    """The picture's number, and draws from each generator that augmentations use."""
+    noise = torch.stack([torch.rand(2, 2), torch.full((2, 2), random.random()), torch.full((2, 2), np.random.rand())])
+    return torch.cat([torch.full((1, 2, 2), float(picture.getpixel((0, 0))[0])), noise.float()])
+
+
+def tokenizer(texts: list[str]) -> torch.Tensor:
+    """Two numbers of a caption "image caption", and one drawn, as tokenizers that drop words do."""
+    return torch.tensor([[int(n) for n in text.split()] + [int(torch.randint(1000, ()))] for text in texts])
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (number, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make(kind: str, folder: Path, *, bad: tuple[int, ...] = (), absent: tuple[int, ...] = (), captions: int = 3):
+    """43 pictures as a table or as four unequal shards; those of ``bad`` do not decode."""
+    content = [b"\x89PNG broken" if n in bad else png(n) for n in range(NUMBER)]
+    texts = [[f"{n} {k}" for k in range(captions)] for n in range(NUMBER)]
+    if kind == "table":
+        for n in range(NUMBER):
+            if n not in absent:
+                (folder / f"{n}.png").write_bytes(content[n])
+        rows = [f"{n}.png\t{text}" for n in range(NUMBER) for text in texts[n]]
+        (folder / "data.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+        return open_source(str(folder / "data.tsv"))
+    for shard, (start, stop) in enumerate([(0, 13), (13, 20), (20, 32), (32, NUMBER)]):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for n in range(start, stop):
+                note = json.dumps({"captions": texts[n], "image_id": n}).encode()
+                for extension, data in (("png", content[n]), ("json", note)):
+                    info = tarfile.TarInfo(f"{n:03d}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    return open_source(str(folder / "*.tar"))
+
+
+def loader(source, **options) -> TrainLoader:
+    given = {"batch_size": BATCH, "seed": 7, "shuffle_buffer": 8, **options}
+    return TrainLoader(source, transform=transform, tokenizer=tokenizer, **given)
+
+
+def numbers(batches) -> list[list[int]]:
+    return [batch["text"][:, 0].tolist() for batch in batches]
+
+
+def equal(left: list[dict], right: list[dict]) -> bool:
+    return len(left) == len(right) and all(
+        a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(left, right, strict=True)
+    )
+
+
+def fault(call, *args, **options) -> str:
+    with pytest.raises(CoderError) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+kinds = pytest.mark.parametrize("kind", ["table", "shards"])
+
+
+# batches
+
+
+@kinds
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_full_and_rows_belong_together(tmp_path, kind, workers):
+    source = make(kind, tmp_path)
+    made = loader(source, workers=workers)
+    batches = list(made.epoch(0))
+    assert made.steps_per_epoch == len(batches) == 8
+    ids = {item.captions[0].split()[0]: item.image_id for _, item in source.items()}
+    for batch in batches:
+        assert batch["image"].shape == (BATCH, 4, 2, 2) and batch["text"].shape == (BATCH, 3)
+        assert batch["image_id"].dtype == torch.int64 and batch["image_id"].shape == (BATCH,)
+        assert batch["image"][:, 0, 0, 0].tolist() == batch["text"][:, 0].tolist()
+        assert batch["image_id"].tolist() == [ids[str(n)] for n in batch["text"][:, 0].tolist()]
+    assert max(Counter(n for batch in numbers(batches) for n in batch).values()) == 1  # drawn: no image twice
+
+
+@kinds
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("captions", ["draw", "all"])
+def test_no_sample_twice_and_none_lost_but_the_rest(tmp_path, kind, world, workers, captions):
+    source = make(kind, tmp_path)
+    seen: Counter[tuple[int, ...]] = Counter()
+    rows = steps = 0
+    for rank in range(world):
+        made = loader(source, rank=rank, world_size=world, workers=workers, captions=captions)
+        steps = made.steps_per_epoch
+        batches = list(made.epoch(1))
+        assert len(batches) <= steps
+        # ranks of unequal shards may miss a batch; those of a table may not
+        assert len(batches) == steps if kind == "table" or world == 1 else len(batches) >= 0.7 * steps
+        for batch in batches:
+            seen.update(map(tuple, batch["text"][:, : 1 if captions == "draw" else 2].tolist()))
+            rows += BATCH
+    total = NUMBER * (1 if captions == "draw" else 3)
+    assert steps == total // (BATCH * world) and set(seen.values()) == {1} and len(seen) == rows <= total
+
+
+@kinds
+def test_all_shows_every_caption_and_draw_one(tmp_path, kind):
+    source = make(kind, tmp_path)
+    batches = list(loader(source, captions="all").epoch(0))
+    everything = [tuple(row) for batch in batches for row in batch["text"][:, :2].tolist()]
+    assert len(set(everything)) == 125 and {k for _, k in everything} == {0, 1, 2}  # 129 but for the rest
+    by_id: dict[int, set[int]] = {}
+    for batch in batches:
+        for image_id, number in zip(batch["image_id"].tolist(), batch["text"][:, 0].tolist(), strict=True):
+            by_id.setdefault(image_id, set()).add(number)
+    assert all(len(each) == 1 for each in by_id.values()) and len(by_id) == NUMBER
+
+
+@kinds
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_again_and_other_epochs_and_seeds_differ(tmp_path, kind, workers):
+    source = make(kind, tmp_path)
+    first = list(loader(source, workers=workers).epoch(2))
+    made = loader(source, workers=workers)
+    list(made.epoch(0))  # an epoch does not depend on those before it
+    assert equal(first, list(made.epoch(2)))
+    assert numbers(first) != numbers(made.epoch(3))
+    assert numbers(first) != numbers(loader(source, workers=workers, seed=8).epoch(2))
+
+
+def test_batches_of_a_table_do_not_depend_on_the_number_of_workers(tmp_path):
+    source = make("table", tmp_path, bad=(3, 17))
+    batches = [list(loader(source, workers=workers).epoch(0)) for workers in (0, 1, 2, 3)]
+    assert all(equal(batches[0], other) for other in batches[1:])
+
+
+@kinds
+def test_augmentation_depends_on_seed_epoch_image_and_caption_alone(tmp_path, kind):
+    source = make(kind, tmp_path)
+
+    def noise(**options) -> dict[tuple, torch.Tensor]:
+        epoch = options.pop("epoch", 0)
+        batches = loader(source, captions="all", **options).epoch(epoch)
+        return {
+            tuple(row.tolist()): image[1:]
+            for b in batches
+            for row, image in zip(b["text"][:, :2], b["image"], strict=True)
+        }
+
+    first, other = noise(), noise(workers=2, batch_size=4, shuffle_buffer=3)
+    shared = first.keys() & other.keys()
+    assert len(shared) > 100 and all(torch.equal(first[row], other[row]) for row in shared)
+    assert len({tuple(each.flatten().tolist()) for each in first.values()}) == len(first)
+    for changed in (noise(epoch=1), noise(seed=8)):
+        assert not any(torch.equal(first[row], changed[row]) for row in first.keys() & changed.keys())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_surrounding_generators_are_not_disturbed(tmp_path, workers):
+    source = make("table", tmp_path)
+
+    def draws() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    def seed() -> None:
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+
+    seed()
+    expected = [draws() for _ in range(8)]
+    seed()
+    assert [draws() for _ in loader(source, workers=workers).epoch(0)] == expected
+    seed()
+    batches = evaluation_batches(source, batch_size=6, transform=transform, workers=workers)
+    assert [draws() for _ in batches] == expected
+
+
+def test_generators_are_restored_after_an_exception():
+    torch.manual_seed(1)
+    expected = torch.rand(())
+    torch.manual_seed(1)
+    with pytest.raises(KeyError), isolated_rng("x"):
+        torch.rand(3)
+        raise KeyError
+    assert torch.equal(torch.rand(()), expected)
+
+
+# resuming
+
+
+@kinds
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("bad", [(), (1, 8, 9, 20, 21, 30, 41)], ids=["whole", "bad"])
+def test_resuming_is_exact_from_every_position(tmp_path, kind, workers, bad):
+    source = make(kind, tmp_path, bad=bad)
+    whole, positions = loader(source, workers=workers), []
+    positions.append(json.dumps(whole.position()))
+    batches = []
+    for batch in whole.epoch(0):
+        batches.append(batch)
+        positions.append(json.dumps(whole.position()))
+    assert len(batches) == (NUMBER - len(bad)) // BATCH
+    assert not bad or any(json.loads(each)["leftover"] for each in positions)
+    end = whole.position()
+    for done in range(0, len(positions), 1 if workers < 2 else 3):
+        fresh = loader(source, workers=workers)
+        assert equal(list(fresh.epoch(0, json.loads(positions[done]))), batches[done:])
+        if done < len(batches):
+            again = fresh.position()
+            assert {**again, "bad": set(again["bad"])} == {**end, "bad": set(end["bad"])}
+
+
+@kinds
+def test_resuming_on_ranks_with_all_captions_and_then_again(tmp_path, kind):
+    source = make(kind, tmp_path, bad=(5, 6, 30))
+    options = {"rank": 1, "world_size": 2, "workers": 2, "captions": "all"}
+    expected = list(loader(source, **options).epoch(4))
+    found, position = [], None
+    for stop in (3, 2, 100):  # interrupted twice
+        made = loader(source, **options)
+        stream = made.epoch(4, position)
+        for batch, _ in zip(stream, range(stop), strict=False):
+            found.append(batch)
+            position = made.position()
+        stream.close()
+    assert equal(found, expected)
+
+
+@kinds
+def test_resuming_decodes_nothing_twice_but_the_last_chunk(tmp_path, kind, monkeypatch):
+    source = make(kind, tmp_path, bad=(5,))
+    made = loader(source)
+    stream = made.epoch(0)
+    for _ in range(6):
+        next(stream)
+    stream.close()
+    decoded, real = [], module.decode
+    monkeypatch.setattr(module, "decode", lambda items, *a, **k: (decoded.append(items), real(items, *a, **k))[1])
+    left = list(loader(source).epoch(0, made.position()))
+    assert len(left) == 2 and len(decoded) <= 4
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"workers": 3}, "workers was 2 and is 3"),
+        ({"batch_size": 4}, "batch size was 5 and is 4"),
+        ({"world_size": 2}, "ranks was 1 and is 2"),
+        ({"seed": 1}, "seed was 7 and is 1"),
+        ({"captions": "all"}, "captions was draw and is all"),
+        ({"num_samples": 30}, "samples per epoch was 43 and is 30"),
+    ],
+)
+def test_resuming_in_mid_epoch_with_other_settings_is_refused(tmp_path, changes, words):
+    source = make("table", tmp_path)
+    made = loader(source, workers=2)
+    fresh = made.position()
+    stream = made.epoch(0)
+    next(stream)
+    stream.close()
+    other = loader(source, **{"workers": 2, **changes})
+    assert words in fault(other.epoch, 0, made.position())
+    next(other.epoch(0, fresh))  # an epoch that has not begun asks for nothing
+    assert "epoch 0" in fault(made.epoch, 1, made.position())
+
+
+# bad input
+
+
+@kinds
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_images_are_left_out_counted_once_and_reported(tmp_path, kind, workers, caplog):
+    source = make(kind, tmp_path, bad=(4, 11))
+    made = loader(source, workers=workers)
+    for epoch in range(3):
+        seen = [n for batch in numbers(made.epoch(epoch)) for n in batch]
+        assert len(seen) == len(set(seen)) == 40 and not {4, 11} & set(seen)
+    assert len(made.bad) == 2
+    keys = {"4.png", "11.png"} if kind == "table" else {"4", "11"}
+    assert set(made.bad.keys) == keys
+    for key in keys:
+        assert sum(f"skipped image '{key}'" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_missing_file_is_an_image_that_does_not_decode(tmp_path):
+    made = loader(make("table", tmp_path, absent=(2,)))
+    list(made.epoch(0))
+    assert made.bad.keys == ["2.png"]
+
+
+@kinds
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_bad_images_end_the_run(tmp_path, kind, workers):
+    source = make(kind, tmp_path, bad=(4, 11, 12))
+    list(loader(source, workers=workers, max_bad=3).epoch(0))
+    made = loader(source, workers=workers, max_bad=2)
+    message = fault(list, made.epoch(0))
+    assert "max_bad=2" in message and repr(made.bad.keys[-1]) in message and source.name in message
+
+
+def test_bad_images_before_an_interruption_still_count(tmp_path):
+    source = make("table", tmp_path, bad=tuple(range(10)))
+    made = loader(source)
+    list(made.epoch(0))
+    position = {**made.position(), "batches": 1}
+    assert "max_bad=9" in fault(lambda: list(loader(source, max_bad=9).epoch(0)))
+    resumed = loader(source, max_bad=10)
+    list(resumed.epoch(0, position))
+    assert sorted(resumed.bad.keys) == sorted(f"{n}.png" for n in range(10))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_problem_in_a_worker_is_one_line_and_no_traceback(tmp_path, workers):
+    make("shards", tmp_path)
+    shard = tmp_path / "2.tar"
+    made = loader(open_source(str(tmp_path / "*.tar")), workers=workers, num_samples=NUMBER)
+    shard.write_bytes(shard.read_bytes()[:5000])
+    message = fault(list, made.epoch(0))
+    assert "2.tar" in message and "Traceback" not in message
+
+
+def test_a_bug_in_a_transform_is_not_taken_for_a_bad_image(tmp_path):
+    def broken(picture: Image.Image) -> torch.Tensor:
+        raise ValueError("a bug")
+
+    made = TrainLoader(make("table", tmp_path), batch_size=5, transform=broken, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="a bug") as caught:
+        next(made.epoch(0))
+    assert not isinstance(caught.value, CoderError)
+
+
+def test_steps_per_epoch_and_data_that_is_too_small(tmp_path):
+    source = make("table", tmp_path)
+    assert loader(source, batch_size=43).steps_per_epoch == 1
+    assert loader(source, batch_size=43, captions="all").steps_per_epoch == 3
+    assert loader(source, batch_size=7, world_size=3).steps_per_epoch == 2
+    assert loader(source, num_samples=20).steps_per_epoch == len(list(loader(source, num_samples=20).epoch(0))) == 4
+    message = fault(loader, source, batch_size=44)
+    assert "batch of 44 is larger than the data (43 samples)" in message
+    assert "2 ranks" in fault(loader, source, batch_size=22, world_size=2)
+    for name, number in (("batch_size", 0), ("workers", -1), ("max_bad", -1)):
+        assert str(number) in fault(loader, source, **{name: number})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_ends_early_says_so(tmp_path, workers, caplog):
+    made = loader(make("shards", tmp_path), workers=workers, num_samples=100)
+    assert made.steps_per_epoch == 20 and len(list(made.epoch(0))) == 8
+    assert "8 of 20 batches" in caplog.text
+
+
+def test_resampled_shards_give_as_many_batches_as_asked_for(tmp_path):
+    make("shards", tmp_path)
+    source = open_source(str(tmp_path / "*.tar"), resampled=True)
+    made = loader(source, workers=2, num_samples=200)
+    batches, positions = [], []
+    for batch in made.epoch(0):
+        batches.append(batch)
+        positions.append(made.position())
+    assert len(batches) == 40
+    assert equal(list(loader(source, workers=2, num_samples=200).epoch(0, positions[29])), batches[30:])
+
+
+# evaluation
+
+
+@kinds
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_shows_every_image_once_and_in_order(tmp_path, kind, world, workers):
+    source = make(kind, tmp_path, bad=(6, 40))
+    found = {}
+    for rank in range(world):
+        options = {"batch_size": 4, "transform": transform, "workers": workers}
+        batches = list(evaluation_batches(source, rank=rank, world_size=world, **options))
+        order = [index for batch in batches for index in batch["index"].tolist()]
+        assert order == sorted(order)
+        for batch in batches:
+            assert len(batch["index"]) == len(batch["captions"]) == len(batch["image"]) == len(batch["image_id"]) <= 4
+            rows = zip(batch["index"].tolist(), batch["image"][:, 0, 0, 0].tolist(), batch["captions"], strict=True)
+            for index, number, captions in rows:
+                assert index not in found
+                found[index] = int(number), captions
+    assert sorted(number for number, _ in found.values()) == [n for n in range(NUMBER) if n not in (6, 40)]
+    for index, (number, captions) in found.items():
+        assert captions == tuple(f"{number} {k}" for k in range(3)) and index == number
+
+
+def test_evaluation_counts_bad_images(tmp_path):
+    source = make("table", tmp_path, bad=(6, 40))
+    batches = evaluation_batches(source, batch_size=4, transform=transform, max_bad=1)
+    assert "'40.png'" in fault(list, batches)
+
+
+# real data
+
+
+@pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
+def test_flickr8k_resumes_exactly():
+    source = open_source(str(FLICKR / "train-00000{0..1}.tar"))
+    assert isinstance(source, ShardSource)
+
+    def made() -> TrainLoader:
+        return TrainLoader(
+            source,
+            batch_size=100,
+            transform=lambda picture: torch.from_numpy(np.array(picture.resize((8, 8)))).permute(2, 0, 1),
+            tokenizer=lambda texts: torch.tensor([[len(text)] for text in texts]),
+            workers=2,
+        )
+
+    whole, batches, position = made(), [], None
+    for batch in whole.epoch(0):
+        batches.append(batch)
+        position = whole.position() if len(batches) == 13 else position
+    assert len(batches) == 20 and len({int(n) for b in batches for n in b["image_id"]}) == 2000
+    assert equal(list(made().epoch(0, position)), batches[13:])

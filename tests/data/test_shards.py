@@ -1,0 +1,326 @@
+"""WebDataset shards: what they give and to whom, and that damage is an error rather than an early end."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from coder_plugin.data import open_source
+from coder_plugin.data.shards import ShardSource, expand, open_shards, scan
+from coder_plugin.data.source import Plan
+from coder_plugin.errors import CoderError
+
+FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
+needs_flickr = pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
+
+
+def png(number: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (number % 256, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for key, fields in samples:
+            for extension, content in fields.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return str(path)
+
+
+def sample(number: int, **fields: bytes) -> tuple[str, dict[str, bytes]]:
+    return f"{number:04d}", {"png": png(number), "txt": f"caption {number}".encode(), **fields}
+
+
+def write_set(folder: Path, sizes: tuple[int, ...] = (9, 7, 12, 5, 10), *, captions: int = 0) -> ShardSource:
+    first = 0
+    for shard, size in enumerate(sizes):
+        rows = []
+        for number in range(first, first + size):
+            listed = {"captions": [f"{number} {k}" for k in range(captions)], "image_id": number}
+            rows.append(sample(number, **({"json": json.dumps(listed).encode()} if captions else {})))
+        first += size
+        write_tar(folder / f"s{shard}.tar", rows)
+    return open_shards(str(folder / "s*.tar"))
+
+
+def plan(**options) -> Plan:
+    return Plan(**{"seed": 3, "epoch": 0, "batch_size": 4, "shuffle_buffer": 8, **options})
+
+
+def keys(data: ShardSource, **options) -> list[str]:
+    return [item.key for chunk in data.chunks(plan(**options)) for item in chunk]
+
+
+def fault(call, *args, **options) -> str:
+    with pytest.raises(CoderError) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# fields and keys
+
+
+def test_fields_keys_and_captions(tmp_path):
+    rows = [
+        ("a", {"jpg": png(1), "txt": b" one\n"}),
+        ("b", {"webp": png(2), "txt": b"replaced", "json": b'{"captions": ["two", "three"], "image_id": 17}'}),
+        ("c", {"jpeg": png(3), "txt": "vier \u00fc".encode(), "json": b'{"image_id": "x/y", "width": 3}'}),
+        ("d", {"PNG": png(4), "txt": b"five", "json": b'{"captions": null}', "npy": b"ignored"}),
+    ]
+    data = ShardSource([write_tar(tmp_path / "many.tar", rows)])
+    found = [(item.key, item.captions, item.load().getpixel((0, 0))[0]) for _, item in data.items()]
+    assert found == [
+        ("many/a", ("one",), 1),
+        ("17", ("two", "three"), 2),
+        ("x/y", ("vier \u00fc",), 3),
+        ("many/d", ("five",), 4),
+    ]
+    assert data.num_images == 4
+
+
+def test_shards_of_one_name_in_two_folders_do_not_share_ids(tmp_path):
+    shards = [write_tar(tmp_path / folder / "0.tar", [sample(1)]) for folder in "ab"]
+    assert len({item.image_id for _, item in ShardSource(shards).items()}) == 2
+
+
+def test_siblings_share_their_id_and_draw_takes_one_of_them(tmp_path):
+    data = write_set(tmp_path, captions=3)
+    everything = [item for chunk in data.chunks(plan(captions="all")) for item in chunk]
+    assert len({item.captions for item in everything}) == 3 * 43 and len({item.image_id for item in everything}) == 43
+    drawn = [item for chunk in data.chunks(plan()) for item in chunk]
+    assert len({item.image_id for item in drawn}) == len(drawn) == 43
+    assert {item.captions for item in drawn} < {item.captions for item in everything}
+    assert len({item.captions[0].split()[1] for item in drawn}) == 3
+    assert (data.samples("draw"), data.samples("all")) == (43, 129)
+
+
+# who reads what
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_sample_once_over_ranks_and_workers_and_evenly(tmp_path, world, workers):
+    data = write_set(tmp_path, (12,) * 5)
+    for epoch in range(3):
+        parts = [
+            [keys(data, epoch=epoch, rank=r, world_size=world, worker=w, workers=workers) for w in range(workers)]
+            for r in range(world)
+        ]
+        seen = Counter(key for rank in parts for part in rank for key in part)
+        assert len(seen) == 60 and set(seen.values()) == {1}
+        shares = [len(part) for rank in parts for part in rank]
+        assert max(shares) - min(shares) <= 5  # a shared shard may give one more or less to each
+
+
+@pytest.mark.parametrize("sizes", [(9, 7, 12, 5, 10), (40,)])
+def test_unequal_shards_and_a_single_one_lose_nothing(tmp_path, sizes):
+    data = write_set(tmp_path, sizes)
+    parts = [{"rank": part // 2, "world_size": 2, "worker": part % 2, "workers": 2} for part in range(4)]
+    seen = Counter(key for part in parts for key in keys(data, **part))
+    assert len(seen) == sum(sizes) and set(seen.values()) == {1}
+
+
+def test_parts_that_divide_the_shards_share_none(tmp_path, monkeypatch):
+    data = write_set(tmp_path, (5,) * 6)
+    opened = Counter()
+    real = data._read
+    monkeypatch.setattr(data, "_read", lambda shard: (opened.update([shard]), real(shard))[1])
+    for part in range(3):
+        keys(data, rank=part, world_size=3)
+    assert set(opened.values()) == {1} and len(opened) == 6
+
+
+def test_epochs_and_seeds_differ_and_repeat(tmp_path):
+    data = write_set(tmp_path)
+    orders = [keys(data), keys(data, epoch=1), keys(data, seed=4), [item.key for _, item in data.items()]]
+    assert len({tuple(order) for order in orders}) == 4 and len({frozenset(order) for order in orders}) == 1
+    assert keys(data) == orders[0]
+    # the shards are shuffled too, not only what the buffer holds
+    assert len({keys(data, epoch=epoch, shuffle_buffer=1)[0] for epoch in range(12)}) >= 3
+
+
+def test_the_buffer_mixes_shards(tmp_path):
+    data = write_set(tmp_path, (20, 20))
+    order = [key.split("/")[0] for key in keys(data, shuffle_buffer=40)]
+    unmixed = [key.split("/")[0] for key in keys(data, shuffle_buffer=1)]
+    assert sum(a != b for a, b in zip(unmixed, unmixed[1:], strict=False)) == 1
+    assert sum(a != b for a, b in zip(order, order[1:], strict=False)) > 5
+
+
+def test_skip_passes_over_chunks(tmp_path):
+    data = write_set(tmp_path)
+    whole = [[item.key for item in chunk] for chunk in data.chunks(plan())]
+    assert [len(chunk) for chunk in whole] == [4] * 10 + [3]
+    assert [[item.key for item in chunk] for chunk in data.chunks(plan(skip=3))] == whole[3:]
+    assert list(data.chunks(plan(skip=11))) == []
+
+
+def test_resampled_never_ends_and_differs_between_workers(tmp_path):
+    write_set(tmp_path)
+    data = open_shards(str(tmp_path / "s*.tar"), resampled=True)
+
+    def some(worker: int) -> list[str]:
+        stream = data.chunks(plan(worker=worker, workers=2, shuffle_buffer=1))
+        return [item.key for _ in range(40) for item in next(stream)]
+
+    assert len(some(0)) == 160 > 43 and some(0) == some(0) != some(1)
+
+
+def test_evaluation_gives_every_image_once_with_its_position(tmp_path):
+    data = write_set(tmp_path)
+    whole = [(index, item.key) for index, item in data.items()]
+    assert [index for index, _ in whole] == list(range(43))
+    parts = [[(index, item.key) for index, item in data.items(rank, 3, block=4)] for rank in range(3)]
+    assert sorted(pair for part in parts for pair in part) == whole and all(part == sorted(part) for part in parts)
+
+
+# finding and counting them
+
+
+def test_expansion(tmp_path):
+    for name in ("a0", "a1", "b0"):
+        write_tar(tmp_path / f"{name}.tar", [sample(1)])
+    here = str(tmp_path)
+    names = lambda spec: [Path(each).stem for each in expand(spec)]  # noqa: E731
+    assert names(f"{here}/a{{0..1}}.tar") == ["a0", "a1"]
+    assert names(f"{here}/b0.tar::{here}/a*.tar") == ["b0", "a0", "a1"]
+    assert names(f"file:{here}/b0.tar") == ["b0"]
+    assert expand("pipe:cat {x,y}.tar") == ["pipe:cat x.tar", "pipe:cat y.tar"]
+
+
+@pytest.mark.parametrize("spec", ["", "  ", "a.tar::", "::"])
+def test_empty_patterns(spec):
+    assert "empty pattern" in fault(open_shards, spec)
+
+
+def test_missing_shards_are_named_before_training(tmp_path):
+    write_tar(tmp_path / "s0.tar", [sample(1)])
+    assert "s1.tar" in fault(open_source, str(tmp_path / "s{0..1}.tar"))
+    assert "t*.tar" in fault(open_source, str(tmp_path / "t*.tar"))
+
+
+def test_counts_come_from_the_notes_or_from_the_headers(tmp_path):
+    data = write_set(tmp_path)
+    assert data.num_images == 43
+    again = lambda: open_shards(str(tmp_path / "s*.tar"))  # noqa: E731
+    (tmp_path / "__len__").write_text("41")
+    assert again().num_images == 41
+    (tmp_path / "sizes.json").write_text(json.dumps({f"s{n}.tar": 10 for n in range(5)}))
+    assert again().num_images == 50
+    (tmp_path / "sizes.json").write_text("[]")
+    assert "sizes.json" in fault(lambda: again().num_images)
+
+
+def test_a_stream_needs_its_number_of_samples(tmp_path):
+    shard = write_tar(tmp_path / "s.tar", [sample(n) for n in range(6)])
+    data = open_shards(f"pipe:cat {shard}")
+    assert data.num_images is None and "--train-num-samples" in fault(data.samples, "draw")
+    assert data.samples("draw", 6) == 6 and len(keys(data)) == 6
+
+
+def test_shards_without_images_are_an_error(tmp_path):
+    data = ShardSource([write_tar(tmp_path / "t.tar", [("a", {"txt": b"x"})])], name="empty")
+    assert "empty: no images" in fault(data.samples, "draw")
+
+
+# damage
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"txt": b" \n"}, ["empty caption"]),
+        ({"json": b'{"captions": ["fine", ""]}'}, ["empty caption", "number 2 of 2"]),
+        ({"json": b'{"captions": []}'}, ["no captions"]),
+        ({"json": b'{"captions": "text"}'}, ["not a list"]),
+        ({"json": b'{"captions": [3]}'}, ["not text"]),
+        ({"json": b"{"}, ["not JSON"]),
+        ({"txt": b"\xff\xff"}, ["not UTF-8"]),
+    ],
+)
+def test_faults_of_a_sample_name_the_shard_and_the_key(tmp_path, fields, words):
+    shard = write_tar(tmp_path / "s.tar", [sample(1), sample(2, **fields)])
+    message = fault(keys, ShardSource([shard], name="set"))
+    assert all(word in message for word in ["set", "s.tar", "s/0002", *words]), message
+
+
+def test_an_image_without_text_is_an_error_and_a_text_without_image_does_not_decode(tmp_path):
+    data = ShardSource([write_tar(tmp_path / "s.tar", [("a", {"png": png()})])])
+    assert "'s/a' has no captions" in fault(keys, data)
+    ((_, item),) = ShardSource([write_tar(tmp_path / "t.tar", [("a", {"txt": b"x"})])]).items()
+    with pytest.raises(ValueError, match="no field jpg"):
+        item.load()
+
+
+def boundary(content: bytes) -> int:
+    """Where the last sample begins: cut there, a tar file looks complete to tarfile, and every sample is whole."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        return tar.getmembers()[-2].offset
+
+
+@pytest.mark.parametrize("where", ["in a member", "in a header", "between samples", "no content", "header garbled"])
+def test_a_damaged_shard_is_an_error_that_names_it(tmp_path, where):
+    path = Path(write_tar(tmp_path / "cut.tar", [sample(n) for n in range(5)]))
+    content = path.read_bytes()
+    last = boundary(content)
+    path.write_bytes(
+        {
+            "in a member": content[: last + 515],
+            "in a header": content[: last + 100],
+            "between samples": content[:last],
+            "no content": b"",
+            "header garbled": content[:last] + b"\x01garbage" * 64 + content[last + 512 :],
+        }[where]
+    )
+    for message in (
+        fault(scan, str(path)),
+        fault(keys, ShardSource([str(path)])),  # not a silent end
+        fault(lambda: ShardSource([str(path)]).num_images),
+    ):
+        assert "cut.tar' cannot be read" in message
+
+
+def test_twice_the_same_file_in_a_shard_is_an_error(tmp_path):
+    shard = write_tar(tmp_path / "twice.tar", [sample(1), sample(1)])
+    assert "twice.tar" in fault(keys, ShardSource([shard]))
+
+
+def test_a_stream_that_fails_is_an_error(tmp_path):
+    message = fault(keys, open_shards(f"pipe:cat {tmp_path}/absent.tar 2>/dev/null"))
+    assert "absent.tar" in message
+
+
+# real data
+
+
+@needs_flickr
+def test_flickr8k():
+    train = open_source(str(FLICKR / "train-{000000..000005}.tar"))
+    assert train.num_images == 6000
+    val = open_source(str(FLICKR / "val-000000.tar"), split="val")
+    items = dict(val.items())
+    assert sorted(items) == list(range(1000)) and {len(item.captions) for item in items.values()} == {5}
+    assert items[0].load().size == (224, 224)
+
+
+@needs_flickr
+def test_flickr8k_is_dealt_completely():
+    train = open_source(str(FLICKR / "train-{000000..000005}.tar"))
+    seen = Counter()
+    for part in range(4):
+        where = {"rank": part // 2, "world_size": 2, "worker": part % 2, "workers": 2}
+        mine = keys(train, batch_size=64, shuffle_buffer=500, **where)
+        assert len(mine) == 1500
+        seen.update(mine)
+    assert len(seen) == 6000

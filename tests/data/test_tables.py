@@ -1,0 +1,256 @@
+"""CSV and Karpathy tables: what they give, and that every fault is told in one line that names it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from coder_plugin.data import open_source
+from coder_plugin.data.item import Item
+from coder_plugin.data.source import ItemSource, Plan
+from coder_plugin.data.tables import open_csv, open_karpathy
+from coder_plugin.errors import CoderError
+
+FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
+BATCH = 4
+
+
+def write_table(folder: Path, rows: list[tuple[str, ...]], *, header=("filepath", "title"), sep="\t") -> str:
+    path = folder / "data.csv"
+    path.write_text("\n".join(sep.join(row) for row in [header, *rows]) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def picture(path: Path, colour: tuple[int, int, int] = (9, 8, 7), mode: str = "RGB") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (6, 4), colour).convert(mode).save(path)
+
+
+def karpathy(folder: Path, **changes: object) -> str:
+    def entry(number: int, split: str, **more: object) -> dict[str, object]:
+        sentences = [{"raw": f"caption {number} {letter}"} for letter in "ab"]
+        return {"filename": f"{number}.png", "split": split, "imgid": number, "sentences": sentences, **more}
+
+    entries = [entry(0, "train"), entry(1, "restval", filepath="val"), entry(2, "val"), entry(3, "test")]
+    entries[0].update(changes)
+    path = folder / "dataset.json"
+    path.write_text(json.dumps({"images": entries}))
+    return str(path)
+
+
+def fault(call, *args, **options) -> str:
+    with pytest.raises(CoderError) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def plan(**options) -> Plan:
+    return Plan(**{"seed": 3, "epoch": 0, "batch_size": BATCH, **options})
+
+
+def source(number: int = 23, captions: int = 3) -> ItemSource:
+    texts = [tuple(f"{i}-{k}" for k in range(captions)) for i in range(number)]
+    return ItemSource([Item(f"k{i}", texts[i], Image.Image) for i in range(number)], name="made")
+
+
+def dealt(data: ItemSource, **options) -> list[str]:
+    return [item.captions[0] for chunk in data.chunks(plan(**options)) for item in chunk]
+
+
+# what a table gives
+
+
+def test_csv_rows_of_one_image_are_one_item_in_order_of_the_rows(tmp_path):
+    spec = write_table(tmp_path, [("b.png", "one"), ("a.png", "two"), ("b.png", "three")])
+    items = [item for _, item in open_csv(spec).items()]
+    assert [(item.key, item.captions) for item in items] == [("b.png", ("one", "three")), ("a.png", ("two",))]
+
+
+def test_csv_relative_paths_count_from_the_working_directory_then_from_the_table(tmp_path, monkeypatch):
+    table, work = tmp_path / "table", tmp_path / "work"
+    for path, shade in ((table / "both.png", 1), (table / "beside.png", 2), (work / "both.png", 3)):
+        picture(path, (shade,) * 3)
+    spec = write_table(table, [("both.png", "x"), ("beside.png", "y")])
+    monkeypatch.chdir(work)
+    colours = [item.load().getpixel((0, 0))[0] for _, item in open_csv(spec).items()]
+    assert colours == [3, 2]
+
+
+def test_csv_flags_quotes_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes('\ufeffimage,text,rest\na.png,"a dog, a ""cat""",1\n'.encode())
+    data = open_csv(str(path), csv_separator=",", csv_img_key="image", csv_caption_key="text")
+    assert next(data.items())[1].captions == ('a dog, a "cat"',)
+
+
+def test_csv_separator_as_a_shell_hands_it_over(tmp_path):
+    assert open_csv(write_table(tmp_path, [("a", "b")]), csv_separator="\\t").num_images == 1
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1"])
+def test_every_picture_comes_as_rgb(tmp_path, mode):
+    picture(tmp_path / "a.png", mode=mode)
+    assert next(open_csv(write_table(tmp_path, [("a.png", "x")])).items())[1].load().mode == "RGB"
+
+
+def test_karpathy_splits_restval_and_folders(tmp_path):
+    picture(tmp_path / "images/val/1.png")
+    spec = karpathy(tmp_path)
+    assert [item.key for _, item in open_karpathy(spec).items()] == ["0.png", "val/1.png"]
+    assert [item.key for _, item in open_karpathy(spec, restval=False).items()] == ["0.png"]
+    assert [item.key for _, item in open_karpathy(spec, split="val").items()] == ["2.png"]
+    item = [item for _, item in open_karpathy(spec).items()][1]
+    assert item.captions == ("caption 1 a", "caption 1 b") and item.load().size == (6, 4)
+
+
+@pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
+def test_the_real_split_file():
+    spec = str(FLICKR / "dataset_flickr8k.json")
+    train, val = open_source(spec, split="train"), open_source(spec, split="val")
+    assert (train.num_images, train.samples("all"), val.num_images) == (6000, 30000, 1000)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    "rows, header, words",
+    [
+        ([("a", "b")], ("image", "title"), ["'filepath'", "'image', 'title'", "--csv-img-key"]),
+        ([("a", "b")], ("filepath", "text"), ["'title'", "'filepath', 'text'", "--csv-caption-key"]),
+        ([("a", "b"), ("c.png", " ")], ("filepath", "title"), ["line 3", "'c.png'", "empty caption"]),
+        ([("a", "b"), ("c.png",)], ("filepath", "title"), ["line 3", "2 columns"]),
+        ([("c.png", "one", "two")], ("filepath", "title"), ["line 2", "2 columns"]),
+        ([("", "one")], ("filepath", "title"), ["line 2", "no image"]),
+        ([], ("filepath", "title"), ["no images"]),
+    ],
+)
+def test_csv_faults(tmp_path, rows, header, words):
+    spec = write_table(tmp_path, rows, header=header)
+    message = fault(open_csv, spec)
+    assert all(word in message for word in [spec, *words]), message
+
+
+def test_csv_that_is_absent_or_not_text(tmp_path):
+    assert "absent.csv" in fault(open_csv, str(tmp_path / "absent.csv"))
+    (tmp_path / "x.csv").write_bytes(b"filepath\ttitle\n\xff\xfe\t\x80\n")
+    assert "x.csv" in fault(open_csv, str(tmp_path / "x.csv"))
+    assert "';;'" in fault(open_csv, "x.csv", csv_separator=";;")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"sentences": []}, ["'0.png'", "no captions"]),
+        ({"sentences": [{"raw": "fine"}, {"raw": " \n"}]}, ["'0.png'", "empty caption", "number 2 of 2"]),
+        ({"sentences": [{"raw": 7}]}, ["'0.png'", "not text"]),
+        ({"sentences": ["plain"]}, ["'0.png'", "'raw'"]),
+        ({"filename": None}, ["images[0]", "'filename'"]),
+    ],
+)
+def test_karpathy_faults(tmp_path, changes, words):
+    spec = karpathy(tmp_path, **changes)
+    message = fault(open_karpathy, spec)
+    assert all(word in message for word in [spec, *words]), message
+
+
+def test_karpathy_folder_split_and_format(tmp_path):
+    spec = karpathy(tmp_path)
+    assert "nowhere" in fault(open_karpathy, spec, images=str(tmp_path / "nowhere"))
+    message = fault(open_karpathy, spec, split="dev")
+    assert "'dev'" in message and "restval, test, train, val" in message
+    (tmp_path / "bad.json").write_text("{")
+    assert "bad.json" in fault(open_karpathy, str(tmp_path / "bad.json"))
+    (tmp_path / "list.json").write_text("[1]")
+    assert "'images'" in fault(open_karpathy, str(tmp_path / "list.json"))
+
+
+def test_items_without_captions_are_refused_wherever_they_come_from():
+    assert "plugin: image 'x' has no captions" == fault(ItemSource, [Item("x", (), Image.Image)], name="plugin")
+
+
+# how an epoch is dealt
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("captions", ["draw", "all"])
+def test_every_sample_once_over_ranks_and_workers(world, workers, captions):
+    data = source()
+    parts = [
+        dealt(data, rank=rank, world_size=world, worker=worker, workers=workers, captions=captions)
+        for rank in range(world)
+        for worker in range(workers)
+    ]
+    seen = Counter(text if captions == "all" else text.split("-")[0] for part in parts for text in part)
+    assert len(seen) == (69 if captions == "all" else 23) and set(seen.values()) == {1}
+
+
+def test_ranks_hold_the_same_number_of_samples_but_for_one():
+    sizes = [len(dealt(source(), rank=rank, world_size=3)) for rank in range(3)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_chunks_are_full_but_the_last_and_go_round_the_workers():
+    data = source()
+    whole = list(data.chunks(plan()))
+    assert [len(chunk) for chunk in whole] == [4, 4, 4, 4, 4, 3]
+    for worker in range(2):
+        assert list(data.chunks(plan(worker=worker, workers=2))) == whole[worker::2]
+        assert list(data.chunks(plan(worker=worker, workers=2, skip=2))) == whole[worker::2][2:]
+
+
+def test_epochs_and_seeds_differ_in_order_and_in_captions_and_repeat():
+    data = source()
+    first = dealt(data)
+    assert first == dealt(data)
+    for other in (dealt(data, epoch=1), dealt(data, seed=4)):
+        assert [text.split("-")[0] for text in first] != [text.split("-")[0] for text in other]
+        assert set(first) != set(other)  # other captions drawn
+
+
+def test_all_captions_are_drawn_about_equally_often():
+    drawn = Counter(text.split("-")[1] for epoch in range(30) for text in dealt(source(), epoch=epoch))
+    assert all(170 < count < 290 for count in drawn.values()) and len(drawn) == 3  # 230 expected, sigma 12
+
+
+def test_siblings_share_their_id():
+    ids: dict[str, set[int]] = {}
+    for chunk in source().chunks(plan(captions="all")):
+        for item in chunk:
+            ids.setdefault(item.captions[0].split("-")[0], set()).add(item.image_id)
+    assert {len(each) for each in ids.values()} == {1} and len(set.union(*ids.values())) == 23
+
+
+def test_evaluation_order():
+    data = source(10)
+    assert [index for index, _ in data.items()] == list(range(10))
+    parts = [[index for index, _ in data.items(rank, 2, block=3)] for rank in range(2)]
+    assert parts == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9]]
+
+
+# opening by name
+
+
+def test_open_source_guesses_and_refuses(tmp_path):
+    spec = write_table(tmp_path, [("a", "b")])
+    assert open_source(spec).num_images == 1
+    assert open_source(spec, csv_separator=None).num_images == 1  # None is: not given
+    message = fault(open_source, spec, csv_seperator=",")
+    assert "csv_seperator" in message and "csv_separator" in message
+    assert "picture.gif" in fault(open_source, "picture.gif")
+    assert "parquet" in fault(open_source, spec, "parquet")
+
+
+def test_open_source_wraps_a_sequence():
+    data = open_source("scenes", split="val", count=5)
+    assert isinstance(data, ItemSource) and data.num_images == 5 and "val" in data.name
+
+
+def test_mode_of_captions_is_checked():
+    assert "'some'" in fault(source().samples, "some")

@@ -1,0 +1,329 @@
+"""Terms on one process, through the recipe's loss: equal to their functions, and what CoderLoss does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from open_clip.loss import ClipLoss, SigLipLoss
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from coder_plugin import registry
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import cosine, dcl, triplet
+from coder_plugin.heads.base import Widths
+from coder_plugin.heads.ids import Ids
+from coder_plugin.losses.contrastive import Clip, SigLip
+from coder_plugin.losses.dcl import DCL
+from coder_plugin.losses.triplet import Triplet
+from coder_plugin.model import CoderLoss
+from coder_plugin.recipe import Recipe
+from coder_plugin.resolver import resolve
+
+KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
+TERMS = {"clip": Clip, "siglip": SigLip, "dcl": DCL, "triplet": Triplet}
+
+
+def make(expression: str, *, local_loss: bool = False, heads: Mapping | None = None) -> CoderLoss:
+    recipe = replace(Recipe.parse(expression), local_loss=local_loss)
+    return CoderLoss(recipe, resolve(recipe, KEYS).bindings, heads or {})
+
+
+def outputs(n: int = 8, *, dtype: torch.dtype = torch.float64, leaves: bool = False) -> dict[str, Tensor]:
+    """A model's keys; the pairs 0, 3 and 1, 4 show one image each."""
+    generator = torch.Generator().manual_seed(n)
+    images, texts = (normalize(torch.randn(n, 6, generator=generator, dtype=torch.float64), dim=1) for _ in range(2))
+    ids = torch.arange(n) + 2**62
+    ids[3:5] = ids[:2].clone()
+    keys = {
+        "image_features": images.to(dtype),
+        "text_features": texts.to(dtype),
+        "logit_scale": torch.tensor(5.0, dtype=dtype),
+        "logit_bias": torch.tensor(-3.0, dtype=dtype),
+    }
+    if leaves:
+        keys = {key: value.requires_grad_() for key, value in keys.items()}
+    return {**keys, "coder_ids": ids}
+
+
+def features(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return given["image_features"], given["text_features"]
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+DCL_OPTIONS = [
+    {},
+    {"mu": 0.07},
+    {"gamma": 0.1},
+    {"epsilon": 0.5},
+    {"diversity": "entropy"},
+    {"diversity": "none"},
+    {"positive_weight": "mu"},
+    {"positive_weight": 0.5},
+    {"mu": 0.3, "gamma": -0.2, "diversity": "entropy", "epsilon": 2.0, "positive_weight": 0.0},
+]
+TRIPLET_OPTIONS = [
+    {},
+    {"margin": 0.6},
+    {"hardest": False},
+    {"reduction": "sum"},
+    {"hardest": False, "reduction": "sum"},
+]
+
+
+def expression(name: str, options: Mapping) -> str:
+    written = [f"{k}={str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in options.items()]
+    return f"{name}({','.join(written)})"
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("options", DCL_OPTIONS, ids=str)
+def test_dcl_equals_its_function(options: dict, local_loss: bool) -> None:
+    given = outputs()
+    got = make(expression("dcl", options), local_loss=local_loss)(**given)
+    assert got.keys() == {"dcl_loss"}
+    want = dcl(*features(given), image_ids=given["coder_ids"], **options)
+    same(got["dcl_loss"], want)
+    assert not options or abs(want - dcl(*features(given), image_ids=given["coder_ids"])) > 1e-5  # the options matter
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("options", TRIPLET_OPTIONS, ids=str)
+def test_triplet_equals_its_function(options: dict, local_loss: bool) -> None:
+    given = outputs()
+    got = make(expression("triplet", options), local_loss=local_loss)(**given)
+    assert got.keys() == {"triplet_loss"}
+    want = triplet(cosine(*features(given)), image_ids=given["coder_ids"], **options)
+    same(got["triplet_loss"], want)
+    assert not options or abs(want - triplet(cosine(*features(given)), image_ids=given["coder_ids"])) > 1e-3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_clip_is_open_clips(bias: bool) -> None:
+    given = outputs()
+    if not bias:
+        del given["logit_bias"]
+    got = make("clip")(**given)
+    assert got.keys() == {"clip_loss"}
+    want = ClipLoss()(*features(given), given["logit_scale"], logit_bias=given.get("logit_bias"))
+    assert torch.equal(got["clip_loss"], want)
+
+
+@pytest.mark.parametrize("dist_impl", ["bidir", "shift", "reduce", "gather"])
+def test_siglip_is_open_clips(dist_impl: str) -> None:
+    given = outputs()
+    loss = make(f"siglip(dist_impl={dist_impl})")
+    assert loss.terms["siglip"].loss.dist_impl == dist_impl
+    got = loss(**given)
+    assert got.keys() == {"siglip_loss"}
+    assert torch.equal(got["siglip_loss"], SigLipLoss()(*features(given), given["logit_scale"], given["logit_bias"]))
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_gradients_reach_what_a_term_reads(name: str) -> None:
+    given = outputs(leaves=True)
+    make(name)(**given, output_dict=False).backward()
+    for key in KEYS:
+        reads = key in TERMS[name].requires
+        # clip is given a bias as well, which its softmax takes no notice of
+        assert (given[key].grad is not None and bool(given[key].grad.abs().max() > 1e-6)) == reads, key
+
+
+def test_dcl_passes_its_gradient_option_on() -> None:
+    found = []
+    for through in (False, True):
+        term, function = outputs(leaves=True), outputs(leaves=True)
+        make(f"dcl(epsilon=0.5,diversity_gradient={str(through).lower()})")(**term, output_dict=False).backward()
+        dcl(*features(function), image_ids=function["coder_ids"], epsilon=0.5, diversity_gradient=through).backward()
+        same(term["image_features"].grad, function["image_features"].grad)
+        found.append(term["image_features"].grad)
+    assert (found[0] - found[1]).norm() > 1e-3 * found[0].norm()
+
+
+@pytest.mark.parametrize("name", ["dcl", "triplet"])
+def test_siblings_are_masked_by_ids(name: str) -> None:
+    given = outputs()
+    without = {key: value for key, value in given.items() if key != "coder_ids"}
+    options = {"hardest": False} if name == "triplet" else {}
+    masking = make(expression(name, options))
+    not_masking = make(expression(name, {**options, "mask_same_image": False}))
+    unmasked = not_masking(**given, output_dict=False)
+    assert abs(masking(**given, output_dict=False) - unmasked) > 1e-3
+    same(not_masking(**without, output_dict=False), unmasked)
+    same(masking(**without, output_dict=False), unmasked)  # no ids, nothing to mask
+    assert TERMS[name].masks_same_image and not Clip.masks_same_image and not SigLip.masks_same_image
+
+
+@pytest.mark.parametrize("name", ["dcl", "triplet"])
+def test_half_features_and_autocast_give_a_float32_loss(name: str) -> None:
+    given = outputs(dtype=torch.bfloat16)
+    raised = {
+        **given,
+        "image_features": given["image_features"].float(),
+        "text_features": given["text_features"].float(),
+    }
+    want = make(name)(**raised, output_dict=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for each in (given, raised):
+            got = make(name)(**each, output_dict=False)
+            assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["dcl", "triplet"])
+def test_batches_of_one_pair_and_of_one_image(name: str) -> None:
+    for n, ids in ((1, torch.tensor([5])), (6, torch.full((6,), 5))):
+        given = outputs(8, leaves=True)
+        pair = {key: given[key][:n] for key in ("image_features", "text_features")}
+        value = make(name)(**pair, coder_ids=ids, output_dict=False)
+        value.backward()
+        assert value.isfinite() and given["image_features"].grad.isfinite().all()
+
+
+def test_pairs_that_do_not_match_are_refused() -> None:
+    given = outputs()
+    for change in ({"text_features": given["text_features"][:5]}, {"coder_ids": given["coder_ids"][:5]}):
+        for name in ("dcl", "triplet"):
+            with pytest.raises(ValueError, match=r"\[n, q\], got"):
+                make(name)(**{**given, **change})
+
+
+# CoderLoss
+
+
+def test_weights_multiply_and_the_sum_is_the_objective() -> None:
+    given = outputs()
+    alone = {name: make(name)(**given, output_dict=False) for name in ("dcl", "triplet", "clip")}
+    loss = make("3*dcl + 0.25*triplet + clip")
+    got = loss(**given)
+    assert list(got) == ["dcl_loss", "triplet_loss", "clip_loss"]
+    for name, weight in (("dcl", 3), ("triplet", 0.25), ("clip", 1)):
+        same(got[f"{name}_loss"], weight * alone[name])
+    same(loss(**given, output_dict=False), 3 * alone["dcl"] + 0.25 * alone["triplet"] + alone["clip"])
+
+
+def test_a_term_may_come_twice() -> None:
+    given = outputs()
+    got = make("dcl + 2*dcl(mu=0.3)")(**given)
+    assert list(got) == ["dcl_loss", "dcl_2_loss"]
+    same(got["dcl_2_loss"], 2 * dcl(*features(given), image_ids=given["coder_ids"], mu=0.3))
+
+
+def test_keys_that_no_term_reads_are_no_matter() -> None:
+    given = outputs()
+    more = {**given, "coder_other": torch.zeros(8, 3), "image_tokens": torch.zeros(8, 2, 3)}
+    same(make("dcl")(**more, output_dict=False), make("dcl")(**given, output_dict=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("dcl", "text_features"), ("triplet", "image_features"), ("clip", "logit_scale"), ("siglip", "logit_bias")],
+)
+def test_a_missing_key_is_named_with_its_term(name: str, key: str) -> None:
+    given = outputs()
+    del given[key]
+    other = "dcl" if key.startswith("logit") else "clip"
+    with pytest.raises(CoderError, match=f"loss '{name}' needs {key}, which the model did not return"):
+        make(f"{name} + {other}")(**given)
+
+
+def test_several_missing_keys_are_all_named() -> None:
+    with pytest.raises(CoderError, match="loss 'dcl' needs image_features, text_features, which"):
+        make("dcl")(logit_scale=torch.tensor(1.0))
+
+
+def test_a_term_reads_the_keys_it_is_bound_to() -> None:
+    given = outputs()
+    recipe = Recipe.parse("dcl")
+    binding = {"image_features": "coder_a", "text_features": "coder_b", "coder_ids": "coder_ids"}
+    loss = CoderLoss(recipe, (binding,), {})
+    named = {"coder_a": given["image_features"], "coder_b": given["text_features"], "coder_ids": given["coder_ids"]}
+    got = loss(**named, image_features=torch.zeros(8, 6), output_dict=False)
+    same(got, make("dcl")(**given, output_dict=False))
+    with pytest.raises(CoderError, match="loss 'dcl' needs coder_b"):
+        loss(coder_a=named["coder_a"], **given)
+
+
+@pytest.mark.parametrize("text", ["dcl + triplet + clip + siglip", *TERMS])
+def test_a_loss_owns_nothing(text: str) -> None:
+    heads = {"ids": Ids(Widths(embed_dim=6))}
+    loss = make(text, heads=heads)
+    assert not list(loss.parameters()) and not list(loss.buffers()) and not loss.state_dict()
+    assert loss.load_state_dict({}) is not None
+    loss(**outputs())
+    assert not loss.state_dict()
+    for term in loss.terms.values():
+        assert term.heads is heads and term.local_loss is False
+    assert not any(isinstance(module, Ids) for module in loss.modules())  # heads are the model's
+    assert all(term.local_loss for term in make(text, local_loss=True).terms.values())
+
+
+def test_each_of_our_terms_is_made_without_options_and_owns_nothing() -> None:
+    ours = [plugin.name for plugin in registry.list_plugins("losses") if plugin.distribution == "coder-plugin"]
+    assert set(TERMS) <= set(ours)
+    for name in ours:
+        term = registry.load("losses", name)()
+        assert not list(term.parameters()) and not term.state_dict(), name
+        assert not term.heads and not set(term.requires) & set(term.uses), name
+    assert all(registry.load("losses", name) is cls for name, cls in TERMS.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mu": 0.0}, "mu must be > 0, got 0"),
+        ({"epsilon": -0.1}, "epsilon must be > 0, got -0.1"),
+        ({"positive_weight": -1.0}, "positive_weight must be a number >= 0 or 'mu', got -1"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_the_first_batch(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DCL(**options)
+    with pytest.raises(CoderError, match=message):
+        Recipe.parse(expression("dcl", options))
+
+
+# A term of somebody else
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed distribution whose loss ``zz-two`` returns two scalars."""
+    info = tmp_path / "zz_terms-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zz-terms\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[coder_plugin.losses]\nzz-two = zz_terms:Two\n")
+    (tmp_path / "zz_terms.py").write_text(
+        "from coder_plugin.losses.base import Term\n"
+        "class Two(Term):\n"
+        "    requires = ('image_features',)\n"
+        "    uses = ('logit_scale',)\n"
+        "    def __init__(self, *, power: int = 1) -> None:\n"
+        "        super().__init__()\n"
+        "        self.power = power\n"
+        "    def forward(self, image_features, logit_scale=None):\n"
+        "        seen = image_features.new_tensor(10.0) if logit_scale is None else logit_scale\n"
+        "        return {'sum_loss': image_features.sum() ** self.power, 'scale_loss': seen}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.refresh()
+    yield
+    registry.refresh()
+
+
+def test_a_term_may_return_several_losses(theirs: None) -> None:
+    given = outputs()
+    loss = make("0.5*zz-two(power=3) + dcl")
+    got = loss(**given)
+    assert list(got) == ["zz_two_sum_loss", "zz_two_scale_loss", "dcl_loss"]
+    same(got["zz_two_sum_loss"], 0.5 * given["image_features"].sum() ** 3)
+    same(got["zz_two_scale_loss"], 0.5 * given["logit_scale"])
+    same(loss(**given, output_dict=False), sum(got.values()))
+    del given["logit_scale"]  # a key that is used, not required, is left out
+    assert loss(**given)["zz_two_scale_loss"] == 5

@@ -1,0 +1,286 @@
+"""Gathers and every gathering loss on two and three gloo processes: values and gradients equal one process's.
+
+The worker functions run on all ranks and return what they found; the tests, here, compare. One start of the processes
+serves all tests of a world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+
+from coder_plugin import distributed
+from coder_plugin.model import CoderLoss
+from coder_plugin.recipe import Recipe
+from coder_plugin.resolver import resolve
+from tests import gloo
+
+PAIRS = 3  # of each rank
+KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
+
+#: label: recipe, whether ids are given
+LOSSES = {
+    "dcl": ("dcl", True),
+    "dcl without ids": ("dcl", False),
+    "dcl not masked": ("dcl(mask_same_image=false)", True),
+    "dcl printed": ("dcl(positive_weight=mu,mu=0.05)", True),
+    "dcl entropy": ("dcl(diversity=entropy,epsilon=2.0)", True),
+    "dcl none": ("dcl(diversity='none')", True),
+    "dcl through div": ("dcl(diversity_gradient=true,epsilon=0.5)", True),
+    "dcl through entropy": ("dcl(diversity_gradient=true,diversity=entropy,epsilon=2.0)", True),
+    "triplet": ("triplet(margin=0.5)", True),
+    "triplet without ids": ("triplet(margin=0.5)", False),
+    "triplet not masked": ("triplet(margin=0.5,hardest=false,mask_same_image=false)", True),
+    "triplet all": ("triplet(margin=0.5,hardest=false)", True),
+    "triplet sum": ("triplet(margin=0.5,reduction=sum)", True),
+    "triplet sum all": ("triplet(margin=0.5,reduction=sum,hardest=false)", True),
+    "clip": ("clip", True),
+    "siglip": ("siglip", True),
+    "siglip shift": ("siglip(dist_impl=shift)", True),
+    "siglip reduce": ("siglip(dist_impl=reduce)", True),
+    "siglip gather": ("siglip(dist_impl=gather)", True),
+    "sum of terms": ("2*dcl + 0.5*triplet(margin=0.5) + 0.1*clip", True),
+}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+CASES = [
+    (name, local, dtype)
+    for name in LOSSES
+    for local in (False, True)
+    for dtype in DTYPES
+    if not (local and name.startswith("siglip"))  # its ranks never hold more than their own rows
+]
+
+
+class Towers(nn.Module):
+    """Two linear towers with the parameters that clip and siglip read; all of them in every loss's dict."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.image, self.text = nn.Linear(5, 4), nn.Linear(6, 4)
+        self.logit_scale, self.logit_bias = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.tensor(-2.0))
+        with torch.no_grad():
+            for parameter in (*self.image.parameters(), *self.text.parameters()):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        reads = resolve(recipe, KEYS).reads - ({"logit_bias"} if "siglip" not in str(recipe) else set())
+        for key in ("logit_scale", "logit_bias"):  # unread parameters are frozen (DESIGN, rule 2)
+            getattr(self, key).requires_grad_(key in reads)
+        self.reads = reads
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        outputs = {
+            "image_features": normalize(self.image(image), dim=-1),
+            "text_features": normalize(self.text(text), dim=-1),
+        }
+        return outputs | {key: getattr(self, key) for key in ("logit_scale", "logit_bias") if key in self.reads}
+
+
+def joint_batch(ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of all ranks. The first of every rank is one image, and rank 0 has another one twice."""
+    generator = torch.Generator().manual_seed(ranks)
+    rows = ranks * PAIRS
+    images = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    texts = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    ids = torch.arange(rows) + 2**62
+    ids[::PAIRS] = 2**62
+    ids[2] = ids[1]
+    return images.to(dtype), texts.to(dtype), ids
+
+
+def step(name: str, local_loss: bool, dtype_name: str, ranks: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of this process's share of the joint batch; of all of it where there is one process."""
+    expression, with_ids = LOSSES[name]
+    recipe = replace(Recipe.parse(expression), local_loss=local_loss)
+    dtype = DTYPES[dtype_name]
+    model = Towers(recipe).to(dtype)
+    loss = CoderLoss(recipe, resolve(recipe, KEYS).bindings, {})
+    images, texts, ids = joint_batch(ranks, dtype)
+    if distributed.world_size() > 1:
+        own = slice(distributed.rank() * PAIRS, (distributed.rank() + 1) * PAIRS)
+        images, texts, ids = images[own], texts[own], ids[own]
+    # kept in a variable until after backward: gradients are averaged only as long as the wrapper lives
+    wrapped = DistributedDataParallel(model) if distributed.world_size() > 1 else model
+    outputs = wrapped(images, texts)
+    if with_ids:
+        outputs["coder_ids"] = ids
+    value = loss(**outputs, output_dict=False)
+    value.backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.requires_grad}
+    return value.item(), gradients
+
+
+def work(ranks: int) -> dict[str, Any]:
+    """Everything that the tests look at, on one rank."""
+    return {
+        "steps": {case: step(*case, ranks) for case in CASES},
+        "gather": check_gather(),
+        "reduce": check_reduce(),
+        "objects": check_objects(),
+    }
+
+
+def local_rows(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.arange(6, dtype=dtype).reshape(2, 3) + 10 * rank
+
+
+def coefficients(rank: int, ranks: int) -> Tensor:
+    return torch.randn(2 * ranks, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def check_gather() -> dict[str, Any]:
+    rank, ranks = distributed.rank(), distributed.world_size()
+    found: dict[str, Any] = {}
+    rows = local_rows(rank).requires_grad_()
+    gathered = distributed.gather(rows)
+    found["value"] = gathered.detach().clone()
+    (gathered * coefficients(rank, ranks)).sum().backward()
+    found["gradient"] = rows.grad
+
+    # a gradient that two branches share must reach the other one as it was
+    rows, beside = local_rows(rank).requires_grad_(), torch.zeros(2 * ranks, 3, dtype=torch.float64, requires_grad=True)
+    doubled = 2 * beside  # before the gather, so that its turn in backward comes after
+    total = distributed.gather(rows) + doubled
+    (total * coefficients(rank, ranks)).sum().backward()
+    found["shared gradient"], found["gradient beside"] = rows.grad, beside.grad
+
+    # neither rows nor their gradient lie one after the other in memory
+    rows = local_rows(rank).T.contiguous().requires_grad_()
+    gathered = distributed.gather(rows.T)
+    found["transposed value"] = gathered.detach().clone()
+    (gathered.T * coefficients(rank, ranks).T).sum().backward()
+    found["transposed gradient"] = rows.grad.T
+    rows = local_rows(rank).requires_grad_()
+    distributed.gather(rows).sum().backward()
+    found["expanded gradient"] = rows.grad
+
+    found["integers"] = distributed.gather(torch.tensor([2**62 + rank, rank]))
+    found["booleans"] = distributed.gather(torch.tensor([rank == 0]))
+    with torch.no_grad():
+        found["no grad"] = distributed.gather(local_rows(rank).requires_grad_()).requires_grad
+    found["constant"] = distributed.gather(local_rows(rank)).requires_grad
+    return found
+
+
+def check_reduce() -> dict[str, Any]:
+    rank, ranks = distributed.rank(), distributed.world_size()
+    value = torch.tensor([rank, -rank, 0.5], requires_grad=True)
+    device = torch.device("cpu")
+    return {
+        "max": distributed.all_max(value),
+        "mean": distributed.all_mean(value),
+        "untouched": value.detach().clone(),
+        "any": [distributed.any_rank(flag, device) for flag in (rank == ranks - 1, rank == 0, False, True)],
+    }
+
+
+def check_objects() -> list[Any]:
+    distributed.barrier()
+    return distributed.gather_objects({"rank": distributed.rank(), "name": "x" * (distributed.rank() + 1)})
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What :func:`work` returned on every rank; a failure there fails each test at once, without a new start."""
+    return gloo.run(work, request.param, ranks=request.param, timeout=240)
+
+
+@cache
+def expected(name: str, dtype_name: str, ranks: int) -> tuple[float, Mapping[str, Tensor]]:
+    return step(name, False, dtype_name, ranks)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp(min=1e-3))
+
+
+@pytest.mark.parametrize(("name", "local_loss", "dtype"), CASES)
+def test_ranks_equal_one_process_with_the_joint_batch(results, name: str, local_loss: bool, dtype: str) -> None:
+    ranks = len(results)
+    tolerance = {"float32": 1e-5, "float64": 1e-10}[dtype]
+    value, gradients = expected(name, dtype, ranks)
+    found = [result["steps"][name, local_loss, dtype] for result in results]
+    # what the trainers print is the mean over ranks
+    assert sum(each for each, _ in found) / ranks == pytest.approx(value, rel=tolerance, abs=tolerance)
+    whole = not local_loss and "siglip" not in name
+    for each, gradient in found:
+        if whole:  # every rank computes the whole matrix
+            assert each == pytest.approx(value, rel=tolerance, abs=tolerance)
+        assert gradient.keys() == gradients.keys()
+        for key, wanted in gradients.items():
+            assert distance(gradient[key], wanted) < tolerance, key
+
+
+def test_the_comparison_can_fail(results) -> None:
+    """The joint batch has ids, gradients and rank shares that matter to the losses above."""
+    ranks = len(results)
+    for masked, unmasked in (("dcl", "dcl not masked"), ("triplet all", "triplet not masked")):
+        (one, gradient), (two, other) = expected(masked, "float64", ranks), expected(unmasked, "float64", ranks)
+        assert abs(one - two) > 1e-3 * abs(one)
+        assert distance(gradient["image.weight"], other["image.weight"]) > 1e-3
+    _, stopped = expected("dcl", "float64", ranks)
+    _, through = expected("dcl through div", "float64", ranks)
+    assert distance(stopped["image.weight"], through["image.weight"]) > 1e-2
+    for name in LOSSES:
+        gradients = expected(name, "float64", ranks)[1]
+        assert all(gradients[key].norm() > 1e-3 for key in ("image.weight", "text.weight")), name
+        local = [results[rank]["steps"][name, "siglip" not in name, "float64"][0] for rank in range(ranks)]
+        assert max(local) - min(local) > 1e-3, f"{name}: the ranks' own shares are equal"
+
+
+def test_gather_and_its_gradient(results) -> None:
+    ranks = len(results)
+    value = torch.cat([local_rows(rank) for rank in range(ranks)])
+    total = sum(coefficients(rank, ranks) for rank in range(ranks))
+    for rank, result in enumerate(results):
+        found = result["gather"]
+        own = slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(found["value"], value) and torch.equal(found["transposed value"], value)
+        for name in ("gradient", "shared gradient", "transposed gradient"):  # the sum over the ranks' losses
+            torch.testing.assert_close(found[name], total[own], rtol=1e-12, atol=1e-12, msg=name)
+        assert torch.equal(found["expanded gradient"], torch.full((2, 3), float(ranks), dtype=torch.float64))
+        assert torch.equal(found["gradient beside"], 2 * coefficients(rank, ranks))
+        assert found["integers"].tolist() == [each for r in range(ranks) for each in (2**62 + r, r)]
+        assert found["booleans"].tolist() == [r == 0 for r in range(ranks)]
+        assert not found["no grad"] and not found["constant"]
+
+
+def test_reductions_over_ranks(results) -> None:
+    ranks = len(results)
+    for rank, result in enumerate(results):
+        found = result["reduce"]
+        assert found["max"].tolist() == [ranks - 1, 0, 0.5] and not found["max"].requires_grad
+        assert found["mean"].tolist() == [(ranks - 1) / 2, -(ranks - 1) / 2, 0.5] and not found["mean"].requires_grad
+        assert found["untouched"].tolist() == [rank, -rank, 0.5]
+        assert found["any"] == [True, True, False, True]
+        assert result["objects"] == [{"rank": r, "name": "x" * (r + 1)} for r in range(ranks)]
+
+
+def test_one_process_needs_no_group() -> None:
+    assert not dist.is_initialized() and distributed.world_size() == 1 and distributed.rank() == 0
+    rows = torch.ones(2, 3, requires_grad=True)
+    assert distributed.gather(rows) is rows
+    assert torch.equal(distributed.all_max(rows), rows) and not distributed.all_max(rows).requires_grad
+    assert torch.equal(distributed.all_mean(rows), rows) and not distributed.all_mean(rows).requires_grad
+    assert distributed.any_rank(True, rows.device) is True and distributed.any_rank(False, rows.device) is False
+    assert distributed.gather_objects("x") == ["x"]
+    distributed.barrier()
+
+
+def fail_on_one_rank() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("out of luck")
+    dist.barrier()  # waits for the other one
+
+
+def test_the_helper_reports_a_failing_rank() -> None:
+    with pytest.raises(RuntimeError, match="^rank 1: (.|\n)*RuntimeError: out of luck"):
+        gloo.run(fail_on_one_rank, timeout=60)

@@ -1,0 +1,227 @@
+"""What is installed is what is written: wheel, editable install and `pyproject.toml` agree, and importing is cheap."""
+
+from __future__ import annotations
+
+import ast
+import email
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import coder_plugin
+from coder_plugin import registry
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10: what pytest brings along there
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+#: Folders of the repository and the packages they are.
+HOMES = {"coder_plugin": "coder_plugin", "integrations": "coder_plugin.integrations"}
+
+
+def packages_on_disk() -> set[str]:
+    return {
+        ".".join([package, *init.parent.relative_to(ROOT / folder).parts])
+        for folder, package in HOMES.items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+
+
+def modules_on_disk() -> dict[str, Path]:
+    """Every importable name and its file."""
+    found = {}
+    for folder, package in HOMES.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, for setuptools leaves its build folder in the source; without network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in HOMES:
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, source)
+    build = "-m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir"
+    subprocess.run([sys.executable, *build.split(), folder, source], check=True, capture_output=True, timeout=300)
+    (path,) = folder.glob("coder_plugin-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_package_list_is_whats_on_disk() -> None:
+    listed = PYPROJECT["tool"]["setuptools"]["packages"]
+    assert sorted(set(listed)) == listed, "sorted, each once"
+    assert set(listed) == packages_on_disk()
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"coder_plugin.integrations": "integrations"}
+    for folder in HOMES:
+        folders = {path.parent for path in (ROOT / folder).rglob("*.py")}
+        homeless = {path for path in folders if not (path / "__init__.py").is_file()}
+        assert not homeless, "a folder without __init__.py is in no wheel"
+
+
+def test_wheel_and_editable_install_have_the_same_modules(wheel: zipfile.ZipFile) -> None:
+    inside = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name
+        for name in wheel.namelist()
+        if name.endswith(".py")
+    }
+    on_disk = modules_on_disk()
+    assert inside.keys() == on_disk.keys()
+    for module, path in on_disk.items():
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, f"{module} is not in the editable install"
+        assert Path(spec.origin).resolve() == path.resolve()
+        assert wheel.read(inside[module]) == path.read_bytes(), module
+
+
+def test_the_wheel_has_its_data_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    data = {name for name in wheel.namelist() if not name.endswith(".py") and ".dist-info/" not in name}
+    configs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "coder_plugin").rglob("model_configs/*.json")}
+    assert "coder_plugin/backbones/model_configs/coder-tiny.json" in configs
+    assert configs | {"coder_plugin/py.typed"} <= data
+    on_disk = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "coder_plugin").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert data == on_disk, "a data file is left out (package-data), or a stray one is shipped"
+    assert {name.split("/")[0] for name in wheel.namelist()} == {
+        "coder_plugin",
+        f"coder_plugin-{coder_plugin.__version__}.dist-info",
+    }
+
+
+def test_the_wheels_metadata(wheel: zipfile.ZipFile) -> None:
+    (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("coder-plugin", coder_plugin.__version__)
+    assert PYPROJECT["project"]["version"] == coder_plugin.__version__
+    entry_points = wheel.read(f"{info}/entry_points.txt").decode()
+    for group, points in PYPROJECT["project"]["entry-points"].items():
+        assert f"[{group}]" in entry_points
+        for name, target in points.items():
+            assert f"{name} = {target}" in entry_points
+    assert "coder-plugin = coder_plugin.cli:main" in entry_points
+    assert any(name.startswith(info) and "LICENSE" in name for name in wheel.namelist()), "license-files"
+
+
+def test_every_entry_point_of_ours_loads() -> None:
+    plugins = [plugin for plugin in registry.list_plugins(check=True) if plugin.distribution == "coder-plugin"]
+    assert {plugin.name: plugin.error for plugin in plugins if plugin.error} == {}
+    registered = {(registry.PREFIX + plugin.group, plugin.name, plugin.target) for plugin in plugins}
+    declared = {
+        (group, name, target)
+        for group, points in PYPROJECT["project"]["entry-points"].items()
+        for name, target in points.items()
+    }
+    assert registered == declared, "the editable install is older than pyproject.toml: pip install -e . --no-deps"
+    assert {group.removeprefix(registry.PREFIX) for group, _, _ in declared} <= set(registry.GROUPS)
+
+
+def test_every_import_is_declared() -> None:
+    """A dependency, or an extra for what is imported where it is used."""
+    project = PYPROJECT["project"]
+    required = {_distribution(text) for text in project["dependencies"]}
+    optional = {extra: texts for extra, texts in project["optional-dependencies"].items() if extra != "test"}
+    extras = {_distribution(text) for texts in optional.values() for text in texts}
+    assert len(required) == len(project["dependencies"])
+    undeclared = {}
+    for module, path in modules_on_disk().items():
+        for name, nested in _imports(path):
+            distribution = {"open_clip": "open-clip-torch", "PIL": "pillow", "faiss": "faiss-cpu"}.get(name, name)
+            if distribution.replace("_", "-") not in (required | extras if nested else required):
+                undeclared.setdefault(distribution, module)
+    assert undeclared == {}
+
+
+def _distribution(text: str) -> str:
+    return re.split(r"[^\w-]", text.replace("_", "-"), maxsplit=1)[0].lower()
+
+
+def _imports(path: Path) -> list[tuple[str, bool]]:
+    """Imported top-level packages that are neither Python's nor ours, and whether they load with the module."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        else:
+            continue
+        for name in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"coder_plugin"}:
+            found.append((name, node.col_offset > 0))
+    return found
+
+
+HEAVY = ("torch", "numpy", "open_clip", "transformers", "timm", "accelerate", "faiss", "PIL", "webdataset")
+
+
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("import coder_plugin", set()),
+        ("import coder_plugin; coder_plugin.list_plugins(); coder_plugin.CoderError", set()),
+        ("import coder_plugin.cli as cli; cli.build_parser()", set()),
+        ("import coder_plugin.cli as cli; cli.main(['plugins'])", set()),
+        ("import coder_plugin.functional", {"torch", "numpy"}),
+        ("import coder_plugin; coder_plugin.create_model; coder_plugin.create_loss", {"torch", "numpy"}),
+        ("from coder_plugin.recipe import Recipe; Recipe.parse('dcl + triplet')", {"torch", "numpy"}),
+    ],
+)
+def test_imports_are_light(code: str, allowed: set[str]) -> None:
+    loaded = python(f"{code}\nimport sys; print('loaded', *(name for name in {HEAVY} if name in sys.modules))")
+    assert set(loaded.splitlines()[-1].split()[1:]) <= allowed
+
+
+def test_help_answers_at_once() -> None:
+    """Twice, for the machine may be busy; the command of the environment, not the module."""
+    command = Path(sys.executable).with_name("coder-plugin")
+    if not command.is_file():
+        pytest.skip("the environment has no coder-plugin command")
+    seconds = []
+    for _ in range(2):
+        start = time.monotonic()
+        done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - start)
+    assert min(seconds) < 2
+    for subcommand in ("train", "eval", "plugins"):
+        assert f"\n    {subcommand} " in done.stdout
+
+
+def test_public_names_are_where_they_are_said_to_be() -> None:
+    assert len(set(coder_plugin.__all__)) == len(coder_plugin.__all__)
+    for name in coder_plugin.__all__:
+        value = getattr(coder_plugin, name)
+        assert value.__module__.startswith("coder_plugin.") and value.__name__ == name
+    with pytest.raises(AttributeError, match="module 'coder_plugin' has no attribute 'nonsense'"):
+        coder_plugin.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("command", ["", "train", "eval", "plugins"])
+def test_the_module_is_the_command(command: str) -> None:
+    module = [sys.executable, "-m", "coder_plugin.cli", *command.split(), "--help"]
+    done = subprocess.run(module, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"usage: coder-plugin {command}".strip() in done.stdout

@@ -1,0 +1,297 @@
+"""From a recipe to its heads, with made-up losses and heads of ours, of theirs and of others."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coder_plugin import registry
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import Head, Widths
+from coder_plugin.losses.base import Term
+from coder_plugin.recipe import Recipe
+from coder_plugin.resolver import OWN_DISTRIBUTION, TOKENS, Resolution, resolve
+
+BACKBONE = {"image_features", "text_features", "logit_scale"}
+OURS = OWN_DISTRIBUTION
+Plug = Callable[..., None]
+
+
+@pytest.fixture
+def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
+    """`plug("heads", name=Class)` adds plugins to a registry that holds no others."""
+    module = type(sys)("zzmod_resolver")
+    monkeypatch.setitem(sys.modules, "zzmod_resolver", module)
+    for group in ("losses", "heads", "recipes"):
+        monkeypatch.setitem(registry._cache, group, ())
+
+    def add(group: str, distribution: str = OURS, **members: Any) -> None:
+        for name, member in members.items():
+            setattr(module, f"{group}_{name}", member)
+            plugin = registry.Plugin(
+                group=group,
+                name=name,
+                distribution=distribution,
+                version="1",
+                target=f"zzmod_resolver:{group}_{name}",
+            )
+            registry._cache[group] = (*registry._cache[group], plugin)
+
+    return add
+
+
+def head(requires: str = "", provides: str = "", pair: tuple[str, str] | None = None) -> type[Head]:
+    """A head class that no resolver may instantiate."""
+
+    def made(self: Head, widths: Widths) -> None:
+        raise AssertionError("resolving must not build heads")
+
+    fields = {"requires": tuple(requires.split()), "provides": tuple(provides.split()), "pair": pair}
+    return type("Fake", (Head,), {**fields, "__init__": made})
+
+
+def loss(requires: str = "", uses: str = "") -> type[Term]:
+    return type("Fake", (Term,), {"requires": tuple(requires.split()), "uses": tuple(uses.split())})
+
+
+def run(text: str, available: set[str] = BACKBONE) -> Resolution:
+    return resolve(Recipe.parse(text), available)
+
+
+def refused(text: str, available: set[str] = BACKBONE) -> str:
+    with pytest.raises(CoderError) as caught:
+        run(text, available)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def test_ours_as_they_stand() -> None:
+    clip = run("clip")
+    keys = {"image_features", "text_features", "logit_scale", "logit_bias"}
+    assert clip == Resolution((), ({key: key for key in keys},), frozenset(keys))
+    dcl = run("dcl")
+    assert dcl.heads == ("ids",)
+    assert dcl.bindings == ({key: key for key in ("image_features", "text_features", "coder_ids")},)
+    assert dcl.reads == {"image_features", "text_features", "coder_ids", "image_id"}
+    assert "logit_scale" in run("dcl + clip").reads
+
+
+def test_nothing_is_built_that_nobody_needs(plug: Plug) -> None:
+    plug("heads", one=head(provides="coder_one"), two=head(provides="coder_two"), all=head(provides="coder_a coder_b"))
+    plug("losses", plain=loss("image_features"), first=loss("coder_one"))
+    assert run("plain").heads == ()
+    assert run("first").heads == ("one",)
+    assert run("plain + first + 2*first").heads == ("one",)
+
+
+def test_providers_come_before_their_readers(plug: Plug) -> None:
+    plug(
+        "heads",
+        a_last=head("coder_mid coder_base image_features", "coder_top"),
+        b_mid=head("coder_base", "coder_mid"),
+        c_base=head("image_tokens text_mask", "coder_base"),
+        unused=head("coder_top", "coder_more"),
+    )
+    plug("losses", top=loss("coder_top text_features"), mid=loss("coder_mid"))
+    result = run("top + mid")
+    assert result.heads == ("c_base", "b_mid", "a_last")
+    assert run("mid + top").heads == ("c_base", "b_mid", "a_last")
+    assert run("mid").heads == ("c_base", "b_mid")
+    assert result.reads == {
+        *("coder_top", "coder_mid", "coder_base", "image_features", "text_features", "image_tokens", "text_mask")
+    }
+    assert result.reads & TOKENS and not run("mid").reads & {"image_features"}
+    assert result.bindings == ({"coder_top": "coder_top", "text_features": "text_features"}, {"coder_mid": "coder_mid"})
+
+
+def test_a_diamond_is_no_circle(plug: Plug) -> None:
+    plug(
+        "heads",
+        base=head(provides="coder_base"),
+        left=head("coder_base", "coder_left"),
+        right=head("coder_base", "coder_right"),
+        top=head("coder_left coder_right", "coder_top"),
+    )
+    plug("losses", top=loss("coder_top"))
+    assert run("top").heads == ("base", "left", "right", "top")
+
+
+def test_inputs_and_the_models_own_keys_need_no_head(plug: Plug) -> None:
+    plug("losses", all=loss("image_id text_positive text_tags logit_bias"))
+    assert run("all", BACKBONE | {"logit_bias"}).heads == ()
+    assert refused("all") == "loss 'all' requires 'logit_bias', which neither this model nor any head provides"
+
+
+def test_a_circle_is_told(plug: Plug) -> None:
+    plug(
+        "heads",
+        one=head("coder_three", "coder_one"),
+        two=head("coder_one", "coder_two"),
+        three=head("coder_two", "coder_three"),
+        self=head("coder_self", "coder_self"),
+    )
+    plug("losses", three=loss("coder_three"), self=loss("coder_self"))
+    assert refused("three") == "heads require each other: three -> two -> one -> three"
+    assert refused("self") == "heads require each other: self -> self"
+
+
+def test_nobody_provides(plug: Plug) -> None:
+    plug("heads", one=head("coder_gone", "coder_one"))
+    plug("losses", direct=loss("coder_gone"), through=loss("coder_one"))
+    assert refused("direct") == "loss 'direct' requires 'coder_gone', which neither this model nor any head provides"
+    assert refused("through").startswith("head 'one' (for loss 'through') requires 'coder_gone', which neither")
+
+
+def test_two_providers(plug: Plug) -> None:
+    plug("heads", "theirs", one=head(provides="coder_key"))
+    plug("heads", "others", two=head(provides="coder_key coder_more"))
+    plug("losses", key=loss("coder_key"), more=loss("coder_more"))
+    assert refused("key") == "loss 'key': 'coder_key' is provided by the heads one, two; choose with head=NAME"
+    assert run("key(head=one)").heads == ("one",)
+    assert run("key(head=two)").heads == ("two",)
+    assert run("more").heads == ("two",)
+
+
+def test_our_own_head_is_preferred(plug: Plug) -> None:
+    """Installing somebody's package must not change what a recipe means."""
+    plug("heads", "theirs", aaa=head(provides="coder_key"))
+    plug("losses", key=loss("coder_key"), maybe=loss("image_features", "coder_key"))
+    assert run("key").heads == ("aaa",)
+    plug("heads", OURS, zzz=head(provides="coder_key"))
+    assert run("key").heads == run("maybe").heads == ("zzz",)
+    assert run("key(head=aaa)").heads == ("aaa",)
+    plug("heads", OURS, yyy=head(provides="coder_key"))
+    assert "provided by the heads zzz, yyy; choose with head=NAME" in refused("key")
+
+
+def test_the_choice_of_head_must_matter(plug: Plug) -> None:
+    plug("heads", one=head(provides="coder_one"), two=head(provides="coder_two"))
+    plug("losses", one=loss("coder_one"))
+    assert refused("one(head=two)") == "loss 'one': head 'two' provides nothing that it requires"
+
+
+def test_the_choice_holds_for_its_term_alone(plug: Plug) -> None:
+    plug("heads", one=head(provides="coder_key"), two=head(provides="coder_key"))
+    plug("losses", key=loss("coder_key"), other=loss("coder_key"))
+    assert "choose with head=NAME" in refused("key(head=one) + other")
+    assert run("key(head=one) + other(head=one)").heads == ("one",)
+
+
+def test_two_heads_of_one_key_cannot_both_be_read(plug: Plug) -> None:
+    """The later would overwrite the earlier one's key, and both terms would read it."""
+    plug("heads", one=head(provides="coder_key"), two=head(provides="coder_more coder_key"))
+    plug("losses", key=loss("coder_key"), more=loss("coder_more"))
+    message = refused("key(head=one) + key(head=two)")
+    assert message.startswith("the heads 'one' and 'two' both provide 'coder_key'") and "head=NAME" in message
+    assert "both provide" in refused("key(head=one) + more")
+    assert run("key(head=two) + more").heads == ("two",)
+
+
+# Keys that may be absent
+
+
+def test_an_optional_key(plug: Plug) -> None:
+    plug("losses", maybe=loss("image_features", "coder_key logit_scale"))
+    assert run("maybe").heads == ()
+    assert run("maybe").bindings == ({key: key for key in ("image_features", "coder_key", "logit_scale")},)
+    assert run("maybe").reads == {"image_features", "coder_key", "logit_scale"}
+    plug("heads", key=head(provides="coder_key"))
+    assert run("maybe").heads == ("key",)
+
+
+def test_a_strangers_head_provides_optional_keys_only_when_asked(plug: Plug) -> None:
+    plug("losses", maybe=loss("image_features", "coder_key"))
+    plug("losses", "theirs", their_maybe=loss("image_features", "coder_key"))
+    plug("heads", "theirs", key=head(provides="coder_key"))
+    assert run("maybe").heads == ()
+    assert run("maybe(head=key)").heads == ("key",)
+    assert run("their_maybe").heads == ("key",)
+    plug("heads", OURS, our_key=head(provides="coder_ours"))
+    plug("losses", "theirs", their_other=loss("image_features", "coder_ours"))
+    assert run("their_other").heads == ("our_key",), "ours are welcome everywhere"
+    plug("heads", "others", key_2=head(provides="coder_key"))
+    assert run("maybe").heads == ()
+    assert run("their_maybe").heads == ("key",)
+
+
+# term@head
+
+
+def test_at_reads_the_heads_pair(plug: Plug) -> None:
+    plug("heads", own=head("image_features", "coder_x coder_y", ("coder_x", "coder_y")), bare=head(provides="coder_z"))
+    plug(
+        "losses",
+        both=loss("image_features text_features logit_scale"),
+        images=loss("image_features", "coder_w"),
+        neither=loss("coder_z"),
+    )
+    result = run("both@own + both")
+    assert result.heads == ("own",)
+    assert result.bindings == (
+        {"image_features": "coder_x", "text_features": "coder_y", "logit_scale": "logit_scale"},
+        {"image_features": "image_features", "text_features": "text_features", "logit_scale": "logit_scale"},
+    )
+    assert result.reads == {"coder_x", "coder_y", "image_features", "text_features", "logit_scale"}
+    assert run("images@own").bindings == ({"image_features": "coder_x", "coder_w": "coder_w"},)
+    assert refused("both@bare") == "both@bare: head 'bare' has no features of its own to compare"
+    assert refused("neither@own").startswith("neither@own: 'neither' compares no features")
+
+
+def test_at_builds_that_head_and_no_other(plug: Plug) -> None:
+    pair = ("coder_x", "coder_y")
+    plug("heads", own=head(provides="coder_x coder_y", pair=pair))
+    plug("heads", "theirs", theirs=head(provides="coder_x coder_y", pair=pair), key=head(provides="coder_key"))
+    plug("heads", "others", key_2=head(provides="coder_key"))
+    plug("losses", both=loss("image_features text_features coder_key"), plain=loss("image_features text_features"))
+    assert run("plain@theirs").heads == ("theirs",)
+    assert run("plain@own").heads == ("own",)
+    assert run("both@theirs(head=key_2)").heads == ("theirs", "key_2")
+    assert "both provide" in refused("plain@theirs + plain@own")
+
+
+def test_ours_at_a_head_without_a_pair() -> None:
+    assert refused("dcl@ids") == "dcl@ids: head 'ids' has no features of its own to compare"
+
+
+# Other people's faults
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("gone", "AttributeError"),
+        (type("NoHead", (), {}), "its 'requires' is None, not a tuple of keys"),
+        (type("Slip", (Head,), {"provides": "coder_key_and_more"}), "its 'provides' is 'coder_key_and_more'"),
+        (type("Slip", (Head,), {"provides": (1,)}), "its 'provides' is (1,)"),
+        (len, "its 'requires' is None"),
+    ],
+    ids=["does not load", "no head at all", "a string for a tuple", "no strings", "a function"],
+)
+def test_a_broken_head_is_reported_and_breaks_nothing_else(
+    plug: Plug, caplog: pytest.LogCaptureFixture, broken: Any, said: str
+) -> None:
+    plug("heads", "theirs", bad=broken)
+    if broken == "gone":
+        delattr(sys.modules["zzmod_resolver"], "heads_bad")
+    plug("heads", good=head(provides="coder_key"))
+    plug("losses", key=loss("coder_key"), plain=loss("image_features"))
+    with caplog.at_level(logging.WARNING):
+        assert run("key").heads == ("good",)
+    (warning,) = {record.getMessage() for record in caplog.records}
+    assert warning.startswith("head left out: ") and "'bad'" in warning and said in warning
+    assert said in refused("key(head=bad)")
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert run("plain").heads == ()
+    assert not caplog.records, "who needs no head looks at none"
+
+
+def test_a_loss_that_declares_a_string(plug: Plug) -> None:
+    plug("losses", slip=type("Slip", (Term,), {"requires": "coder_key"}))
+    assert refused("slip") == "loss 'slip' is at fault: its 'requires' is 'coder_key', not a tuple of keys"

@@ -1,0 +1,228 @@
+"""Whole runs on a few built-in scenes: resuming, averaging, adapters, exports, and what a person may get wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coder_plugin.cli import main
+from coder_plugin.errors import CoderError
+from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.loop import Trainer
+from coder_plugin.training.step import NonFiniteError
+
+
+@pytest.fixture(autouse=True)
+def model(tiny_model, monkeypatch):
+    """Every run below trains the tiny model unless it says otherwise."""
+    monkeypatch.setitem(MODEL, "model", tiny_model)
+
+
+MODEL: dict[str, str] = {}
+
+
+def config(folder: Path, name: str = "run", **options) -> TrainConfig:
+    defaults = {
+        **MODEL,
+        "logs": str(folder),
+        "name": name,
+        "batch_size": 8,
+        "train_num_samples": 48,
+        "epochs": 2,
+        "workers": 0,
+        "val_frequency": 0,
+        "warmup": 2,
+        "log_every_n_steps": 1,
+    }
+    return TrainConfig(**{**defaults, **options})
+
+
+def weights(folder: Path, name: str = "run") -> dict[str, torch.Tensor]:
+    newest = sorted((folder / name / "checkpoints").iterdir())[-1]
+    return {**load_file(newest / "model.safetensors"), **load_file(newest / "optimizer.safetensors")}
+
+
+def losses(folder: Path, name: str = "run") -> dict[int, float]:
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines) if "loss" in record}
+
+
+class Killed(Exception):
+    pass
+
+
+def run_killed_after(config: TrainConfig, steps: int) -> None:
+    trainer = Trainer(config)
+    take = trainer._step
+
+    def step(*args, **kwargs):
+        if trainer.step == steps:
+            raise Killed
+        return take(*args, **kwargs)
+
+    trainer._step = step
+    with pytest.raises(Killed):
+        trainer.run()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("saved", "killed"), [(4, 5), (8, 11)])
+def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers, saved, killed):
+    options = {"workers": workers, "loss": "dcl + clip", "ema_decay": 0.9, "force_patch_dropout": 0.25}
+    Trainer(config(tmp_path, "whole", **options)).run()
+    run_killed_after(config(tmp_path, "broken", save_every_steps=saved, **options), killed)
+    Trainer(config(tmp_path, "broken", resume="latest", **options)).run()
+    whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
+    assert whole.keys() == broken.keys()
+    assert all(torch.equal(whole[key], broken[key]) for key in whole)
+    assert losses(tmp_path, "whole") == losses(tmp_path, "broken")
+
+
+def test_accumulation_trains_with_fewer_steps(tmp_path):
+    trainer = Trainer(config(tmp_path, accum_freq=2))
+    trainer.run()
+    assert trainer.steps_per_epoch == 3 and trainer.step == 6
+
+
+def test_exports_open_in_plain_open_clip_and_start_a_new_run_at_the_same_recall(tmp_path):
+    import open_clip
+
+    first = Trainer(config(tmp_path, "first", loss="clip", val_frequency=1, epochs=1))
+    result = first.run()
+    export = tmp_path / "first" / "export" / "last"
+    plain = open_clip.create_model("tiny-vit-for-tests", pretrained=str(export / "open_clip_model.safetensors"))
+    assert type(plain) is open_clip.CLIP
+    ours = first.model.eval()
+    image, text = torch.randn(2, 3, 64, 64), torch.randint(1, 400, (2, 40))
+    assert torch.equal(plain.eval().encode_image(image), ours.encode_image(image))
+    assert torch.equal(plain.encode_text(text), ours.encode_text(text))
+    assert type(open_clip.create_model(f"local-dir:{export}")) is open_clip.CLIP
+
+    second = Trainer(
+        config(tmp_path, "second", loss="dcl", pretrained=str(export / "open_clip_model.safetensors"), val_frequency=1)
+    )
+    second._prepare()
+    second._evaluate("before the first step")
+    recall = {key: value for key, value in second.last.items() if key not in ("epoch", "step")}
+    assert recall == {key: result["last"][key] for key in recall}
+
+
+def test_eval_of_a_run_repeats_its_recall(tmp_path, capsys):
+    result = Trainer(config(tmp_path, val_frequency=1, epochs=1)).run()
+    target = tmp_path / "result.json"
+    assert main(["eval", str(tmp_path / "run"), "--export", "last", "--json", str(target)]) == 0
+    measured = json.loads(target.read_text())
+    assert measured["rsum"] == pytest.approx(result["last"]["rsum"], abs=0.2)
+    assert "i2t R@1" in capsys.readouterr().out
+
+
+def test_weight_average_is_what_is_exported(tmp_path):
+    trainer = Trainer(config(tmp_path, ema_decay=0.5, epochs=1))
+    trainer.run()
+    exported = load_file(tmp_path / "run" / "export" / "last" / "open_clip_model.safetensors")
+    name = "text_projection"
+    assert torch.equal(exported[name], trainer.average.weights[name])
+    assert not torch.equal(exported[name], dict(trainer.model.named_parameters())[name])
+
+
+def test_lora_trains_adapters_and_exports_merged_weights(tmp_path):
+    pytest.importorskip("peft")
+    import open_clip
+
+    trainer = Trainer(config(tmp_path, lora_rank=2, lr=1e-2, epochs=1))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    after = dict(trainer.model.named_parameters())
+    # peft adds an attention's adapter and takes it away in each forward: its weight drifts by rounding, no more
+    moved = {name for name in before if (before[name] - after[name]).abs().max() > 1e-5}
+    assert any("lora_" in name for name in moved)
+    assert not any("resblocks" in name and "lora_" not in name for name in moved)
+    plain = open_clip.create_model(
+        "tiny-vit-for-tests", pretrained=str(tmp_path / "run" / "export" / "last" / "open_clip_model.safetensors")
+    ).eval()
+    text = torch.randint(1, 400, (2, 40))
+    with torch.no_grad():
+        assert torch.allclose(plain.encode_text(text), trainer.model.eval().encode_text(text), atol=1e-5)
+
+
+def test_best_and_last_and_chosen_checkpoints_are_kept(tmp_path):
+    trainer = Trainer(config(tmp_path, epochs=4, save_frequency=3, train_num_samples=16))
+    trainer.run()
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_00000006", "step_00000008"]  # epoch 3 by --save-frequency, and the last
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    Trainer(config(tmp_path, epochs=1)).run()
+    with pytest.raises(CoderError, match="holds a run already"):
+        Trainer(config(tmp_path, epochs=1)).run()
+
+
+def test_resume_with_another_recipe_is_refused(tmp_path):
+    Trainer(config(tmp_path, epochs=1)).run()
+    with pytest.raises(CoderError, match='trained with --loss "dcl"'):
+        Trainer(config(tmp_path, epochs=2, loss="clip", resume="latest")).run()
+
+
+def test_nan_stops_the_run_before_anything_is_written(tmp_path):
+    trainer = Trainer(config(tmp_path, save_every_steps=2))
+    take = trainer._step
+
+    def step(*args, **kwargs):
+        if trainer.step == 3:
+            with torch.no_grad():
+                trainer.model.text_projection.fill_(float("nan"))
+        return take(*args, **kwargs)
+
+    trainer._step = step
+    with pytest.raises(NonFiniteError, match=r"dcl_loss = nan at step 3 \(epoch 0\)"):
+        trainer.run()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
+    arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--loss", "3*dcl + clip", "--set", "dcl.mu=0.07"]
+    assert main(arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["recipe"] == "3*dcl(mu=0.07) + clip"
+    assert plan["heads"] == {"ids": 0}
+    assert plan["outputs"]["image_features"] == ["B", 128]
+    assert plan["steps per epoch"] == 6000 // 128
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"loss": "clip", "batch_size": 32, "logs": str(tmp_path)}))
+    assert main(["train", "--config", str(file), "--dry-run", "--batch-size", "16"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["recipe"] == "clip" and plan["batch"]["per rank and forward"] == 16
+
+
+MISTAKES = {
+    "unknown model": (["--model", "ViT-B-23"], "unknown model 'ViT-B-23'; did you mean ViT-B-32"),
+    "loss typo": (["--loss", "3*dlc"], "column 3: unknown loss or recipe 'dlc'; did you mean 'dcl'?"),
+    "missing shard": (["--train-data", "none-{0..1}.tar", "--model", "coder-tiny"], "none-0.tar"),
+    "empty pattern": (["--train-data", "none-*.tar", "--model", "coder-tiny"], "none-*.tar"),
+    "batch larger than the data": (["--batch-size", "7000"], "batch of 7000 is larger than the data (6000 samples"),
+    "no model": (["--train-data", "x.csv"], "--model is needed"),
+    "half precision on a CPU": (["--precision", "amp"], "needs a GPU"),
+    "set without value": (["--set", "dcl.mu"], "write OWNER.OPTION=VALUE"),
+    "unknown option": (["--set", "dcl.my=1"], "'dcl' has no option 'my'"),
+    "unknown tracker": (["--report-to", "tensorbord"], "unknown tracker tensorbord"),
+    "pretrained": (["--pretrained", "nowhere.safetensors"], "nowhere.safetensors"),
+    "resume": (["--resume", "latest"], "--resume latest needs --name"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_in_one_line(mistake, capsys, tmp_path):
+    arguments, message = MISTAKES[mistake]
+    if torch.cuda.is_available() and mistake == "half precision on a CPU":
+        pytest.skip("there is a GPU")
+    assert main(["train", "--logs", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("coder-plugin: error: ") and message in error

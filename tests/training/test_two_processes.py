@@ -1,0 +1,67 @@
+"""``accelerate launch`` with two gloo processes equals one process with the joint batch, and resumes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+def train(folder: Path, name: str, *, processes: int, **flags: object) -> None:
+    options = {
+        "logs": folder,
+        "name": name,
+        "dataset-type": "scenes",
+        "batch-size": 16 // processes,
+        "train-num-samples": 80,
+        "epochs": 2,
+        "warmup": 2,
+        "workers": 0,
+        "val-frequency": 2,
+        "opt": "sgd",  # Adam blows up rounding where the true gradient is zero, as for attention keys' bias
+        "lr": 0.05,
+        "log-every-n-steps": 1,
+        **flags,
+    }
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
+    command += ["--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no"]
+    # accelerate starts one process with --cpu, whatever their number; --multi_gpu is torchrun, without GPUs too
+    command += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else ["--cpu"]
+    command += ["-m", "coder_plugin.cli", "train"]
+    for key, value in options.items():
+        command += [f"--{key}", str(value)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
+def records(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    newest = sorted((folder / name / "checkpoints").iterdir())[-1]
+    return load_file(newest / "model.safetensors")
+
+
+@pytest.mark.parametrize("loss", ["dcl + clip + triplet"])
+def test_two_processes_train_as_one(tmp_path, tiny_model, loss):
+    train(tmp_path, "one", processes=1, model=tiny_model, loss=loss)
+    train(tmp_path, "two", processes=2, model=tiny_model, loss=loss, **{"save-frequency": 1})
+    one, two = records(tmp_path, "one"), records(tmp_path, "two")
+    assert len(one) == len(two)
+    for ours, theirs in zip(one, two, strict=True):
+        for key in ours:
+            assert theirs[key] == pytest.approx(ours[key], rel=2e-4, abs=1e-6), key
+    before, after = state(tmp_path, "one"), state(tmp_path, "two")
+    for key, value in before.items():
+        assert (after[key] - value).norm() <= 1e-3 * value.norm() + 1e-6, key
+    # back to the checkpoint of the first epoch: two processes go on as if they had not been stopped
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_00000010")
+    train(tmp_path, "two", processes=2, model=tiny_model, loss=loss, resume="latest", **{"save-frequency": 1})
+    assert records(tmp_path, "two")[len(two) :][0]["step"] == 5
+    assert all(torch.equal(value, state(tmp_path, "two")[key]) for key, value in after.items())

@@ -390,7 +390,10 @@ def test_text_round_trip(recipe: Recipe) -> None:
     assert str(Recipe.parse(str(recipe))) == str(recipe)
 
 
-@pytest.mark.parametrize("word", ["it's", 'say "x"', "true", "none", "inf", "nan", "1", "1e5", "a/b-c", "a b", "", "\n"])
+QUOTED = ["it's", 'say "x"', "true", "none", "inf", "nan", "1", "1e5", "a/b-c", "a b", "", "\n"]
+
+
+@pytest.mark.parametrize("word", QUOTED)
 def test_words_that_need_quotes(word: str) -> None:
     recipe = Recipe((term("spy", options={"word": word}),))
     assert Recipe.parse(str(recipe)) == recipe

@@ -45,6 +45,8 @@ class CoderCLIP:
 
         ``text_positive`` [B, T], ``text_tags`` [B, T] and ``image_id`` [B] are read by the heads that require them.
         """
+        if isinstance(image, Mapping):
+            raise CoderError("NaFlex image dicts are not supported: give images as one tensor [B, 3, H, W]")
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(image, text, *args, **upstream)  # type: ignore[misc]
         for taps in self._coder_taps:

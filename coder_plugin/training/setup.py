@@ -73,9 +73,9 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> nn.
         **options,
     )
     if config.lock_image:
-        model.lock_image_tower(
-            unlocked_groups=config.lock_image_unlocked_groups, freeze_bn_stats=config.lock_image_freeze_bn_stats
-        )
+        model.lock_image_tower(unlocked_groups=config.lock_image_unlocked_groups)
+        if config.lock_image_freeze_bn_stats:
+            freeze_batch_norm(model.visual)
     if config.lock_text:
         model.lock_text_tower(
             unlocked_layers=config.lock_text_unlocked_layers, freeze_layer_norm=config.lock_text_freeze_layer_norm
@@ -87,6 +87,20 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> nn.
     if config.channels_last:
         model.visual.to(memory_format=torch.channels_last)
     return model.to(device)
+
+
+def freeze_batch_norm(tower: nn.Module) -> None:
+    """Keep the BatchNorms of locked layers in eval mode for good, in place.
+
+    open_clip's own ``freeze_bn_stats`` puts torchvision's frozen layer in their place, which has neither the activation
+    that timm's BatchNorms hold nor their epsilon: an EfficientNet's features then overflow.
+    """
+    for module in tower.modules():
+        locked = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and locked:
+            cls = type(module.eval())
+            members = {"train": lambda self, mode=True: self, "__module__": cls.__module__}
+            module.__class__ = type(cls.__name__, (cls,), members)
 
 
 def preprocess_overrides(config: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+
 def train(folder: Path, name: str, *, processes: int, **flags: object) -> None:
     options = {
         "logs": folder,

@@ -35,7 +35,7 @@ _TOKEN = re.compile(
             |(?P<mark>[*@()=,+]))""",
     re.VERBOSE,
 )
-_WORDS = {"true": True, "false": False, "none": None}
+_WORDS = {"true": True, "false": False, "none": None, "True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,8 @@ def _coerce(value: Any, hint: Any) -> tuple[bool, Any]:
     if hint is Any:
         return True, value
     if origin is typing.Literal:
+        if value is None and "none" in typing.get_args(hint):
+            return True, "none"  # the grammar reads that word before it knows what is asked for
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint)), value
     if origin in (typing.Union, types.UnionType):
         for choice in typing.get_args(hint):

@@ -189,7 +189,8 @@ def test_a_recipe_is_frozen_hashable_and_parsed_once() -> None:
         ("'12'", "12"),
         ('"a b"', "a b"),
         (" 2 ", 2),
-        ("True", "True"),
+        ("True", True),
+        ("TRUE", "TRUE"),
     ],
 )
 def test_parse_value(text: str, value: Any) -> None:
@@ -513,3 +514,8 @@ def test_set_mistakes(path: str, value: Any, message: str) -> None:
     with pytest.raises(CoderError) as caught:
         Recipe.parse("clip + dcl").with_options({path: value})
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["dcl(diversity=none)", "dcl(diversity='none')", "dcl(diversity=None)"])
+def test_none_is_a_choice_where_the_option_has_it(text: str) -> None:
+    assert dict(Recipe.parse(text).terms[0].options) == {"diversity": "none"}

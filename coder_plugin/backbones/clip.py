@@ -6,6 +6,7 @@ The instance keeps its class's behaviour, attributes and state-dict keys; its cl
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import logging
@@ -106,7 +107,26 @@ def create_clip(
         raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
+    model.coder_config = effective_config(config, options) if config else None
     return model
+
+
+def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's configuration with what ``open_clip.create_model`` was told to override: exports need it to open."""
+    config = copy.deepcopy(dict(config))
+    places = {
+        "force_image_size": ("vision_cfg", "image_size"),
+        "force_patch_dropout": ("vision_cfg", "patch_dropout"),
+        "force_context_length": ("text_cfg", "context_length"),
+    }
+    for option, (tower, key) in places.items():
+        if options.get(option) is not None:
+            config[tower][key] = options[option]
+    for option, key in {"force_quick_gelu": "quick_gelu", "force_custom_text": "custom_text"}.items():
+        if options.get(option):
+            config[key] = True
+    config.update({key: options[key] for key in ("init_logit_scale", "init_logit_bias") if key in options})
+    return config
 
 
 def register_config(name: str) -> str:

@@ -16,22 +16,19 @@ from torch import Tensor, nn
 WEIGHTS = "open_clip_model.safetensors"
 
 
-def export_clip(model: nn.Module, name: str, folder: Path) -> Path:
-    """Write the weights and, where open_clip knows it, the configuration of model ``name``; returns the weights' path."""
-    import open_clip
+def export_clip(model: nn.Module, folder: Path) -> Path:
+    """Write the weights and the configuration the model was made with, overrides included; returns the weights' path.
+
+    A model of the hub or of a folder has its configuration there; then only the weights are written.
+    """
     from safetensors.torch import save_file
 
-    from coder_plugin.backbones.clip import register_config
-
-    name = register_config(name)
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{WEIGHTS}.writing"
     save_file(plain_state(model), aside, metadata={"format": "pt"})
     os.replace(aside, folder / WEIGHTS)
-    config: dict[str, Any] | None = open_clip.get_model_config(name.replace("/", "-")) if ":" not in name else None
-    if config is not None:
-        preprocess = dict(model.visual.preprocess_cfg)
-        written = {"model_cfg": config, "preprocess_cfg": preprocess}
+    if model.coder_config is not None:
+        written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
         (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
     return folder / WEIGHTS
 

@@ -261,7 +261,7 @@ class Trainer:
     def _export(self, tag: str) -> None:
         if distributed.rank() == 0:
             with self._averaged():
-                export_clip(self.model, str(self.config.model), self.folder / "export" / tag)
+                export_clip(self.model, self.folder / "export" / tag)
         distributed.barrier()
 
     # -- resuming ------------------------------------------------------------------------------------------------

@@ -83,6 +83,12 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(all_max(torch.tensor(float(flag), device=device)))
 
 
+def broadcast(tensor: Tensor) -> None:
+    """Rank 0's values into every rank's ``tensor``, in place."""
+    if world_size() > 1:
+        dist.broadcast(tensor, 0)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """One small Python object from every rank, in rank order."""
     if world_size() == 1:

@@ -87,8 +87,12 @@ def create_clip(
     import open_clip
 
     name = register_config(name)
-    config = {}
-    if ":" not in name:
+    schema, place = open_clip.factory.parse_model_name(name)
+    if schema:
+        config = _schema_config(schema, place)
+        if pretrained and not Path(pretrained).is_file():
+            raise CoderError(f"--pretrained {pretrained!r} is no file, and {name} takes no tag")
+    else:
         config = open_clip.get_model_config(name.replace("/", "-"))
         if config is None:
             near = difflib.get_close_matches(name, open_clip.list_models(), n=3)
@@ -99,16 +103,36 @@ def create_clip(
             if pretrained not in tags:
                 known = ", ".join(tags) or "none"
                 raise CoderError(f"--pretrained {pretrained!r} is neither a file nor a tag of {name} (tags: {known})")
+    if pretrained and (beside := Path(pretrained).parent / "open_clip_config.json").is_file():
+        # an export's own mean, std and resizing: open_clip knows them for tags alone
+        kept = json.loads(beside.read_text()).get("preprocess_cfg", {})
+        given = options.get("force_preprocess_cfg") or {}
+        kept = {key: value for key, value in kept.items() if key != "size"}
+        options = {**options, "force_preprocess_cfg": {**kept, **given}}
     if needs_logit_bias and "init_logit_bias" not in config:
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
     try:
-        model = open_clip.create_model(name, pretrained, output_dict=True, **options)
+        model = open_clip.create_model(name, None if schema else pretrained, output_dict=True, **options)
+        if schema and pretrained:  # open_clip takes a schema's own weights alone
+            open_clip.load_checkpoint(model, pretrained)
     except Exception as error:  # what open_clip, timm, transformers and torch raise for a file or option has no end
         raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
     model.coder_config = effective_config(config, options) if config else None
     return model
+
+
+def _schema_config(schema: str, place: str) -> dict[str, Any]:
+    """The configuration that a ``local-dir:`` or ``hf-hub:`` model carries; empty where it cannot be read here."""
+    from open_clip.factory import _get_hf_config
+
+    try:
+        if schema == "hf-hub":
+            return _get_hf_config(place)["model_cfg"]
+        return json.loads((Path(place) / "open_clip_config.json").read_text())["model_cfg"]
+    except Exception:  # open_clip says what is wrong when it makes the model
+        return {}
 
 
 def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+#: What BatchNorm writes in forward: not our state.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
@@ -57,4 +60,6 @@ class Head(nn.Module):
     def state_names(self) -> list[str]:
         """Names of accumulating state: left out of weight averaging and of what DDP synchronises (rule 3)."""
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        return [name for name, _ in self.named_buffers()] + frozen
+        norms = [name for name, module in self.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        statistics = {f"{norm}.{name}" if norm else name for norm in norms for name in _STATISTICS}
+        return [name for name, _ in self.named_buffers() if name not in statistics] + frozen

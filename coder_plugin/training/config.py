@@ -61,9 +61,7 @@ class TrainConfig:
 
     train_data: str | None = _flag(None, "data", "training data: shards (brace pattern), .csv, Karpathy .json; none: scenes")
     val_data: str | None = _flag(None, "data", "validation data, likewise")
-    dataset_type: str = _flag(
-        "auto", "data", "how to read the data", choices=("auto", "webdataset", "csv", "karpathy", "scenes")
-    )
+    dataset_type: str = _flag("auto", "data", "the reader: webdataset, csv, karpathy, scenes, or a plugin's")
     image_root: str | None = _flag(None, "data", "image folder of a Karpathy file")
     train_num_samples: int | None = _flag(None, "data", "samples per epoch of shards that cannot be counted")
     dataset_resampled: bool = _flag(False, "data", "draw shards with replacement")
@@ -124,7 +122,7 @@ class TrainConfig:
         return TrainConfig(**{**given, **filled}).checked()
 
     def checked(self) -> TrainConfig:
-        for name in ("batch_size", "accum_freq", "epochs"):
+        for name in ("batch_size", "accum_freq", "epochs", "log_every_n_steps", "lr_step_epochs"):
             if getattr(self, name) < 1:
                 raise CoderError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not self.lr > 0:  # type: ignore[operator]
@@ -166,6 +164,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type = TrainConfig, only:
             kwargs["action"] = argparse.BooleanOptionalAction if item.default else "store_true"
         elif typing.get_origin(kind) is list:
             kwargs.update(nargs="+", type=typing.get_args(kind)[0])
+            if item.name in ("set", "aug_cfg"):
+                kwargs["action"] = "extend"
             if item.name == "set":
                 kwargs["metavar"] = "OWNER.OPTION=VALUE"
         else:
@@ -174,7 +174,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type = TrainConfig, only:
 
 
 def read_config(arguments: argparse.Namespace) -> TrainConfig:
-    """The configuration file, if one is named, with the flags over it."""
+    """The configuration that flags and file ask for."""
+    return TrainConfig.from_dict(read_flags(arguments))
+
+
+def read_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the configuration file, if one is named, and the flags over it set; nothing that is left at its default."""
     given = {key: value for key, value in vars(arguments).items() if key in {f.name for f in fields(TrainConfig)}}
     data: dict[str, Any] = {}
     if path := getattr(arguments, "config", None):
@@ -182,7 +187,7 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
             data = json.loads(Path(path).read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise CoderError(f"--config {path}: {error}") from error
-    return TrainConfig.from_dict({**data, **given})
+    return {**data, **given}
 
 
 def _inner(hint: Any) -> Any:

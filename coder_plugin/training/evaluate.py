@@ -108,26 +108,33 @@ def evaluate(encoder: Encoder, source: Any, *, folds: int = 0) -> dict[str, Any]
     return distributed.gather_objects(result)[0]
 
 
+#: How data are read: options of a run that do not go over to other data.
+DATA = ("dataset_type", "image_root", "csv_separator", "csv_img_key", "csv_caption_key")
+
+
 def evaluate_command(arguments: Any) -> tuple[str, dict[str, Any]]:
     """``coder-plugin eval``: the model's name and its recall (empty on ranks other than the first)."""
     import json
-    from dataclasses import replace
     from pathlib import Path
 
     from coder_plugin.training import setup
-    from coder_plugin.training.config import TrainConfig, read_config
+    from coder_plugin.training.config import TrainConfig, read_flags
     from coder_plugin.training.export import WEIGHTS
 
-    given = read_config(arguments)
+    given = read_flags(arguments)
     if arguments.run_folder:
         folder = Path(arguments.run_folder)
         weights = folder / "export" / arguments.export / WEIGHTS
         if not (folder / "config.json").is_file() or not weights.is_file():
             raise CoderError(f"{folder} is no training run with an export: it needs config.json and {weights}")
         trained = json.loads((folder / "config.json").read_text())
-        flags = {key: value for key, value in vars(given).items() if value != getattr(TrainConfig(), key)}
-        given = TrainConfig.from_dict({**trained, **flags, "pretrained": str(weights)})
-    config = replace(given, resume=None, lora_rank=0, pretrained_image_path=None, pretrained_image=False).resolved()
+        if "val_data" in given:  # other data: how the run's were read says nothing of them
+            trained = {key: value for key, value in trained.items() if key not in DATA}
+        given = {**trained, **given, "pretrained": str(weights)}
+    if given.get("val_data") and not given.get("train_data"):
+        given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
+    unused = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
+    config = TrainConfig.from_dict({**given, **unused}).resolved()
     accelerator = setup.make_accelerator(config)
     source = setup.make_source(config, split=arguments.split)
     if source is None:

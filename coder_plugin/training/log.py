@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -67,7 +68,7 @@ class RunLog:
 
     def write(self, metrics: Mapping[str, Any], *, step: int) -> None:
         """One record in ``metrics.jsonl`` and in the trackers."""
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)}
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "metrics.jsonl", "a") as file:

@@ -39,6 +39,15 @@ from coder_plugin.training.step import NonFiniteError, explain_gradient, forward
 _log = logging.getLogger(__name__)
 
 
+#: So many steps on end may the fp16 loss scaler skip while it looks for its scale.
+SKIPS = 25
+#: What a resumed run must share with its checkpoint: the optimizer's state belongs to these.
+FIXED = (
+    "model opt lr wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
+    "lock_text lock_text_unlocked_layers"
+).split()
+
+
 class Trainer:
     """One run. ``Trainer(config).run()`` trains, evaluates, saves, and returns the last and best recall."""
 
@@ -86,7 +95,9 @@ class Trainer:
             autocast=self.accelerator.autocast,
         )
         self.frozen = setup.freeze_unread(self.model, self.loss, self.tokenizer)
-        self.step = self.epoch = 0
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise CoderError("nothing is left to train: both towers are locked and the recipe's heads have no parameters")
+        self.step = self.epoch = self.skipped = 0
         self.position: dict[str, Any] | None = None
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
@@ -119,7 +130,6 @@ class Trainer:
                 if self.val is not None and config.val_frequency and (last or self.epoch % config.val_frequency == 0):
                     self._evaluate(f"after epoch {self.epoch}")
                 self._save()
-                self._export("last")
         return {"last": self.last, "best": self.best, "folder": str(self.folder)}
 
     def _prepare(self) -> None:
@@ -178,8 +188,12 @@ class Trainer:
             ) from error
         self.optimizer.step()
         self.schedule.step()
+        self.skipped = self.skipped + 1 if self.accelerator.optimizer_step_was_skipped else 0
+        if self.skipped > SKIPS:
+            why = explain_gradient(self.model, self.loss, result.leaves)
+            raise NonFiniteError(f"{why} is not finite: the loss scaler has skipped {self.skipped} steps on end")
         self.optimizer.zero_grad()
-        if not self.accelerator.optimizer_step_was_skipped:
+        if not self.skipped:
             self.model.coder.post_step()
             scale = getattr(self.model, "logit_scale", None)
             if scale is not None and scale.requires_grad:
@@ -208,6 +222,9 @@ class Trainer:
         return self.average.applied(self.model) if self.average is not None else contextlib.nullcontext()
 
     def _evaluate(self, when: str) -> None:
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                distributed.broadcast(buffer)  # BatchNorm's statistics: ranks evaluate one model, the exported one
         with self._averaged():
             self.last = {**evaluate(self.encoder, self.val), "epoch": self.epoch, "step": self.step}
         self.log.write({f"val/{k}": v for k, v in self.last.items() if k != "step"}, step=self.step)
@@ -257,6 +274,7 @@ class Trainer:
             kept = [c.path.name for c in checkpoint.checkpoints(directory) if c.manifest.get("kept")]
             checkpoint.prune(directory, [*kept, self._checkpoint_name(), self.best.get("checkpoint", "")])
         distributed.barrier()
+        self._export("last")
 
     def _export(self, tag: str) -> None:
         if distributed.rank() == 0:
@@ -280,20 +298,28 @@ class Trainer:
 
     def _load_model(self, state: tuple[dict, dict, dict | None]) -> None:
         manifest, common, _ = state
+        now, then = asdict(self.config), manifest["config"]
+        changed = [f"--{name.replace('_', '-')} was {then[name]}, is {now[name]}" for name in FIXED if then[name] != now[name]]
+        if changed:
+            raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
         saved = self.recipe.from_dict(manifest["recipe"])
         if saved != self.recipe:
             raise CoderError(
-                f'the checkpoint was trained with --loss "{saved}", this run asks for "{self.recipe}": resume with its '
-                "own recipe, or start from its export with --pretrained"
+                f'the checkpoint was trained with --loss "{saved}", this run asks for "{self.recipe}"'
+                f"{' with other options of heads or --local-loss' if str(saved) == str(self.recipe) else ''}: resume with "
+                "its own recipe, or start from its export with --pretrained"
             )
-        missing, unexpected = self.model.load_state_dict(common["model"], strict=False)
-        if missing or unexpected:
-            raise CoderError(f"the checkpoint is of another model: {len(missing)} tensors missing, such as "
-                             f"{(missing or unexpected)[0]}, {len(unexpected)} unknown")
+        try:
+            self.model.load_state_dict(common["model"])
+        except RuntimeError as error:
+            raise CoderError(f"the checkpoint is of another model: {str(error)[:300]}") from error
 
     def _load_rest(self, state: tuple[dict, dict, dict | None]) -> None:
         manifest, common, own = state
-        self.optimizer.load_state_dict(common["optimizer"])
+        try:
+            self.optimizer.load_state_dict(common["optimizer"])
+        except ValueError as error:
+            raise CoderError(f"the checkpoint's optimizer does not fit this run: {error}") from error
         self.schedule.last_epoch = common["schedule"]["step"] - 1
         self.schedule.step()
         if self.average is not None and "average" in common:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from coder_plugin.errors import CoderError
 from coder_plugin.training.config import TrainConfig
 
 # Where the blocks of open_clip's own and of transformers' towers are numbered, and ResNet's stages.
@@ -33,14 +34,18 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if config.beta1 is not None or config.beta2 is not None:
         options["betas"] = (
             0.9 if config.beta1 is None else config.beta1,
-            0.98 if config.beta2 is None else config.beta2,
+            0.999 if config.beta2 is None else config.beta2,
         )
     if config.eps is not None:
         options["eps"] = config.eps
     if config.momentum is not None:
         options["momentum"] = config.momentum
     groups = parameter_groups(model, lr=config.lr, weight_decay=config.wd, layer_decay=config.layer_decay)
-    return create_optimizer_v2(groups, opt=config.opt, lr=config.lr, weight_decay=config.wd, **options)
+    try:
+        name = config.opt.removeprefix("timm/")  # open_clip's spelling
+        return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **options)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise CoderError(f"--opt {config.opt}: {error} (timm.optim.list_optimizers() has the names)") from error
 
 
 def parameter_groups(
@@ -111,6 +116,11 @@ def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, 
     if config.lr_scheduler == "step":
         return config.lr_step_gamma ** (step // max(1, steps_per_epoch) // config.lr_step_epochs)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+
+def after_tower(name: str) -> bool:
+    """Whether a parameter projects into the joint space, scales the logits, or belongs to a head of ours."""
+    return re.match(r"coder\.|logit_|visual\.(proj|head)(\.|$)|text\.proj(\.|$)|(text\.)?text_projection", name) is not None
 
 
 def in_block(name: str) -> bool:

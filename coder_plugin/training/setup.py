@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,12 +42,21 @@ def make_accelerator(config: TrainConfig) -> Any:
     mixed = precision[config.precision]
     if mixed == "fp16" and not cuda:
         raise CoderError(f"--precision {config.precision} needs a GPU; on a CPU use fp32 or amp_bf16")
+    from accelerate import utils
+
+    there = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
     trackers = [name for name in config.report_to.replace(",", " ").split()]
     unknown = set(trackers) - {"tensorboard", "wandb"}
     if unknown:
         raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
+    absent = [name for name in trackers if not there[name]]
+    if absent:
+        raise CoderError(f"--report-to {config.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
+    # accumulation is ours (cached features): what accelerate's own settings say of it must not divide gradients
+    accumulation = utils.GradientAccumulationPlugin(num_steps=1)
+    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.logs}
     try:
-        return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, project_dir=config.logs)
+        return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
     except (ValueError, ImportError) as error:
         raise CoderError(f"accelerate: {error}") from error
 
@@ -77,8 +87,11 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> nn.
         if config.lock_image_freeze_bn_stats:
             freeze_batch_norm(model.visual)
     if config.lock_text:
+        # open_clip's own text towers lock with their LayerNorms or not at all
+        own = not hasattr(getattr(model, "text", None), "pooler")
         model.lock_text_tower(
-            unlocked_layers=config.lock_text_unlocked_layers, freeze_layer_norm=config.lock_text_freeze_layer_norm
+            unlocked_layers=config.lock_text_unlocked_layers,
+            freeze_layer_norm=own or config.lock_text_freeze_layer_norm,
         )
     if config.lora_rank:
         add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
@@ -123,18 +136,21 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float | None = None) -> None
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise CoderError('--lora-rank needs peft: pip install "coder-plugin[lora]"') from error
-    from coder_plugin.training.optim import in_block
+    from coder_plugin.training.optim import after_tower, in_block
 
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad and not in_block(name)}
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad and after_tower(name)}
     targets: list[str] = []
     for name, module in model.named_modules():  # an attention's output layer belongs to its attention
-        if in_block(f"{name}.") and isinstance(module, (nn.Linear, nn.MultiheadAttention)):
+        locked = not any(parameter.requires_grad for parameter in module.parameters())
+        if not locked and in_block(f"{name}.") and isinstance(module, (nn.Linear, nn.MultiheadAttention)):
             if not targets or not name.startswith(f"{targets[-1]}."):
                 targets.append(name)
     if not targets:
-        raise CoderError(f"--lora-rank: {type(model).__name__} has no linear layer in numbered blocks")
+        raise CoderError(f"--lora-rank: {type(model).__name__} has no unlocked linear layer in numbered blocks")
+    # as one pattern for whole names: of a list peft takes the ends, and one tower's names end like the other's
+    pattern = "|".join(re.escape(name) for name in targets)
     inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=targets), model
+        LoraConfig(r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=f"(?:{pattern})"), model
     )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in trainable)
@@ -214,6 +230,8 @@ def freeze_unread(model: nn.Module, loss: CoderLoss, tokenizer: Callable[[list[s
     parameters = {
         name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("coder.")
     }
+    if not parameters:
+        return []
     training, buffers = model.training, {name: b.clone() for name, b in model.named_buffers()}
     model.train()
     devices = [batch["image"].device] if batch["image"].is_cuda else []

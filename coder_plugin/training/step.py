@@ -134,6 +134,9 @@ def term_gradient_norms(losses: Mapping[str, Tensor], leaves: Mapping[str, Tenso
     features = [leaf for key, leaf in leaves.items() if leaf.requires_grad and key not in SHARED]
     squares = []
     for value in losses.values():
+        if not value.requires_grad:  # a term that is silent for now
+            squares.append(value.new_zeros(()))
+            continue
         gradients = torch.autograd.grad(value, features, retain_graph=True, allow_unused=True)
         parts = [gradient.float().square().sum() for gradient in gradients if gradient is not None]
         squares.append(sum(parts) if parts else value.new_zeros(()))
@@ -155,9 +158,10 @@ def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Ten
 
 @contextlib.contextmanager
 def _restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Put upstream's buffers (BatchNorm's statistics) back: the first of two passes must not count."""
-    own = [buffer for name, buffer in model.named_buffers() if not name.removeprefix("module.").startswith("coder.")]
-    before = [(buffer, buffer.detach().clone()) for buffer in own]
+    """Put BatchNorm's statistics back: the first of two passes must not count. State is not written in forward."""
+    inner = getattr(model, "module", model)  # DDP's
+    state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()
+    before = [(buffer, buffer.detach().clone()) for name, buffer in inner.named_buffers() if name not in state]
     yield
     with torch.no_grad():
         for buffer, value in before:

@@ -240,7 +240,7 @@ class Trainer:
         common: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": {"step": self.schedule.last_epoch},
+            "schedule": self.schedule.state_dict(),
         }
         if self.average is not None:
             common["average"] = self.average.state_dict()
@@ -320,8 +320,7 @@ class Trainer:
             self.optimizer.load_state_dict(common["optimizer"])
         except ValueError as error:
             raise CoderError(f"the checkpoint's optimizer does not fit this run: {error}") from error
-        self.schedule.last_epoch = common["schedule"]["step"] - 1
-        self.schedule.step()
+        self.schedule.load_state_dict(common["schedule"])
         if self.average is not None and "average" in common:
             self.average.load_state_dict(common["average"])
         if self.accelerator.scaler is not None and "scaler" in common:

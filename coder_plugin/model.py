@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from coder_plugin import registry
@@ -20,9 +21,10 @@ class Coder(nn.Module):
 
     def __init__(self, recipe: Recipe, resolution: Resolution, widths: Widths) -> None:
         super().__init__()
-        self.recipe, self.bindings = recipe, resolution.bindings
+        self.recipe: Recipe = recipe
+        self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
         options = dict(recipe.heads)
-        self.heads = nn.ModuleDict()
+        self.heads: Any = nn.ModuleDict()
         for name in resolution.heads:
             try:
                 self.heads[name] = registry.load("heads", name)(widths, **dict(options.pop(name, ())))
@@ -59,8 +61,9 @@ class CoderLoss(nn.Module):
 
     def __init__(self, recipe: Recipe, bindings: tuple[Mapping[str, str], ...], heads: Mapping[str, Head]) -> None:
         super().__init__()
-        self.recipe, self.bindings = recipe, bindings
-        self.terms = nn.ModuleDict()
+        self.recipe: Recipe = recipe
+        self.bindings: tuple[Mapping[str, str], ...] = bindings
+        self.terms: Any = nn.ModuleDict()
         for label, spec in zip(recipe.labels(), recipe.terms, strict=True):
             term = registry.load("losses", spec.name)(**dict(spec.options))
             if next(term.parameters(), None) is not None:
@@ -81,7 +84,7 @@ class CoderLoss(nn.Module):
             named = value if isinstance(value, dict) else {"loss": value}
             for name, scalar in named.items():
                 losses[f"{label}_{name}"] = spec.weight * scalar
-        return losses if output_dict else sum(losses.values())
+        return losses if output_dict else torch.stack(list(losses.values())).sum()
 
 
 def create_model(
@@ -91,7 +94,7 @@ def create_model(
     pretrained: str | None = None,
     pretrained_image_path: str | None = None,
     **options: Any,
-) -> nn.Module:
+) -> Any:
     """An open_clip model with the recipe's heads under ``model.coder``.
 
     It keeps its class, attributes and state-dict keys. In training mode ``model(image, text, image_id=…)`` returns
@@ -134,7 +137,7 @@ def create_model(
     return model
 
 
-def create_loss(recipe: str | Recipe, *, model: nn.Module) -> CoderLoss:
+def create_loss(recipe: str | Recipe, *, model: Any) -> CoderLoss:
     """The recipe's loss for a model that :func:`create_model` made; ``loss(**model(...))`` is a dict of scalars.
 
     Raises:

@@ -74,7 +74,7 @@ def create_clip(
     pretrained_image_path: str | None = None,
     needs_logit_bias: bool = False,
     **options: Any,
-) -> nn.Module:
+) -> Any:
     """An open_clip model that returns a dict, with every fault of its name or files told in one line.
 
     Args:
@@ -137,7 +137,7 @@ def _schema_config(schema: str, place: str) -> dict[str, Any]:
 
 def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The model's configuration with what ``open_clip.create_model`` was told to override: exports need it to open."""
-    config = copy.deepcopy(dict(config))
+    effective = copy.deepcopy(dict(config))
     places = {
         "force_image_size": ("vision_cfg", "image_size"),
         "force_patch_dropout": ("vision_cfg", "patch_dropout"),
@@ -145,12 +145,12 @@ def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> d
     }
     for option, (tower, key) in places.items():
         if options.get(option) is not None:
-            config[tower][key] = options[option]
+            effective[tower][key] = options[option]
     for option, key in {"force_quick_gelu": "quick_gelu", "force_custom_text": "custom_text"}.items():
         if options.get(option):
-            config[key] = True
-    config.update({key: options[key] for key in ("init_logit_scale", "init_logit_bias") if key in options})
-    return config
+            effective[key] = True
+    effective.update({key: options[key] for key in ("init_logit_scale", "init_logit_bias") if key in options})
+    return effective
 
 
 def register_config(name: str) -> str:
@@ -177,7 +177,7 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
-def load_image_tower(model: nn.Module, path: str) -> None:
+def load_image_tower(model: Any, path: str) -> None:
     """Load a backbone's published weights (timm, torchvision) into the image tower: all of them, or an error.
 
     The file's keys are those of ``model.visual``, of its timm trunk, or of a whole CLIP. A classifier in the file is
@@ -209,7 +209,7 @@ def load_image_tower(model: nn.Module, path: str) -> None:
     logging.info("image tower: %d tensors from %s; left out: %s", len(expected), path, ", ".join(left) or "none")
 
 
-def available_keys(model: nn.Module) -> set[str]:
+def available_keys(model: Any) -> set[str]:
     """The keys that this model's own forward returns."""
     keys = {"image_features", "text_features", "logit_scale"}
     if getattr(model, "logit_bias", None) is not None:
@@ -217,7 +217,7 @@ def available_keys(model: nn.Module) -> set[str]:
     return keys
 
 
-def extend(model: nn.Module, coder: nn.Module, taps: TokenTaps | None) -> nn.Module:
+def extend(model: Any, coder: nn.Module, taps: TokenTaps | None) -> Any:
     """Make ``model`` an instance of a subclass of its class that runs ``coder`` inside forward."""
     cls = type(model)
     extended = type(f"Coder{cls.__name__}", (CoderCLIP, cls), {"__module__": cls.__module__})
@@ -227,7 +227,7 @@ def extend(model: nn.Module, coder: nn.Module, taps: TokenTaps | None) -> nn.Mod
     return model
 
 
-def probe_widths(model: nn.Module, taps: TokenTaps | None) -> Widths:
+def probe_widths(model: Any, taps: TokenTaps | None) -> Widths:
     """Joint and token dimensions, read off one forward of a blank input where tokens are asked for."""
     embed_dim = _embed_dim(model)
     if taps is None:
@@ -251,7 +251,7 @@ def probe_widths(model: nn.Module, taps: TokenTaps | None) -> Widths:
     )
 
 
-def _embed_dim(model: nn.Module) -> int:
+def _embed_dim(model: Any) -> int:
     text = getattr(model, "text", model)
     projection = getattr(text, "text_projection", None)
     if isinstance(projection, nn.Linear):

@@ -21,7 +21,7 @@ from coder_plugin.errors import CoderError
 class TokenTaps:
     """Where one model's tokens are caught, between :meth:`listen` and :meth:`take`; a copied model has its own."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._caught: dict[str, Tensor] | None = None  # None: not listening
         self._tap_image(model.visual)
         self._tap_text(model)
@@ -71,7 +71,7 @@ class TokenTaps:
         else:
             raise CoderError(f"no token features from an image tower of type {type(visual).__name__}")
 
-    def _tap_text(self, model: nn.Module) -> None:
+    def _tap_text(self, model: Any) -> None:
         from open_clip.hf_model import HFTextEncoder
         from open_clip.transformer import TextTransformer
 
@@ -133,7 +133,7 @@ def _mask_by_pool(pool_type: str, eos_id: int | None, *, pad: int) -> Any:
     """
 
     def up_to_end(text: Tensor) -> Tensor:
-        end = text.argmax(1) if pool_type == "argmax" else (text == eos_id).int().argmax(1)
+        end = text.argmax(1) if pool_type == "argmax" else text.eq(eos_id).int().argmax(1)  # type: ignore[arg-type]
         return torch.arange(text.shape[1], device=text.device) <= end[:, None]
 
     return up_to_end if pool_type == "argmax" or (pool_type == "eos" and eos_id is not None) else _mask_by_padding(pad)

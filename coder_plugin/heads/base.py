@@ -41,7 +41,7 @@ class Head(nn.Module):
         super().__init__()
         self._stashed: Mapping[str, Any] = {}
 
-    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+    def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def stash(self, **values: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.data.loader import evaluation_batches
@@ -20,7 +20,7 @@ class Encoder:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         tokenizer: Callable[[list[str]], Tensor],
         transform: Callable[..., Tensor],
         *,
@@ -58,7 +58,7 @@ class Encoder:
         return images, texts, image_of_text[text_order]
 
     def _own_share(self, source: Any) -> dict[str, Tensor] | None:
-        images, texts, index, counts = [], [], [], []
+        images, texts, index, counts = [], [], [], []  # type: list, list, list, list
         batches = evaluation_batches(
             source,
             batch_size=self.batch_size,

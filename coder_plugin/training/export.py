@@ -16,7 +16,7 @@ from torch import Tensor, nn
 WEIGHTS = "open_clip_model.safetensors"
 
 
-def export_clip(model: nn.Module, folder: Path) -> Path:
+def export_clip(model: Any, folder: Path) -> Path:
     """Write the weights and the configuration the model was made with, overrides included; returns the weights' path.
 
     A model of the hub or of a folder has its configuration there; then only the weights are written.
@@ -33,7 +33,7 @@ def export_clip(model: nn.Module, folder: Path) -> Path:
     return folder / WEIGHTS
 
 
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
+def plain_state(model: Any) -> dict[str, Tensor]:
     """The state dict that the model's open_clip class has: no heads, low-rank adapters merged into their weights."""
     if any("lora_" in name for name, _ in model.named_parameters()):
         model = _merged(model)
@@ -44,7 +44,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _merged(model: nn.Module) -> nn.Module:
+def _merged(model: Any) -> nn.Module:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     coder = model.coder

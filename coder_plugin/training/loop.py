@@ -59,15 +59,17 @@ class Trainer:
         self.folder = Path(config.logs) / (config.name or self._default_name())
         self.log = RunLog(self.folder, self.accelerator, config)
 
+        batch_size = config.batch_size or 1
         train, self.val = setup.make_source(config, split="train"), setup.make_source(config, split="val")
         _seed(config.seed)
         self.model = setup.make_model(config, self.recipe, self.device)
         self.loss = create_loss(self.recipe, model=self.model)
         self.tokenizer = setup.make_tokenizer(config, self.model)
         train_transform, val_transform = setup.make_transforms(self.model, config)
+        assert train is not None
         self.loader = TrainLoader(
             train,
-            batch_size=config.batch_size,
+            batch_size=batch_size,
             transform=train_transform,
             tokenizer=self.tokenizer,
             seed=config.seed,
@@ -89,7 +91,7 @@ class Trainer:
             self.tokenizer,
             val_transform,
             device=self.device,
-            batch_size=config.batch_size,
+            batch_size=batch_size,
             workers=config.workers,
             max_bad=config.max_bad_images,
             autocast=self.accelerator.autocast,
@@ -375,7 +377,7 @@ class Trainer:
             "validation data": None if self.val is None else {"name": self.val.name, "images": self.val.num_images},
             "batch": {
                 "per rank and forward": config.batch_size,
-                "global per step": config.batch_size * config.accum_freq * distributed.world_size(),
+                "global per step": (config.batch_size or 1) * config.accum_freq * distributed.world_size(),
             },
             "steps per epoch": self.steps_per_epoch,
             "epochs": config.epochs,

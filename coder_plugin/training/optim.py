@@ -23,7 +23,7 @@ _STEM = re.compile(
 )
 
 
-def create_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
     """Any timm optimizer over the trainable parameters, grouped by weight decay and layer.
 
     Vectors, scalars (norms, biases, temperatures) and what the model lists in ``no_weight_decay()`` are not decayed.
@@ -49,7 +49,7 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def parameter_groups(
-    model: nn.Module, *, lr: float | None, weight_decay: float, layer_decay: float = 1.0
+    model: Any, *, lr: float | None, weight_decay: float, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
     """Trainable parameters by (layer factor, weight decay): ``[{"params", "lr", "weight_decay", "lr_scale"}, …]``."""
     skip = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
@@ -65,7 +65,7 @@ def parameter_groups(
     ]
 
 
-def layer_factors(model: nn.Module, layer_decay: float) -> Callable[[str], float]:
+def layer_factors(model: Any, layer_decay: float) -> Callable[[str], float]:
     """For each parameter's name ``layer_decay ** (layers above it in its tower)``; projections and heads have 1.
 
     A timm trunk numbers its layers itself (``group_matcher``); elsewhere the names do.

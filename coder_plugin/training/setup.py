@@ -61,7 +61,7 @@ def make_accelerator(config: TrainConfig) -> Any:
         raise CoderError(f"accelerate: {error}") from error
 
 
-def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> nn.Module:
+def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> Any:
     """The model with its heads, towers locked, adapters in, on its device."""
     options: dict[str, Any] = {
         "pretrained_image": config.pretrained_image,
@@ -127,7 +127,7 @@ def preprocess_overrides(config: Any) -> dict[str, Any]:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float | None = None) -> None:
+def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
     """Freeze the towers and put peft's low-rank adapters on the linear layers of their blocks, in place.
 
     Projections into the joint space, temperatures and our heads stay trainable as they are.
@@ -149,14 +149,13 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float | None = None) -> None
         raise CoderError(f"--lora-rank: {type(model).__name__} has no unlocked linear layer in numbered blocks")
     # as one pattern for whole names: of a list peft takes the ends, and one tower's names end like the other's
     pattern = "|".join(re.escape(name) for name in targets)
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=f"(?:{pattern})"), model
-    )
+    scale: Any = rank if alpha is None else alpha
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=scale, target_modules=f"(?:{pattern})"), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in trainable)
 
 
-def make_transforms(model: nn.Module, config: TrainConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def make_transforms(model: Any, config: TrainConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """open_clip's training (augmenting) and evaluation transforms for this model."""
     from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
@@ -181,7 +180,7 @@ def _sequence(text: str) -> Any:
     return parse_value(text)
 
 
-def make_tokenizer(config: TrainConfig, model: nn.Module) -> Callable[[list[str]], Tensor]:
+def make_tokenizer(config: TrainConfig, model: Any) -> Callable[[list[str]], Tensor]:
     import open_clip
 
     from coder_plugin.backbones.clip import register_config
@@ -221,7 +220,7 @@ def make_source(config: TrainConfig, *, split: str) -> Any | None:
     return open_source(spec, kind, split=split, **options)
 
 
-def freeze_unread(model: nn.Module, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
+def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
     """Freeze upstream's parameters that no term reads, found by one backward pass over a made-up batch (rule 2).
 
     DDP fails on the second step where a parameter gets no gradient. Returns their names.
@@ -248,7 +247,7 @@ def freeze_unread(model: nn.Module, loss: CoderLoss, tokenizer: Callable[[list[s
     return unread
 
 
-def example_batch(model: nn.Module, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Tensor]:
+def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Tensor]:
     """A batch of noise and short sentences, shaped as the model wants it."""
     device = next(model.parameters()).device
     size = model.visual.image_size

@@ -139,7 +139,7 @@ def term_gradient_norms(losses: Mapping[str, Tensor], leaves: Mapping[str, Tenso
             continue
         gradients = torch.autograd.grad(value, features, retain_graph=True, allow_unused=True)
         parts = [gradient.float().square().sum() for gradient in gradients if gradient is not None]
-        squares.append(sum(parts) if parts else value.new_zeros(()))
+        squares.append(torch.stack(parts).sum() if parts else value.new_zeros(()))
     return dict(zip(losses, distributed.all_mean(torch.stack(squares)).sqrt().tolist(), strict=True))
 
 
@@ -159,7 +159,7 @@ def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Ten
 @contextlib.contextmanager
 def _restored_buffers(model: nn.Module) -> Iterator[None]:
     """Put BatchNorm's statistics back: the first of two passes must not count. State is not written in forward."""
-    inner = getattr(model, "module", model)  # DDP's
+    inner: Any = getattr(model, "module", model)  # DDP's
     state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()
     before = [(buffer, buffer.detach().clone()) for name, buffer in inner.named_buffers() if name not in state]
     yield

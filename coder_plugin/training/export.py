@@ -19,7 +19,7 @@ WEIGHTS = "open_clip_model.safetensors"
 def export_clip(model: Any, folder: Path) -> Path:
     """Write the weights and the configuration the model was made with, overrides included; returns the weights' path.
 
-    A model of the hub or of a folder has its configuration there; then only the weights are written.
+    Where that configuration could not be read (a hub that cannot be reached), only the weights are written.
     """
     from safetensors.torch import save_file
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import math
 import random
 import time
@@ -35,9 +34,6 @@ from coder_plugin.training.export import export_clip
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
 from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward
-
-_log = logging.getLogger(__name__)
-
 
 #: So many steps on end may the fp16 loss scaler skip while it looks for its scale.
 SKIPS = 25

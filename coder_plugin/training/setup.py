@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.config import TrainConfig
-
-_log = logging.getLogger(__name__)
 
 
 def make_recipe(config: TrainConfig) -> Recipe:
@@ -35,15 +32,13 @@ def make_recipe(config: TrainConfig) -> Recipe:
 
 def make_accelerator(config: TrainConfig) -> Any:
     """accelerate's device, autocast, loss scaling and DDP, as the flags ask."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, utils
 
     cuda = torch.cuda.is_available()
     precision = {"auto": "bf16" if cuda else "no", "fp32": "no", "amp": "fp16", "amp_fp16": "fp16", "amp_bf16": "bf16"}
     mixed = precision[config.precision]
     if mixed == "fp16" and not cuda:
         raise CoderError(f"--precision {config.precision} needs a GPU; on a CPU use fp32 or amp_bf16")
-    from accelerate import utils
-
     there = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
     trackers = [name for name in config.report_to.replace(",", " ").split()]
     unknown = set(trackers) - {"tensorboard", "wandb"}

@@ -33,7 +33,7 @@ from coder_plugin.training.evaluate import Encoder, evaluate
 from coder_plugin.training.export import export_clip
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
-from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward
+from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward, restored_buffers
 
 #: So many steps on end may the fp16 loss scaler skip while it looks for its scale.
 SKIPS = 25
@@ -343,11 +343,9 @@ class Trainer:
         config, model = self.config, self.model
         training = model.training
         model.train()
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), restored_buffers(model), torch.random.fork_rng(devices=devices):
             outputs = model(**setup.example_batch(model, self.tokenizer, rows=2))
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
         model.train(training)
         parameters = dict(model.named_parameters())
         heads = {

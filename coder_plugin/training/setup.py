@@ -14,6 +14,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.step import restored_buffers
 
 
 def make_recipe(config: TrainConfig) -> Recipe:
@@ -226,15 +227,12 @@ def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], 
     }
     if not parameters:
         return []
-    training, buffers = model.training, {name: b.clone() for name, b in model.named_buffers()}
+    training = model.training
     model.train()
     devices = [batch["image"].device] if batch["image"].is_cuda else []
-    with torch.random.fork_rng(devices=devices):
+    with restored_buffers(model), torch.random.fork_rng(devices=devices):
         losses = loss(**model(**batch))
         gradients = torch.autograd.grad(sum(losses.values()), list(parameters.values()), allow_unused=True)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
     model.train(training)
     unread = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     for name in unread:

@@ -59,7 +59,7 @@ def forward_backward(
     single = len(batches) == 1
     passes = [_rng_state()]
     outputs = []
-    with contextlib.nullcontext() if single else _restored_buffers(model):
+    with contextlib.nullcontext() if single else restored_buffers(model):
         for batch in batches:
             with torch.set_grad_enabled(single):
                 outputs.append({key: value for key, value in model(**batch).items() if key in reads})
@@ -157,7 +157,7 @@ def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Ten
 
 
 @contextlib.contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[None]:
+def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Put BatchNorm's statistics back: the first of two passes must not count. State is not written in forward."""
     inner: Any = getattr(model, "module", model)  # DDP's
     state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()

@@ -1,0 +1,42 @@
+"""The papers' mathematics as pure functions of tensors.
+
+Shapes: n anchors, q candidates, d dimensions. Masks are True where valid. Everything is computed in float32 or better:
+half-precision inputs are raised first, float64 in gives float64 out. Features are expected L2-normalised, so that a
+product is a cosine; only :func:`concept_embedding` normalises, as its equation does.
+"""
+
+from coder_plugin.functional.concepts import concept_embedding, concept_graph, pgc, pgc_of_logits
+from coder_plugin.functional.contrast import (
+    DiversityOver,
+    Reverse,
+    check_dcl_options,
+    check_m_dcl_options,
+    dcl,
+    directed_dcl,
+    m_dcl,
+)
+from coder_plugin.functional.hinge import directed_triplet, triplet
+from coder_plugin.functional.similarity import cosine, different_images
+from coder_plugin.functional.weights import Diversity, diversity, spread, spread_of_variance
+
+__all__ = [
+    "Diversity",
+    "DiversityOver",
+    "Reverse",
+    "check_dcl_options",
+    "check_m_dcl_options",
+    "concept_embedding",
+    "concept_graph",
+    "cosine",
+    "dcl",
+    "different_images",
+    "directed_dcl",
+    "directed_triplet",
+    "diversity",
+    "m_dcl",
+    "pgc",
+    "pgc_of_logits",
+    "spread",
+    "spread_of_variance",
+    "triplet",
+]

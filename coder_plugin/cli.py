@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     _add_eval(commands)
+    _add_concepts(commands)
     _add_plugins(commands)
     return parser
 
@@ -88,6 +89,13 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("run_folder", nargs="?", help="a training run's folder: its model, options and best export")
     parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
     parser.add_argument("--folds", type=int, default=0, help="also the mean over so many folds (COCO 1K: 5)")
+    parser.add_argument(
+        "--beta",
+        type=float,
+        nargs="+",
+        metavar="B",
+        help="weights of the instance level against the concept level, instead of the recipe's: a row for each",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
     parser.add_argument("--split", default="val", help="split of Karpathy files and scenes [val]")
     only = (
@@ -103,20 +111,80 @@ def _eval(arguments: argparse.Namespace) -> int:
     from coder_plugin.retrieval import format_table
     from coder_plugin.training.evaluate import evaluate_command
 
-    name, result = evaluate_command(arguments)
-    if not result:
+    results = evaluate_command(arguments)
+    if not results:
         return 0  # another rank prints
     if arguments.json:
-        text = json.dumps({"name": name, **result}, indent=2)
+        named = [{"name": name, **result} for name, result in results.items()]
+        text = json.dumps(named[0] if not arguments.beta else named, indent=2)
         if arguments.json == "-":
             print(text)
             return 0
         with open(arguments.json, "w") as file:
             file.write(text + "\n")
-    rows = {name: result}
-    if "folds" in result:
-        rows[f"{name}, mean of {arguments.folds} folds"] = result["folds"]
+    rows = {}
+    for name, result in results.items():
+        rows[name] = result
+        if "folds" in result:
+            rows[f"{name}, mean of {arguments.folds} folds"] = result["folds"]
     print(format_table(rows))
+    return 0
+
+
+def _add_concepts(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.training.config import add_flags
+
+    parser = commands.add_parser(
+        "concepts",
+        help="make the concept vocabulary that CODER trains with, from captions",
+        description="The most frequent nouns, verbs and adjectives of the training captions, how often they meet, and "
+        "their word vectors (METHODS 4), for --loss coder --concepts FILE.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the .safetensors to write, a .json beside it")
+    parser.add_argument(
+        "--vectors", required=True, metavar="FILE", help="GloVe or word2vec text file (.gz, .zip too), or none: random"
+    )
+    parser.add_argument("--size", type=int, default=400, help="number of concepts [400]")
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        nargs=3,
+        default=[7, 2, 1],
+        metavar=("OBJECT", "MOTION", "PROPERTY"),
+        help="shares of nouns, verbs and adjectives [7 2 1]",
+    )
+    parser.add_argument(
+        "--lemmas",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="count dog and dogs as one concept, instead of every form by itself [True]",
+    )
+    parser.add_argument(
+        "--stop-words",
+        default="default",
+        metavar="WORDS",
+        help="default (be, have, other and the like), none, or a file of words that are no concepts [default]",
+    )
+    parser.add_argument(
+        "--tagger",
+        metavar="NAME",
+        help="spaCy pipeline by name or folder, or scenes: the built-in scenes' words [en_core_web_sm; scenes for scenes]",
+    )
+    parser.add_argument("--processes", type=int, default=1, help="spaCy's processes [1]")
+    parser.add_argument("--max-captions", type=int, metavar="N", help="read the first N captions only")
+    parser.add_argument("--split", default="train", help="split of Karpathy files and scenes [train]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the vectors that are drawn [0]")
+    from coder_plugin.concepts.command import DATA_FLAGS
+
+    add_flags(parser, only=DATA_FLAGS)
+    parser.set_defaults(run=_concepts)
+
+
+def _concepts(arguments: argparse.Namespace) -> int:
+    from coder_plugin.concepts.command import concepts_command
+
+    print(concepts_command(arguments))
     return 0
 
 

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.recipe import Recipe
-from coder_plugin.resolver import TOKENS, Resolution, resolve
+from coder_plugin.resolver import INSIDE, Resolution, resolve
+
+AggregatorName = Literal["tower", "gpo"]
 
 
 class Coder(nn.Module):
-    """``model.coder``: the recipe's heads, run in order inside the model's forward."""
+    """``model.coder``: the recipe's heads, run in order inside the model's forward.
 
-    def __init__(self, recipe: Recipe, resolution: Resolution, widths: Widths) -> None:
+    Args:
+        aggregator: ``"tower"``, the backbone's own pooling, or ``"gpo"``, an instance branch of ours over its tokens.
+    """
+
+    def __init__(
+        self, recipe: Recipe, resolution: Resolution, widths: Widths, *, aggregator: AggregatorName = "tower"
+    ) -> None:
         super().__init__()
         self.recipe: Recipe = recipe
         self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
+        self.aggregators: Any = nn.ModuleDict()
+        if aggregator == "gpo":
+            channels = {"image": widths.image_tokens, "text": widths.text_tokens}
+            self.aggregators.update({side: Aggregator(width, widths.embed_dim) for side, width in channels.items()})
         options = dict(recipe.heads)
         self.heads: Any = nn.ModuleDict()
         for name in resolution.heads:
@@ -32,6 +47,56 @@ class Coder(nn.Module):
                 raise CoderError(f"head {name!r}: {error}") from error
         if options:
             logging.warning("options of heads that this recipe does not build: %s", ", ".join(options))
+
+    def aggregate(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The features that stand in for the towers' own, where an aggregator pools the tokens."""
+        pooled = {}
+        for side, aggregator in self.aggregators.items():
+            if f"{side}_tokens" in known:
+                feature = aggregator(known[f"{side}_tokens"], known[f"{side}_mask"])
+                pooled[f"{side}_features"] = F.normalize(feature.float(), dim=-1)
+                if side == "image":
+                    pooled["image_pooled"] = feature
+        return pooled
+
+    def embed(self, side: Literal["image", "text"], known: Mapping[str, Tensor]) -> Tensor:
+        """The retrieval vectors of one side: instance feature and scoring heads' blocks, one after the other."""
+        base = 1.0
+        blocks: list[tuple[float, Tensor]] = []
+        for head in self.heads.values():
+            instead, own = head.score_weights() if head.scores else (1.0, 0.0)
+            if own > 0:
+                blocks = [(weight * instead, block) for weight, block in blocks]
+                base *= instead
+                blocks.append((own, head.image_block(known) if side == "image" else head.text_block(known)))
+        feature = known[f"{side}_features"]
+        if not blocks:
+            return feature
+        return torch.cat([base**0.5 * feature, *(weight**0.5 * block.float() for weight, block in blocks)], -1)
+
+    def without_heads(self) -> Coder:
+        """The same aggregators and no head: what a momentum copy of the model keeps."""
+        bare = copy.copy(self)
+        bare._modules = {**self._modules, "heads": nn.ModuleDict()}
+        return bare
+
+    def attach(self, model: Any) -> None:
+        """Let the heads that follow the model copy it: when it is complete, and again when modules were replaced."""
+        for head in self.heads.values():
+            head.attach(model)
+
+    def discard(self) -> None:
+        """Forget what was stashed: the loss was taken of a batch that is no step."""
+        for head in self.heads.values():
+            head.discard()
+
+    def check(self, *, batch: int, samples: int) -> None:
+        """:class:`CoderError` where a head cannot work with a global batch or a run of this size."""
+        for name, head in self.heads.items():
+            try:
+                head.check(batch=batch, samples=samples)
+            except ValueError as error:
+                raise CoderError(f"head {name!r}: {error}") from error
 
     def forward(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All keys so far -> the heads' ``coder_*`` keys. A head whose inputs are not all there is left out."""
@@ -90,9 +155,11 @@ class CoderLoss(nn.Module):
 def create_model(
     name: str,
     *,
-    recipe: str | Recipe = "dcl",
+    recipe: str | Recipe = "coder",
     pretrained: str | None = None,
     pretrained_image_path: str | None = None,
+    aggregator: AggregatorName = "tower",
+    inference: bool = False,
     **options: Any,
 ) -> Any:
     """An open_clip model with the recipe's heads under ``model.coder``.
@@ -107,6 +174,9 @@ def create_model(
         recipe: a loss expression, a preset's name or a :class:`~coder_plugin.recipe.Recipe`.
         pretrained: open_clip tag, or a file that open_clip could load (our exports are).
         pretrained_image_path: weights for the image tower alone.
+        aggregator: ``"tower"``, or ``"gpo"`` for an instance branch over patch and word tokens (projection and GPO), whose
+            features stand in for the towers' own in training and in ``embed_*``.
+        inference: only the heads that take part in the score, for evaluation and search: no banks, no momentum towers.
         options: for ``open_clip.create_model``: precision, device, force_image_size, …
 
     Raises:
@@ -125,16 +195,27 @@ def create_model(
         ),
         **options,
     )
+    if aggregator not in get_args(AggregatorName):
+        raise CoderError(f"aggregator must be one of {', '.join(get_args(AggregatorName))}, got {aggregator!r}")
     resolution = resolve(recipe, clip.available_keys(model))
-    taps = TokenTaps(model) if resolution.reads & TOKENS else None
-    coder = Coder(recipe, resolution, clip.probe_widths(model, taps))
+    if inference:
+        resolution = resolution.of_heads([name for name in resolution.heads if registry.load("heads", name).scores])
+    inside = INSIDE if aggregator == "gpo" else resolution.reads & INSIDE
+    taps = TokenTaps(model, inside) if inside else None
+    coder = Coder(recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator)
     coder.to(next(model.parameters()).device)
     model = clip.extend(model, coder, taps)
+    coder.attach(model)
     for key in ("logit_scale", "logit_bias"):
         parameter = getattr(model, key, None)
         if parameter is not None and key not in resolution.reads:
             parameter.requires_grad_(False)
     return model
+
+
+def required_heads(recipe: Recipe) -> tuple[str, ...]:
+    """The heads that a recipe builds on an open_clip model."""
+    return resolve(recipe, {"image_features", "text_features", "logit_scale", "logit_bias"}).heads
 
 
 def create_loss(recipe: str | Recipe, *, model: Any) -> CoderLoss:

@@ -59,12 +59,14 @@ class TermSpec:
 class Recipe:
     """Every option of every term and head: what both trainers read, checkpoints keep and ``--dry-run`` prints (rule 8).
 
-    ``heads`` holds options by head name, ``local_loss`` is open_clip's flag of that name.
+    ``heads`` holds options by head name, ``local_loss`` is open_clip's flag of that name. ``training`` holds a named
+    recipe's defaults for training options, over which flags win.
     """
 
     terms: tuple[TermSpec, ...]
     heads: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     local_loss: bool = False
+    training: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def parse(cls, text: str | Recipe) -> Recipe:
@@ -123,6 +125,7 @@ class Recipe:
         data = asdict(self)
         data["terms"] = [{**term, "options": dict(term["options"])} for term in data["terms"]]
         data["heads"] = {name: dict(options) for name, options in self.heads}
+        data["training"] = dict(self.training)
         return json.loads(json.dumps(data))
 
     @classmethod
@@ -138,7 +141,8 @@ class Recipe:
             for term in data["terms"]
         )
         heads = tuple((name, check_options("heads", name, options)) for name, options in sorted(data["heads"].items()))
-        return cls(terms=terms, heads=heads, local_loss=bool(data.get("local_loss", False)))
+        training = tuple(data.get("training", {}).items())
+        return cls(terms=terms, heads=heads, local_loss=bool(data.get("local_loss", False)), training=training)
 
 
 def check_options(group: str, name: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -311,7 +315,10 @@ class _Parser:
                 if heads.setdefault(name, options) != options:
                     raise self._error(1, f"two recipes set the head {name!r} differently; use --set to choose")
         terms = tuple(term for recipe in recipes for term in recipe.terms)
-        return Recipe(terms, tuple(sorted(heads.items())), any(recipe.local_loss for recipe in recipes))
+        local_loss = any(recipe.local_loss for recipe in recipes)
+        # of a sum nobody has said how it is trained
+        training = recipes[0].training if len(recipes) == 1 else ()
+        return Recipe(terms, tuple(sorted(heads.items())), local_loss, training)
 
     def item(self) -> Recipe:
         weight = 1.0
@@ -395,8 +402,3 @@ class _Parser:
             raise self._error(token.column, f"expected a value, found {token.text!r}")
         self.at += 1
         return token.text if token.kind == "text" else parse_value(token.text)
-
-
-#: CODER table 2, rows 1 and 2 (METHODS 11): the hardest triplet, and DCL alone.
-CODER_TABLE2_1 = "triplet"
-CODER_TABLE2_2 = "dcl"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe, TermSpec
 
-#: What a model's forward is given beside image and text; heads may require it.
-INPUTS = frozenset({"image_id", "text_positive", "text_tags"})
-#: What a backbone gives its heads but does not return.
-TOKENS = frozenset({"image_tokens", "image_mask", "text_tokens", "text_mask"})
+#: What a model's forward is given; heads may require it.
+INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
+#: What a backbone gives its heads but does not return: tokens, and the image's pooled feature before normalisation.
+INSIDE = frozenset({"image_tokens", "image_mask", "text_tokens", "text_mask", "image_pooled"})
+#: Made by heads from the backbone's own features alone, so a term that compares a head's features cannot use them.
+_KEYS = frozenset({"coder_image_keys", "coder_text_keys"})
 
 OWN_DISTRIBUTION = "coder-plugin"
 
@@ -31,6 +33,10 @@ class Resolution:
     bindings: tuple[Mapping[str, str], ...]
     reads: frozenset[str]
 
+    def of_heads(self, names: Sequence[str]) -> Resolution:
+        """Of these heads alone, which must need no other; no term is left."""
+        return Resolution(tuple(names), (), frozenset(key for name in names for key in _head(name).requires))
+
 
 def resolve(recipe: Recipe, available: Set[str]) -> Resolution:
     """The heads, and no others, that provide what the terms require.
@@ -41,7 +47,7 @@ def resolve(recipe: Recipe, available: Set[str]) -> Resolution:
     Raises:
         CoderError: a key nobody provides or several heads do, a circle of heads, ``term@head`` of a head without pair.
     """
-    return _Resolver(available | INPUTS | TOKENS).run(recipe)
+    return _Resolver(available | INPUTS | INSIDE).run(recipe)
 
 
 class _Resolver:
@@ -55,13 +61,14 @@ class _Resolver:
         bindings = []
         for term in recipe.terms:
             who = f"loss {term.name!r}"
-            cls = _declared(registry.load("losses", term.name), who, "requires", "uses")
-            binding = _bind(term, cls)
+            # an instance, because options may change what a term requires
+            made = _declared(registry.load("losses", term.name)(**dict(term.options)), who, "requires", "uses")
+            binding = _bind(term, made)
             if term.head and not set(binding.values()) & set(_head(term.head).provides):
                 raise CoderError(f"{who}: head {term.head!r} provides nothing that it requires")
             for argument, key in binding.items():
                 preferred = term.source if key != argument else term.head
-                self.need(key, who, preferred, unasked=_unasked(term) if argument in cls.uses else None)
+                self.need(key, who, preferred, unasked=_unasked(term) if argument in made.uses else None)
             bindings.append(binding)
         self.check_overlap()
         return Resolution(tuple(self.heads), tuple(bindings), frozenset(self.reads))
@@ -106,9 +113,14 @@ class _Resolver:
                     )
 
 
-def _bind(term: TermSpec, cls: Any) -> dict[str, str]:
-    keys = {argument: argument for argument in (*cls.requires, *cls.uses)}
+def _bind(term: TermSpec, made: Any) -> dict[str, str]:
+    keys = {argument: argument for argument in (*made.requires, *made.uses)}
     if term.source:
+        if _KEYS & keys.keys():
+            raise CoderError(
+                f"{term.name}@{term.source}: the momentum banks hold the backbone's own features, not those of "
+                f"{term.source!r}; use a term without banks, such as dcl@{term.source}"
+            )
         pair = _head(term.source).pair
         if pair is None:
             raise CoderError(f"{term.name}@{term.source}: head {term.source!r} has no features of its own to compare")
@@ -129,7 +141,7 @@ def _head(name: str) -> Any:
 
 
 def _declared(cls: Any, who: str, *attributes: str) -> Any:
-    """The class, if what it declares can be read: the easiest slip is ``("key")`` for ``("key",)``."""
+    """The class or instance, if what it declares can be read: the easiest slip is ``("key")`` for ``("key",)``."""
     for attribute in attributes:
         keys = getattr(cls, attribute, None)
         if not (isinstance(keys, (tuple, list)) and all(isinstance(key, str) for key in keys)):

@@ -544,11 +544,11 @@ def test_towers_without_tokens_are_refused_by_name(make: Make) -> None:
         model = make("custom-text")
         setattr(model, tower, nn.Linear(1, 1))
         with pytest.raises(CoderError, match=f"no token features from {called} tower of type Linear"):
-            TokenTaps(model)
+            TokenTaps(model, {"image_tokens", "text_tokens"})
     model = make("timm-convnext")
     model.visual.trunk = nn.Linear(1, 1)
     with pytest.raises(CoderError, match="no token features from timm's Linear"):
-        TokenTaps(model)
+        TokenTaps(model, {"image_tokens", "text_tokens"})
     model = make("timm-convnext", "reads_tokens").train()
     trunk = type(model.visual.trunk)
     flat = type("Flat", (trunk,), {"forward_intermediates": lambda self, x, **_: (x, [x.new_zeros(B, 7)])})

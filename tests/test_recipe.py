@@ -202,8 +202,8 @@ def test_parse_value(text: str, value: Any) -> None:
 
 def test_presets_are_put_in_their_place_and_scaled() -> None:
     assert Recipe.parse("2*coder/table2-1 + clip").terms == (term("triplet", 2.0), term("clip"))
-    assert Recipe.parse("coder/table2-2") == Recipe.parse("dcl")
-    assert Recipe.parse("coder/table2-2+2*clip").terms == (term("dcl"), term("clip", 2.0))
+    assert Recipe.parse("coder/table2-2").terms == (term("dcl", 3.0),)
+    assert Recipe.parse("coder/table2-2+2*clip").terms == (term("dcl", 3.0), term("clip", 2.0))
     two = (term("dcl", 0.5, options={"mu": 0.2}), term("clip"))
     assert Recipe.parse("two").terms == Recipe.parse("two/called").terms == two
     assert Recipe.parse("siglip + 3*two + triplet").terms == (

@@ -14,7 +14,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.losses.base import Term
 from coder_plugin.recipe import Recipe
-from coder_plugin.resolver import OWN_DISTRIBUTION, TOKENS, Resolution, resolve
+from coder_plugin.resolver import INSIDE, OWN_DISTRIBUTION, Resolution, resolve
 
 BACKBONE = {"image_features", "text_features", "logit_scale"}
 OURS = OWN_DISTRIBUTION
@@ -105,7 +105,7 @@ def test_providers_come_before_their_readers(plug: Plug) -> None:
     assert result.reads == {
         *("coder_top", "coder_mid", "coder_base", "image_features", "text_features", "image_tokens", "text_mask")
     }
-    assert result.reads & TOKENS and not run("mid").reads & {"image_features"}
+    assert result.reads & INSIDE and not run("mid").reads & {"image_features"}
     assert result.bindings == ({"coder_top": "coder_top", "text_features": "text_features"}, {"coder_mid": "coder_mid"})
 
 

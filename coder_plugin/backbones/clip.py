@@ -50,21 +50,41 @@ class CoderCLIP:
             raise CoderError("NaFlex image dicts are not supported: give images as one tensor [B, 3, H, W]")
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(image, text, *args, **upstream)  # type: ignore[misc]
-        for taps in self._coder_taps:
-            taps.listen()
+        self._listen()
         outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
-        known = {**outputs, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
-        for taps in self._coder_taps:
-            known.update(taps.take(text))
-        return {**outputs, **self.coder({key: value for key, value in known.items() if value is not None})}
+        given = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags}
+        known = {**outputs, **given, "image_id": image_id, **self._caught(text)}
+        known = {key: value for key, value in known.items() if value is not None}
+        pooled = self.coder.aggregate(known)
+        outputs.update({key: value for key, value in pooled.items() if key in outputs})
+        return {**outputs, **self.coder({**known, **pooled})}
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """The retrieval vectors of images [B, D]: their product with :meth:`embed_text` is the score."""
-        return F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]
+        """The retrieval vectors of images [B, D or more]: their product with :meth:`embed_text` is the score.
+
+        The instance feature, L2-normalised, and each scoring head's block, weighted by square roots (DESIGN, rule 5).
+        """
+        self._listen()
+        feature = F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]
+        known = {"image_features": feature, **self._caught(None)}
+        return self.coder.embed("image", {**known, **self.coder.aggregate(known)})
 
     def embed_text(self, text: Tensor) -> Tensor:
-        """The retrieval vectors of texts [B, D]."""
-        return F.normalize(self.encode_text(text).float(), dim=-1)  # type: ignore[attr-defined]
+        """The retrieval vectors of texts [B, D or more]."""
+        self._listen()
+        feature = F.normalize(self.encode_text(text).float(), dim=-1)  # type: ignore[attr-defined]
+        known = {"text_features": feature, **self._caught(text)}
+        return self.coder.embed("text", {**known, **self.coder.aggregate(known)})
+
+    def _listen(self) -> None:
+        for taps in self._coder_taps:
+            taps.listen()
+
+    def _caught(self, text: Tensor | None) -> dict[str, Tensor]:
+        caught: dict[str, Tensor] = {}
+        for taps in self._coder_taps:
+            caught.update(taps.take(text))
+        return caught
 
 
 def create_clip(
@@ -244,11 +264,8 @@ def probe_widths(model: Any, taps: TokenTaps | None) -> Widths:
         model(image, text)
     model.train(training)
     caught = taps.take(text)
-    return Widths(
-        embed_dim=embed_dim,
-        image_tokens=caught["image_tokens"].shape[-1],
-        text_tokens=caught["text_tokens"].shape[-1],
-    )
+    widths = {key: caught[key].shape[-1] for key in ("image_tokens", "text_tokens") if key in caught}
+    return Widths(embed_dim=embed_dim, **widths)
 
 
 def _embed_dim(model: Any) -> int:

@@ -1,15 +1,15 @@
-"""Last-layer tokens of open_clip's towers, caught while upstream's own forward runs.
+"""Last-layer tokens and pooled features of open_clip's towers, caught while upstream's own forward runs.
 
 Shapes: B batch, L image positions (patches or grid cells, prefix tokens left out), T text positions, C channels.
 
 Hooks at known places leave upstream's computation as it is. timm's trunks have no such place in common, so there the
-tower calls its own ``forward_intermediates``. Installed only when a head asks for tokens.
+tower calls its own ``forward_intermediates``. Each is installed only when something reads what it catches.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,21 +19,32 @@ from coder_plugin.errors import CoderError
 
 
 class TokenTaps:
-    """Where one model's tokens are caught, between :meth:`listen` and :meth:`take`; a copied model has its own."""
+    """Where one model's tokens are caught, between :meth:`listen` and :meth:`take`; a copied model has its own.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: an open_clip model. reads: the keys that are wanted: ``image_tokens``, ``text_tokens``, ``image_pooled``.
+    """
+
+    def __init__(self, model: Any, reads: Collection[str]) -> None:
         self._caught: dict[str, Tensor] | None = None  # None: not listening
-        self._tap_image(model.visual)
-        self._tap_text(model)
+        if "image_tokens" in reads:
+            self._tap_image(model.visual)
+        if "image_pooled" in reads:
+            self._catch(model.visual, "pooled", lambda output: output[0] if isinstance(output, tuple) else output)
+        if "text_tokens" in reads:
+            self._tap_text(model)
 
     def listen(self) -> None:
         """Catch the next forward's tokens: not those of ``encode_image`` or of evaluation, kept for nobody."""
         self._caught = {}
 
     def take(self, text: Tensor | None) -> dict[str, Tensor]:
-        """``image_tokens`` [B, L, C], ``text_tokens`` [B, T, C] and their masks, of the forward that just ran."""
+        """What the forward that just ran has left: ``image_tokens`` [B, L, C], ``text_tokens`` [B, T, C] with their
+        masks, and ``image_pooled`` [B, D], the image's feature before normalisation."""
         caught, self._caught = self._caught or {}, None
         out = {}
+        if "pooled" in caught:
+            out["image_pooled"] = caught["pooled"]
         if "image" in caught:
             tokens = _rows(caught["image"])
             out["image_tokens"] = tokens

@@ -53,7 +53,7 @@ def directed_dcl(
     logits = (similarity - gamma) / (mu * weights[:, None])
     negative_sum = logits.masked_fill(~negatives, -torch.inf).logsumexp(1)
     if effective_negatives is not None:
-        negative_sum = negative_sum + (effective_negatives / negatives.sum(1).clamp(min=1)).log()
+        negative_sum = negative_sum + (effective_negatives / negatives.sum(1).clamp(min=1).to(logits.dtype)).log()
     repulsion = mu * torch.logaddexp(negative_sum, negative_sum.new_zeros(()))
     attraction = (1 + positive).clamp(min=1e-6).log()
     return repulsion - (mu if positive_weight == "mu" else positive_weight) * attraction
@@ -170,7 +170,8 @@ def m_dcl(
         ValueError: shapes that differ, an empty batch, options out of range.
     """
     check_m_dcl_options(reverse=reverse, diversity_over=diversity_over)
-    _check_banks(image_features, image_keys, text_keys, image_bank, text_bank, image_ids, bank_ids, bank_valid)
+    banks = image_keys, text_keys, image_bank, text_bank
+    _check_banks(image_features, text_features, *banks, image_ids, bank_ids, bank_valid)
     n, q = len(image_features), len(image_bank)
     device = image_features.device
     ids = torch.arange(n, device=device) if image_ids is None else image_ids
@@ -224,6 +225,7 @@ def m_dcl(
 
 def _check_banks(
     image_features: Tensor,
+    text_features: Tensor,
     image_keys: Tensor,
     text_keys: Tensor,
     image_bank: Tensor,
@@ -234,9 +236,9 @@ def _check_banks(
 ) -> None:
     if image_features.ndim != 2 or not len(image_features):
         raise ValueError(f"image_features must be [n, d] with n > 0, got {tuple(image_features.shape)}")
-    for name, keys in (("image_keys", image_keys), ("text_keys", text_keys)):
+    for name, keys in (("text_features", text_features), ("image_keys", image_keys), ("text_keys", text_keys)):
         if keys.shape != image_features.shape:
-            raise ValueError(f"{name} must have the features' shape {tuple(image_features.shape)}, got {tuple(keys.shape)}")
+            raise ValueError(f"{name} must have image_features' shape {tuple(image_features.shape)}, got {tuple(keys.shape)}")
     if image_bank.ndim != 2 or image_bank.shape != text_bank.shape or image_bank.shape[1] != image_features.shape[1]:
         raise ValueError(
             f"image_bank and text_bank must have one shape [q, {image_features.shape[1]}], got "

@@ -36,6 +36,8 @@ class Head(nn.Module):
     provides: ClassVar[tuple[str, ...]] = ()
     #: Keys that stand in for (image_features, text_features) in ``term@head``.
     pair: ClassVar[tuple[str, str] | None] = None
+    #: Whether it takes part in the score: then it has the ``score_weights`` and the blocks, from the backbone's keys alone.
+    scores: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +45,30 @@ class Head(nn.Module):
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
         raise NotImplementedError
+
+    def attach(self, model: Any) -> None:
+        """Called when the model is complete, and again when its modules were replaced: a head that follows the model
+        takes its copy here."""
+
+    def check(self, *, batch: int, samples: int) -> None:
+        """:class:`ValueError` where the head cannot work with a global batch of so many pairs, or a run of so many
+        samples in all: trainers call it before the first step."""
+
+    def score_weights(self) -> tuple[float, float]:
+        """How a head that ``scores`` does so, ``(base, own)``: ``S <- base * S + own * <image_block, text_block>``."""
+        raise NotImplementedError
+
+    def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
+        """Its block of an image's retrieval vector [B, F], from what the backbone knows of the image."""
+        raise NotImplementedError
+
+    def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
+        """Its block of a text's retrieval vector [B, F]."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Forget what was stashed: the loss was taken of a batch that is no step."""
+        self._stashed = {}
 
     def stash(self, **values: Any) -> None:
         """Keep what the next :meth:`post_step` is to write; a later stash of the same step replaces it."""

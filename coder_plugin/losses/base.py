@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from coder_plugin.errors import CoderError
+
 if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
 
@@ -20,11 +22,11 @@ class Term(nn.Module):
 
     A term owns no parameter: whatever learns lives in a head, under ``model.coder``, and is used inside the model's
     forward. State (banks, centres) lives in heads too; a term reads it through ``self.heads`` and hands new values to
-    ``head.stash(...)``.
+    ``head.stash(...)``. ``__init__`` may set ``self.requires`` where options change what is needed.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("image_features", "text_features")
-    uses: ClassVar[tuple[str, ...]] = ()
+    requires: tuple[str, ...] = ("image_features", "text_features")
+    uses: tuple[str, ...] = ()
     #: False where a loss cannot mask several captions of one image (the trainer then warns about them).
     masks_same_image: ClassVar[bool] = True
 
@@ -39,6 +41,13 @@ class Term(nn.Module):
     def heads(self) -> Mapping[str, Head]:
         """The model's heads by name."""
         return self._heads[0]
+
+    def provider(self, key: str) -> Head:
+        """The head that provides a key, which may be somebody else's."""
+        for head in self.heads.values():
+            if key in head.provides:
+                return head
+        raise CoderError(f"{type(self).__name__} reads {key!r}, which no head of this model provides")
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
         self._heads, self.local_loss = (heads,), local_loss

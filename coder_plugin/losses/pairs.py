@@ -1,10 +1,11 @@
-"""The global batch as anchors and candidates: what every in-batch term compares.
+"""The global batch as anchors and candidates: what every term that compares pairs starts from.
 
 B pairs of this rank, N = world size * B pairs of all ranks, n anchors (N, or B with a local loss), D dimensions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,24 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.functional import cosine
+
+
+class Batch(NamedTuple):
+    """The pairs of all ranks, and which of them are this rank's anchors."""
+
+    images: Tensor  # [N, D]
+    texts: Tensor  # [N, D]
+    ids: Tensor  # [N]
+    own: slice  # of length n
+
+    @property
+    def negatives(self) -> Tensor:
+        """Bool [n, N], True where a pair is a negative of an anchor: for live features and keys alike."""
+        return self.ids[self.own, None] != self.ids[None, :]
+
+    def positive(self, similarity: Tensor) -> Tensor:
+        """Each anchor's own entry [n] of its row [n, N or more]."""
+        return similarity.diagonal(self.own.start or 0)
 
 
 class Pairs(NamedTuple):
@@ -23,10 +42,10 @@ class Pairs(NamedTuple):
     negatives: Tensor  # bool [n, N]
 
 
-def global_pairs(
+def global_batch(
     image_features: Tensor, text_features: Tensor, image_ids: Tensor | None, *, local_loss: bool = False
-) -> Pairs:
-    """Gather the pairs of all ranks (with gradient) and compare them.
+) -> Batch:
+    """Gather the pairs of all ranks, with gradient.
 
     Args:
         image_features: this rank's [B, D], L2-normalised. text_features: [B, D].
@@ -35,14 +54,24 @@ def global_pairs(
     """
     images, texts = distributed.gather(image_features), distributed.gather(text_features)
     ids = torch.arange(len(images), device=images.device) if image_ids is None else distributed.gather(image_ids)
+    own = slice(None)
     if local_loss and distributed.world_size() > 1:
         own = slice(distributed.rank() * len(image_features), (distributed.rank() + 1) * len(image_features))
-        image_to_text = cosine(images[own], texts)
-        text_to_image = cosine(texts[own], images)
-        positive = image_to_text.diagonal(own.start)
-    else:
-        own = slice(None)
-        image_to_text = cosine(images, texts)
-        text_to_image = image_to_text.T
-        positive = image_to_text.diagonal()
-    return Pairs(image_to_text, text_to_image, positive, ids[own, None] != ids[None, :])
+    return Batch(images, texts, ids, own)
+
+
+def compare(batch: Batch) -> Pairs:
+    """The similarities of a batch's anchors and all its pairs."""
+    image_to_text = cosine(batch.images[batch.own], batch.texts)
+    whole = batch.own == slice(None)
+    text_to_image = image_to_text.T if whole else cosine(batch.texts[batch.own], batch.images)
+    return Pairs(image_to_text, text_to_image, batch.positive(image_to_text), batch.negatives)
+
+
+def normalised(spreads: Sequence[Tensor], *, local_loss: bool) -> Tensor:
+    """Diversity weights [n]: each kind of spread over the largest of the anchors of all ranks, then their mean."""
+    weights = []
+    for spread in spreads:
+        of_all = distributed.gather(spread) if local_loss else spread
+        weights.append(spread / of_all.amax())
+    return torch.stack(weights).mean(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.functional import directed_triplet
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.pairs import global_pairs
+from coder_plugin.losses.pairs import compare, global_batch
 
 
 class Triplet(Term):
@@ -39,7 +39,7 @@ class Triplet(Term):
     def forward(self, image_features: Tensor, text_features: Tensor, coder_ids: Tensor | None = None) -> Tensor:
         """This rank's image and text features [B, D], L2-normalised, and image ids [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        pairs = global_pairs(image_features, text_features, ids, local_loss=self.local_loss)
+        pairs = compare(global_batch(image_features, text_features, ids, local_loss=self.local_loss))
         loss = pairs.positive.new_zeros(())
         for similarity in (pairs.image_to_text, pairs.text_to_image):
             loss = loss + directed_triplet(

@@ -10,11 +10,12 @@ import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.recipe import Recipe
 
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[str] | None = None) -> Any:
@@ -26,7 +27,7 @@ def _flag(default: Any, group: str, help: str, *, choices: Sequence[str] | None 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Options of ``coder-plugin train``. A field that is None takes a default that depends on the data (see below)."""
+    """Options of ``coder-plugin train``. A field that is None takes a default of the recipe or the data (see below)."""
 
     model: str | None = _flag(None, "model", "open_clip model name, or path of a model configuration (.json) [coder-tiny]")
     pretrained: str | None = _flag(None, "model", "CLIP weights to start from: an open_clip tag or a file (our exports too)")
@@ -52,10 +53,14 @@ class TrainConfig:
     grad_checkpointing: bool = _flag(False, "model", "recompute activations in the backward pass")
     channels_last: bool = _flag(False, "model", "keep images channels-last, faster for convolutional towers")
     torchcompile: bool = _flag(False, "model", "compile the model with torch.compile")
+    aggregator: str = _flag(
+        "tower", "model", "the instance features: the towers' own, or GPO over their tokens", choices=("tower", "gpo")
+    )
     lora_rank: int = _flag(0, "model", "train low-rank adapters of this rank in the towers instead of their weights (peft)")
     lora_alpha: float | None = _flag(None, "model", "scale of the adapters [rank]")
 
     loss: str = _flag("dcl", "loss", 'loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)", or a recipe\'s name')
+    concepts: str | None = _flag(None, "loss", "concept vocabulary, a file of coder-plugin concepts [scenes: their own]")
     set: list[str] = _flag([], "loss", "options of terms and heads, such as dcl.mu=0.07")
     local_loss: bool = _flag(False, "loss", "each rank compares its own anchors alone with all candidates")
 
@@ -76,16 +81,18 @@ class TrainConfig:
     accum_freq: int = _flag(1, "optimisation", "forwards per step; all their pairs are each other's negatives")
     epochs: int | None = _flag(None, "optimisation", "passes over the data [32; scenes: 6]")
     lr: float | None = _flag(None, "optimisation", "learning rate [5e-4; scenes: 1e-3]")
-    wd: float = _flag(0.2, "optimisation", "weight decay of matrices")
+    wd: float = _flag(None, "optimisation", "weight decay of matrices [0.2]")
     beta1: float | None = _flag(None, "optimisation", "Adam's first beta")
     beta2: float | None = _flag(None, "optimisation", "Adam's second beta")
     eps: float | None = _flag(None, "optimisation", "Adam's epsilon")
     momentum: float | None = _flag(None, "optimisation", "momentum of optimizers that have one")
-    opt: str = _flag("adamw", "optimisation", "any timm optimizer")
+    opt: str = _flag(None, "optimisation", "any timm optimizer [adamw]")
     warmup: int | None = _flag(None, "optimisation", "steps of linear warm-up [5 % of all]")
-    lr_scheduler: str = _flag("cosine", "optimisation", "after the warm-up", choices=("cosine", "const", "step"))
-    lr_step_epochs: int = _flag(15, "optimisation", "epochs between the drops of --lr-scheduler step")
-    lr_step_gamma: float = _flag(0.1, "optimisation", "factor of each drop")
+    lr_scheduler: str = _flag(
+        None, "optimisation", "after the warm-up [cosine]", choices=("cosine", "const", "step")
+    )
+    lr_step_epochs: int = _flag(None, "optimisation", "epochs between the drops of --lr-scheduler step [15]")
+    lr_step_gamma: float = _flag(None, "optimisation", "factor of each drop [0.1]")
     layer_decay: float = _flag(1.0, "optimisation", "learning-rate factor per layer towards the towers' inputs")
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the gradient's norm")
     ema_decay: float | None = _flag(None, "optimisation", "evaluate and export an average of the weights with this decay")
@@ -116,10 +123,14 @@ class TrainConfig:
             raise CoderError(f"--dataset-type {self.dataset_type} needs --train-data")
         if not self.on_scenes and self.model is None:
             raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
-        defaults = SCENES_DEFAULTS if self.on_scenes else DEFAULTS
+        named = dict(Recipe.parse(self.loss).training)
+        unknown = sorted(set(named) - {item.name for item in fields(self)})
+        if unknown:
+            raise CoderError(f"the recipe {self.loss!r} sets unknown training options: {', '.join(unknown)}")
+        defaults = {**DEFAULTS, **(SCENES_DEFAULTS if self.on_scenes else {}), **named}
         given = asdict(self)
         filled = {key: value for key, value in defaults.items() if given[key] is None}
-        return TrainConfig(**{**given, **filled}).checked()
+        return replace(self, **filled).checked()
 
     def checked(self) -> TrainConfig:
         for name in ("batch_size", "accum_freq", "epochs", "log_every_n_steps", "lr_step_epochs"):
@@ -144,7 +155,16 @@ class TrainConfig:
         return cls(**data)
 
 
-DEFAULTS = {"batch_size": 64, "epochs": 32, "lr": 5e-4}
+DEFAULTS = {
+    "batch_size": 64,
+    "epochs": 32,
+    "lr": 5e-4,
+    "wd": 0.2,
+    "opt": "adamw",
+    "lr_scheduler": "cosine",
+    "lr_step_epochs": 15,
+    "lr_step_gamma": 0.1,
+}
 SCENES_DEFAULTS = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,29 +97,58 @@ def evaluate(encoder: Encoder, source: Any, *, folds: int = 0) -> dict[str, Any]
 
     Every rank gets the numbers; rank 0 computes them.
     """
-    images, texts, image_of_text = encoder(source)
-    result: dict[str, Any] = {}
-    if distributed.rank() == 0:
-        result = recall_from_embeddings(images, texts, image_of_text)
-        result = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
-        result.update(images=len(images), texts=len(texts))
-        if folds:
-            result["folds"] = recall_folds(images, texts, image_of_text, folds=folds)
-    return distributed.gather_objects(result)[0]
+    return _recalls([encoder(source)], folds)[0]
+
+
+def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: int = 0) -> list[dict[str, Any]]:
+    """:func:`evaluate` for each weight of the instance level, ``S = beta S_I + (1 - beta) S_C``; encodes once.
+
+    Raises:
+        CoderError: a beta outside [0, 1], a model whose score has no concept level.
+    """
+    wrong = [beta for beta in betas if not 0 <= beta <= 1]
+    if wrong:
+        raise CoderError(f"--beta must be in [0, 1], got {wrong[0]}")
+    scoring = {name: head for name, head in encoder.model.coder.heads.items() if head.scores}
+    if list(scoring) != ["concepts"]:
+        raise CoderError(f"--beta weighs the concept level, and this model scores with: {', '.join(scoring) or 'no head'}")
+    with scoring["concepts"].weighing(0.5):
+        images, texts, image_of_text = encoder(source)
+    middle = images.shape[1] // 2  # [sqrt(1/2) v_I ; sqrt(1/2) v_C], of one dimension
+
+    def weighed(vectors: Tensor, beta: float) -> Tensor:
+        return torch.cat([vectors[:, :middle] * (2 * beta) ** 0.5, vectors[:, middle:] * (2 - 2 * beta) ** 0.5], 1)
+
+    return _recalls(((weighed(images, beta), weighed(texts, beta), image_of_text) for beta in betas), folds)
+
+
+def _recalls(encoded: Iterable[tuple[Tensor, Tensor, Tensor]], folds: int) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    for images, texts, image_of_text in encoded:
+        result: dict[str, Any] = {}
+        if distributed.rank() == 0:
+            result = recall_from_embeddings(images, texts, image_of_text)
+            result = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+            result.update(images=len(images), texts=len(texts))
+            if folds:
+                result["folds"] = recall_folds(images, texts, image_of_text, folds=folds)
+        results.append(result)
+    return distributed.gather_objects(results)[0]
 
 
 #: How data are read: options of a run that do not go over to other data.
 DATA = ("dataset_type", "image_root", "csv_separator", "csv_img_key", "csv_caption_key")
 
 
-def evaluate_command(arguments: Any) -> tuple[str, dict[str, Any]]:
-    """``coder-plugin eval``: the model's name and its recall (empty on ranks other than the first)."""
+def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
+    """``coder-plugin eval``: recall by the model's name, once for each ``--beta`` (empty on ranks but the first)."""
     import json
+    from dataclasses import replace
     from pathlib import Path
 
     from coder_plugin.training import setup
     from coder_plugin.training.config import TrainConfig, read_flags
-    from coder_plugin.training.export import WEIGHTS
+    from coder_plugin.training.export import HEADS, WEIGHTS, load_heads, read_heads
 
     given = read_flags(arguments)
     if arguments.run_folder:
@@ -135,11 +164,19 @@ def evaluate_command(arguments: Any) -> tuple[str, dict[str, Any]]:
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
     unused = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
     config = TrainConfig.from_dict({**given, **unused}).resolved()
+    heads = Path(config.pretrained or "").parent / HEADS  # beside our exports' weights
+    if heads.is_file():
+        recipe, aggregator = read_heads(heads)
+        config = replace(config, aggregator=aggregator)
+    else:
+        recipe = setup.make_recipe(config)
     accelerator = setup.make_accelerator(config)
     source = setup.make_source(config, split=arguments.split)
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
-    model = setup.make_model(config, setup.make_recipe(config), accelerator.device)
+    model = setup.make_model(config, recipe, accelerator.device, inference=True)
+    if heads.is_file():
+        load_heads(model, heads)
     encoder = Encoder(
         model,
         setup.make_tokenizer(config, model),
@@ -150,6 +187,10 @@ def evaluate_command(arguments: Any) -> tuple[str, dict[str, Any]]:
         max_bad=config.max_bad_images,
         autocast=accelerator.autocast,
     )
-    result = evaluate(encoder, source, folds=arguments.folds)
     name = str(arguments.run_folder or config.pretrained or config.model)
-    return name, result if distributed.rank() == 0 else {}
+    if arguments.beta:
+        swept = sweep_beta(encoder, source, arguments.beta, folds=arguments.folds)
+        results = {f"{name}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
+    else:
+        results = {name: evaluate(encoder, source, folds=arguments.folds)}
+    return results if distributed.rank() == 0 else {}

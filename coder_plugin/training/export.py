@@ -1,6 +1,7 @@
 """The trained CLIP without ``coder.*``, as a folder that plain open_clip opens (DESIGN, rule 5).
 
-``open_clip.create_model(NAME, pretrained=FOLDER/open_clip_model.safetensors)`` or ``"local-dir:FOLDER"``.
+``open_clip.create_model(NAME, pretrained=FOLDER/open_clip_model.safetensors)`` or ``"local-dir:FOLDER"``. What else the
+retrieval vectors need, scoring heads and aggregators, lies beside it in a file of its own, without banks and copies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from coder_plugin.errors import CoderError
+from coder_plugin.recipe import Recipe
+
 WEIGHTS = "open_clip_model.safetensors"
+HEADS = "coder.safetensors"
+VOCABULARY = "concepts.safetensors"
 
 
 def export_clip(model: Any, folder: Path) -> Path:
@@ -31,6 +37,60 @@ def export_clip(model: Any, folder: Path) -> Path:
         written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
         (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
     return folder / WEIGHTS
+
+
+def export_heads(model: Any, folder: Path) -> Path | None:
+    """Write scoring heads and aggregators with the recipe they are of, and the vocabulary beside them; None where the
+    score is the towers' alone."""
+    from safetensors.torch import save_file
+
+    state = {name: value.detach().cpu().contiguous().clone() for name, value in _scoring_state(model).items()}
+    if not state:
+        return None
+    aside = folder / f".{HEADS}.writing"
+    aggregator = "gpo" if len(model.coder.aggregators) else "tower"
+    made = {"recipe": model.coder.recipe.to_dict(), "aggregator": aggregator}
+    save_file(state, aside, metadata={"format": "pt", "coder": json.dumps(made)})
+    os.replace(aside, folder / HEADS)
+    for head in model.coder.heads.values():
+        if getattr(head, "vocabulary", None) is not None:
+            head.vocabulary.save(folder / VOCABULARY)
+    return folder / HEADS
+
+
+def read_heads(path: Path) -> tuple[Recipe, str]:
+    """The recipe and the aggregator that :func:`export_heads` wrote; the vocabulary is the one beside the file."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            made = json.loads(file.metadata()["coder"])
+        recipe = Recipe.from_dict(made["recipe"])
+        if (vocabulary := path.parent / VOCABULARY).is_file():
+            recipe = recipe.with_options({"concepts.vocabulary": str(vocabulary)})
+        return recipe, made["aggregator"]
+    except CoderError:
+        raise
+    except Exception as error:  # whatever a damaged file makes safetensors and json say
+        raise CoderError(f"{path} is no file of scoring heads: {error}") from error
+
+
+def load_heads(model: Any, path: Path) -> None:
+    """Put the weights that :func:`export_heads` wrote into a model made with the same recipe."""
+    from safetensors.torch import load_file
+
+    state = load_file(path)
+    expected = _scoring_state(model)
+    missing, other = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    wrong = [name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape]
+    if missing or other or wrong:
+        raise CoderError(f"{path} does not fit this model: {', '.join([*missing, *other, *wrong][:4])}")
+    model.coder.load_state_dict({name.removeprefix("coder."): value for name, value in state.items()}, strict=False)
+
+
+def _scoring_state(model: Any) -> dict[str, Tensor]:
+    wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if head.scores]]
+    return {name: value for name, value in model.state_dict().items() if name.startswith(tuple(wanted))}
 
 
 def plain_state(model: Any) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from coder_plugin.training import checkpoint, setup
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.evaluate import Encoder, evaluate
-from coder_plugin.training.export import export_clip
+from coder_plugin.training.export import export_clip, export_heads
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
 from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward, restored_buffers
@@ -40,7 +40,7 @@ SKIPS = 25
 #: What a resumed run must share with its checkpoint: the optimizer's state belongs to these.
 FIXED = (
     "model opt lr wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
-    "lock_text lock_text_unlocked_layers"
+    "lock_text lock_text_unlocked_layers aggregator"
 ).split()
 
 
@@ -49,7 +49,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config = config.resolved()
-        self.recipe = setup.make_recipe(config)
+        recipe = setup.make_recipe(config)
         self.accelerator = setup.make_accelerator(config)
         self.device = self.accelerator.device
         self.folder = Path(config.logs) / (config.name or self._default_name())
@@ -57,12 +57,14 @@ class Trainer:
 
         batch_size = config.batch_size or 1
         train, self.val = setup.make_source(config, split="train"), setup.make_source(config, split="val")
+        assert train is not None
+        samples = train.samples(config.captions, config.train_num_samples)
+        self.recipe = setup.fit_recipe(recipe, config, samples_per_epoch=samples)
         _seed(config.seed)
         self.model = setup.make_model(config, self.recipe, self.device)
         self.loss = create_loss(self.recipe, model=self.model)
         self.tokenizer = setup.make_tokenizer(config, self.model)
         train_transform, val_transform = setup.make_transforms(self.model, config)
-        assert train is not None
         self.loader = TrainLoader(
             train,
             batch_size=batch_size,
@@ -82,6 +84,10 @@ class Trainer:
             raise CoderError(
                 f"--accum-freq {config.accum_freq} is more than the {self.loader.steps_per_epoch} batches of an epoch"
             )
+        pairs_per_step = batch_size * config.accum_freq * distributed.world_size()
+        self.model.coder.check(
+            batch=pairs_per_step, samples=pairs_per_step * self.steps_per_epoch * (config.epochs or 1)
+        )
         self.encoder = Encoder(
             self.model,
             self.tokenizer,
@@ -220,8 +226,9 @@ class Trainer:
         return self.average.applied(self.model) if self.average is not None else contextlib.nullcontext()
 
     def _evaluate(self, when: str) -> None:
-        for buffer in self.model.buffers():
-            if buffer.is_floating_point():
+        state = set(self.model.coder.state_names())  # is the same on all ranks already
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_floating_point() and name not in state:
                 distributed.broadcast(buffer)  # BatchNorm's statistics: ranks evaluate one model, the exported one
         with self._averaged():
             self.last = {**evaluate(self.encoder, self.val), "epoch": self.epoch, "step": self.step}
@@ -278,6 +285,7 @@ class Trainer:
         if distributed.rank() == 0:
             with self._averaged():
                 export_clip(self.model, self.folder / "export" / tag)
+                export_heads(self.model, self.folder / "export" / tag)
         distributed.barrier()
 
     # -- resuming ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coder_plugin.data import guess_kind, open_source
 from coder_plugin.errors import CoderError
-from coder_plugin.model import CoderLoss, create_model
+from coder_plugin.model import CoderLoss, create_model, required_heads
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.step import restored_buffers
@@ -29,6 +29,30 @@ def make_recipe(config: TrainConfig) -> Recipe:
         settings[path.strip()] = parse_value(value)
     recipe = Recipe.parse(config.loss).with_options(settings)
     return replace(recipe, local_loss=recipe.local_loss or config.local_loss)
+
+
+def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -> Recipe:
+    """The recipe with the options that data decide, where nobody has set them: vocabulary and number of prototypes.
+
+    Prototypes: pairs / 15, at most the paper's 10,000 (METHODS 5); five epochs hold about every pair of a set with five
+    captions an image.
+    """
+    heads = required_heads(recipe)
+    given = {name: dict(options) for name, options in recipe.heads}
+    settings: dict[str, Any] = {}
+    if "concepts" in heads and "vocabulary" not in given.get("concepts", {}):
+        if not (config.concepts or config.on_scenes):
+            raise CoderError(
+                f'--loss "{config.loss}" needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts '
+                f"--train-data {config.train_data} --vectors glove.6B.300d.txt --output FILE"
+            )
+        settings["concepts.vocabulary"] = config.concepts or "scenes"
+    elif config.concepts and "concepts" not in heads:
+        raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
+    if "prototypes" in heads and "clusters" not in given.get("prototypes", {}):
+        pairs = samples_per_epoch * min(config.epochs or 1, 5 if config.captions == "draw" else 1)
+        settings["prototypes.clusters"] = max(2, min(10_000, pairs // 15))
+    return recipe.with_options(settings)
 
 
 def make_accelerator(config: TrainConfig) -> Any:
@@ -57,8 +81,8 @@ def make_accelerator(config: TrainConfig) -> Any:
         raise CoderError(f"accelerate: {error}") from error
 
 
-def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> Any:
-    """The model with its heads, towers locked, adapters in, on its device."""
+def make_model(config: TrainConfig, recipe: Recipe, device: torch.device, *, inference: bool = False) -> Any:
+    """The model with its heads (with ``inference`` those that score), towers locked, adapters in, on its device."""
     options: dict[str, Any] = {
         "pretrained_image": config.pretrained_image,
         "force_image_size": config.force_image_size,
@@ -75,6 +99,8 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> Any
         recipe=recipe,
         pretrained=config.pretrained,
         pretrained_image_path=config.pretrained_image_path,
+        aggregator=config.aggregator,  # type: ignore[arg-type]
+        inference=inference,
         device=device,
         **options,
     )
@@ -95,7 +121,9 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device) -> Any
         model.set_grad_checkpointing()
     if config.channels_last:
         model.visual.to(memory_format=torch.channels_last)
-    return model.to(device)
+    model.to(device)
+    model.coder.attach(model)  # as it now is: adapters, layouts
+    return model
 
 
 def freeze_batch_norm(tower: nn.Module) -> None:
@@ -217,14 +245,12 @@ def make_source(config: TrainConfig, *, split: str) -> Any | None:
 
 
 def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
-    """Freeze upstream's parameters that no term reads, found by one backward pass over a made-up batch (rule 2).
+    """Freeze the parameters that no term reads, found by one backward pass over a made-up batch (rule 2).
 
     DDP fails on the second step where a parameter gets no gradient. Returns their names.
     """
     batch = example_batch(model, tokenizer)
-    parameters = {
-        name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("coder.")
-    }
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         return []
     training = model.training
@@ -232,6 +258,7 @@ def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], 
     devices = [batch["image"].device] if batch["image"].is_cuda else []
     with restored_buffers(model), torch.random.fork_rng(devices=devices):
         losses = loss(**model(**batch))
+        model.coder.discard()
         gradients = torch.autograd.grad(sum(losses.values()), list(parameters.values()), allow_unused=True)
     model.train(training)
     unread = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]

@@ -1,0 +1,23 @@
+"""The concept vocabulary (METHODS 4): which words are concepts, how often they meet, and their word vectors.
+
+Importing this loads torch and no more: spaCy is imported where a spaCy tagger is made.
+"""
+
+from coder_plugin.concepts.build import build_vocabulary, scenes_vocabulary
+from coder_plugin.concepts.tagging import lexicon_tagger, scenes_tagger, spacy_tagger
+from coder_plugin.concepts.vectors import WordVectors
+from coder_plugin.concepts.vocabulary import TYPES, Vocabulary, load_vocabulary
+from coder_plugin.concepts.words import DEFAULT_STOP_WORDS
+
+__all__ = [
+    "DEFAULT_STOP_WORDS",
+    "TYPES",
+    "Vocabulary",
+    "WordVectors",
+    "build_vocabulary",
+    "lexicon_tagger",
+    "load_vocabulary",
+    "scenes_tagger",
+    "scenes_vocabulary",
+    "spacy_tagger",
+]

@@ -1,0 +1,160 @@
+"""Word vectors from a text file: GloVe's format, or word2vec's and fastText's with its first line "rows dimensions".
+
+Only the words asked for are kept, so a file of millions of rows needs little memory; one pass serves all words.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coder_plugin.errors import CoderError
+
+SIGMA_ROWS = 100_000
+_LONGEST = 1 << 20  # bytes of a line; a binary file may have none for gigabytes
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a file has of the words asked for, and the standard deviation ``sigma`` of its values."""
+
+    vectors: dict[str, Tensor]
+    dim: int
+    sigma: float
+
+
+class WordVectors:
+    """A file of rows ``word v1 … vd``, plain, in gzip, or alone in a zip archive; nothing is read before :meth:`read`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise CoderError(f"word vectors: {str(path)!r} is not a file")
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def read(self, words: Collection[str]) -> Found:
+        """The vectors (float32 [d]) of those of ``words`` that the file has; of repeated rows the first counts.
+
+        ``sigma`` is over all values of the first 100,000 rows, which in GloVe and word2vec files are the most frequent
+        words. Later rows are checked for their number of columns; their values are parsed only where asked for.
+        """
+        wanted = {word.encode(): word for word in words}
+        heads = {word.split(b" ")[0] for word in wanted}
+        found: dict[str, Tensor] = {}
+        moments = np.zeros(3)  # values, their sum, the sum of their squares
+        dim, rows, announced = 0, 0, None
+        for number, line in self._lines():
+            if number == 1:
+                announced, dim = self._first(line)
+                if announced is not None:
+                    continue
+            if rows >= SIGMA_ROWS and line.split(b" ", 1)[0] not in heads and line.count(b" ") == dim:
+                rows += 1
+                continue
+            word, values = self._row(number, line, dim)
+            if rows < SIGMA_ROWS:
+                moments += (dim, values.sum(), np.square(values).sum())
+            if word in wanted and wanted[word] not in found:
+                found[wanted[word]] = torch.from_numpy(values.astype(np.float32))
+            rows += 1
+        if not rows:
+            raise CoderError(f"{self.path}: no word vectors in it")
+        if announced is not None and announced != rows:
+            log.warning("%s: its first line announces %d words, it holds %d", self.path, announced, rows)
+        number_of, total, squares = moments
+        return Found(found, dim, math.sqrt(max(squares / number_of - (total / number_of) ** 2, 0.0)))
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Lines that are not blank, with their numbers. As bytes: some files hold words that are no valid UTF-8, and
+        Unicode knows ends of lines and spaces that are part of words here."""
+        number = 0
+        try:
+            with self._open() as file:
+                while line := file.readline(_LONGEST):
+                    number += 1
+                    if len(line) == _LONGEST or (number == 1 and b"\0" in line):
+                        raise CoderError(f"{self.path}: line {number} is not text{_HINT}")
+                    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                    if line := line.rstrip():
+                        yield number, line
+        except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CoderError(f"{self.path}: cannot be read after line {number}: {reason}") from error
+
+    @contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
+        with open(self.path, "rb") as file:
+            start = file.read(4)
+            file.seek(0)
+            if start[:2] == b"\x1f\x8b":
+                with gzip.open(file) as unpacked:
+                    yield unpacked  # type: ignore[misc]
+            elif start == b"PK\x03\x04":
+                with zipfile.ZipFile(file) as archive:
+                    members = [each.filename for each in archive.infolist() if not each.is_dir()]
+                    if len(members) != 1:
+                        raise CoderError(f"{self.path}: holds {len(members)} files ({', '.join(members)}); unpack one")
+                    with archive.open(members[0]) as unpacked:
+                        yield unpacked
+            else:
+                yield file
+
+    def _first(self, line: bytes) -> tuple[int | None, int]:
+        """What the first line says: the rows announced, if it is word2vec's, and the dimensions."""
+        fields = line.split()
+        if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]) > 0:
+            return int(fields[0]), int(fields[1])
+        numbers = _trailing(fields)
+        if not numbers:
+            raise CoderError(f"{self.path}: line 1 is not 'word v1 … vd'{_HINT}")
+        return None, numbers
+
+    def _row(self, number: int, line: bytes, dim: int) -> tuple[bytes, np.ndarray]:
+        """The word and its d values, float64. A word may hold spaces (GloVe 840B), so columns count from the right."""
+        fields = line.split()
+        numbers = [value for value in map(_number, fields[-dim:]) if value is not None]
+        short = len(fields) <= dim
+        if not short and len(numbers) == dim and (len(fields) == dim + 1 or _number(fields[-dim - 1]) is None):
+            return b" ".join(fields[:-dim]), np.array(numbers)
+        there = _trailing(fields)
+        if there in (0, dim):
+            raise CoderError(f"{self.path}: line {number} is not 'word v1 … v{dim}' with finite numbers{_HINT}")
+        raise CoderError(f"{self.path}: line {number} has {there} dimensions, the lines before it say {dim}")
+
+
+_HINT = " (GloVe or word2vec text is needed; gensim turns a binary file into text)"
+
+
+def _trailing(fields: list[bytes]) -> int:
+    """How many numbers a line ends in, finite or not; its first field is a word whatever it looks like."""
+    there = 0
+    with suppress(ValueError):
+        for field in fields[:0:-1]:
+            float(field)
+            there += 1
+    return there
+
+
+def _number(field: bytes) -> float | None:
+    try:
+        value = float(field)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,156 @@
+"""Commonsense concepts: a graph convolution over word vectors that images and texts query (CODER eq. 2, 12-14).
+
+Shapes: B batch, D joint dimension (F, the concepts' dimension, is D as well), T text tokens of C channels, g concepts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coder_plugin.functional import concept_embedding, concept_graph
+from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.gpo import GPO
+
+if TYPE_CHECKING:
+    from coder_plugin.concepts import Vocabulary
+
+log = logging.getLogger(__name__)
+
+
+class Concepts(Head):
+    """``coder_image_concepts`` and ``coder_text_concepts`` [B, D], L2-normalised mixtures of g concepts (METHODS 4).
+
+    ``Y = LeakyReLU(A X W_sc)`` over the vocabulary's word vectors X and graph A. The image's query is its pooled feature
+    before normalisation, so the visual aggregator is the instance branch's; the text's is a second aggregator, GPO over
+    the last layer's tokens. A linear encoder each, then attention over Y.
+
+    Takes part in the score: ``S = beta S_instance + (1 - beta) S_concepts`` (METHODS 6).
+
+    Args:
+        vocabulary: file that ``coder-plugin concepts`` wrote, or ``scenes`` for the built-in scenes' words. Without one
+            there are 400 random vectors and no graph, which is no commonsense at all; the trainer refuses it.
+        threshold: smallest conditional probability that makes an edge. rescale: rescale probabilities first.
+        layers: graph convolutions; the paper prints one, CVSE has two.
+        scale: sharpness of the attention (lambda).
+        beta: weight of the instance level in the score, in [0, 1].
+        warmup: steps over which the head enters: the gradient it sends into the towers grows from zero to its whole, and
+            1 - beta from zero to its value. 0: at once.
+    """
+
+    requires = ("image_pooled", "text_tokens", "text_mask")
+    provides = ("coder_image_concepts", "coder_text_concepts")
+    pair = ("coder_image_concepts", "coder_text_concepts")
+    scores = True
+
+    vectors: Tensor
+    graph: Tensor
+    steps: Tensor
+
+    def __init__(
+        self,
+        widths: Widths,
+        *,
+        vocabulary: str | None = None,
+        threshold: float = 0.3,
+        rescale: bool = True,
+        layers: int = 1,
+        scale: float = 10.0,
+        beta: float = 0.9,
+        warmup: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta must be in [0, 1], got {beta}")
+        if layers < 1 or warmup < 0:
+            raise ValueError(f"layers must be >= 1 and warmup >= 0, got {layers} and {warmup}")
+        if not widths.text_tokens:
+            raise ValueError("the text query needs the text tower's tokens, and this tower gives none")
+        self.scale, self.beta, self.warmup = scale, beta, warmup
+        self.vocabulary = words = _load(vocabulary)
+        if words is None:
+            vectors, graph = torch.randn(400, 300, generator=torch.Generator().manual_seed(0)), torch.eye(400)
+        else:
+            vectors = words.vectors.float()
+            graph = concept_graph(words.cooccurrence, words.counts, threshold=threshold, rescale=rescale)
+        self.register_buffer("vectors", vectors)  # X [g, 300]
+        self.register_buffer("graph", graph)  # [g, g]
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        dim = widths.embed_dim
+        sizes = [vectors.shape[1], *[dim] * layers]
+        self.convolutions = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.text_pool = GPO()
+        self.image_query = nn.Linear(dim, dim)
+        self.text_query = nn.Linear(widths.text_tokens, dim)
+        # W^v and W^w start as the plain cosine: of a random matrix the attention would be flat
+        self.image_weight = nn.Parameter(torch.eye(dim))
+        self.text_weight = nn.Parameter(torch.eye(dim))
+
+    def forward(self, image_pooled: Tensor, text_tokens: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
+        concepts = self.concepts()
+        return {
+            "coder_image_concepts": self._of_image(image_pooled, concepts),
+            "coder_text_concepts": self._of_text(text_tokens, text_mask, concepts),
+        }
+
+    def concepts(self) -> Tensor:
+        """Y [g, D]: the concepts after the graph convolution (CODER eq. 2)."""
+        hidden = self.vectors
+        for convolution in self.convolutions:
+            hidden = F.leaky_relu(self.graph @ convolution(hidden), 0.2)
+        return hidden
+
+    def score_weights(self) -> tuple[float, float]:
+        entered = min(1.0, int(self.steps) / self.warmup) if self.warmup else 1.0
+        own = (1 - self.beta) * entered
+        return 1 - own, own
+
+    @contextlib.contextmanager
+    def weighing(self, beta: float) -> Iterator[None]:
+        """Score with another beta, and the head entered whole."""
+        kept = self.beta, self.warmup
+        self.beta, self.warmup = beta, 0
+        try:
+            yield
+        finally:
+            self.beta, self.warmup = kept
+
+    def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
+        return self._of_image(known["image_pooled"], self.concepts())
+
+    def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
+        return self._of_text(known["text_tokens"], known["text_mask"], self.concepts())
+
+    def post_step(self) -> None:
+        self.steps += 1
+        super().post_step()
+
+    def _of_image(self, pooled: Tensor, concepts: Tensor) -> Tensor:
+        query = self.image_query(self._entering(pooled))
+        return concept_embedding(query, self.image_weight, concepts, scale=self.scale)[0]
+
+    def _of_text(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> Tensor:
+        query = self.text_query(self.text_pool(self._entering(tokens), mask))
+        return concept_embedding(query, self.text_weight, concepts, scale=self.scale)[0]
+
+    def _entering(self, features: Tensor) -> Tensor:
+        """The same values, their gradient scaled by how far the head has entered."""
+        if not self.warmup or not features.requires_grad:
+            return features
+        entered = (self.steps / self.warmup).clamp(max=1).to(features.dtype)
+        return features.detach() + entered * (features - features.detach())
+
+
+def _load(vocabulary: str | None) -> Vocabulary | None:
+    if vocabulary is None:
+        log.warning("concepts: no vocabulary given: 400 random concepts without a graph (see coder-plugin concepts)")
+        return None
+    from coder_plugin.concepts import load_vocabulary, scenes_vocabulary
+
+    return scenes_vocabulary() if vocabulary == "scenes" else load_vocabulary(vocabulary)

@@ -1,0 +1,67 @@
+"""Momentum keys of the batch and the coupled banks of earlier ones (CODER section 3.2.3; METHODS 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from coder_plugin.heads.base import Head, Widths
+from coder_plugin.memory.bank import BankDtype, CoupledBank
+from coder_plugin.memory.momentum import Mode, MomentumCopy
+
+
+class Momentum(Head):
+    """``coder_image_keys`` and ``coder_text_keys`` [B, D]: the momentum towers' embeddings of the batch, no gradient.
+
+    Keeps the banks that ``m_dcl`` and ``dcl(diversity_over='batch+bank')`` compare with. What they stash is written
+    after the step, and the momentum towers follow the model by one step.
+
+    Args:
+        momentum: m of the average, in [0, 1).
+        bank_size: Q, entries per modality.
+        bank_dtype: storage of the entries: ``float32``, ``float16`` or ``bfloat16``.
+        mode: the towers' mode, ``eval`` or ``train`` (dropout and batch statistics as in training).
+    """
+
+    requires = ("image", "text")
+    provides = ("coder_image_keys", "coder_text_keys")
+
+    def __init__(
+        self,
+        widths: Widths,
+        *,
+        momentum: float = 0.995,
+        bank_size: int = 4096,
+        bank_dtype: BankDtype = "float32",
+        mode: Mode = "eval",
+    ) -> None:
+        super().__init__()
+        self.towers = MomentumCopy(momentum=momentum, mode=mode)
+        self.bank = CoupledBank(bank_size, widths.embed_dim, dtype=bank_dtype)
+        self._online: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round
+
+    def attach(self, model: Any) -> None:
+        self.towers.take(model)
+        self._online = (model,)
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        image_keys, text_keys = self.towers(image, text)
+        return {"coder_image_keys": image_keys, "coder_text_keys": text_keys}
+
+    def check(self, *, batch: int, samples: int) -> None:
+        if self.bank.size < batch:
+            raise ValueError(
+                f"bank_size {self.bank.size} is smaller than the global batch of {batch}: give it at least that many "
+                f"entries (--set momentum.bank_size={max(4096, batch)})"
+            )
+
+    def post_step(self) -> None:
+        self.towers.update(self._online[0])
+        super().post_step()
+
+    def write(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:  # type: ignore[override]
+        self.bank.enqueue(image_keys, text_keys, ids)
+
+    def state_names(self) -> list[str]:
+        return [name for name, _ in (*self.named_parameters(), *self.named_buffers())]

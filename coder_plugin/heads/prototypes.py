@@ -1,0 +1,50 @@
+"""Prototypes of pairs and their classifier (CODER eq. 7; METHODS 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin.heads.base import Head, Widths
+from coder_plugin.memory.kmeans import OnlineKMeans
+
+
+class Prototypes(Head):
+    """``coder_image_logits`` and ``coder_text_logits`` [B, K]: one classifier P_C over both concept embeddings, no bias.
+
+    Keeps the centres that say which prototype a pair belongs to; ``pgc`` asks them, and stashes the pairs that move them
+    after the step.
+
+    Args:
+        clusters: K. The paper: 10,000 for Flickr30K, 20,000 for COCO; for small sets about pairs / 15.
+        patience: a centre that none of the last ``patience * clusters`` pairs chose is reseeded.
+    """
+
+    requires = ("coder_image_concepts", "coder_text_concepts")
+    provides = ("coder_image_logits", "coder_text_logits")
+
+    def __init__(self, widths: Widths, *, clusters: int = 10_000, patience: float = 30.0) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(widths.embed_dim, clusters, bias=False)
+        self.centres = OnlineKMeans(clusters, widths.embed_dim, patience=patience)
+
+    def forward(self, coder_image_concepts: Tensor, coder_text_concepts: Tensor) -> dict[str, Tensor]:
+        return {
+            "coder_image_logits": self.classifier(coder_image_concepts),
+            "coder_text_logits": self.classifier(coder_text_concepts),
+        }
+
+    def check(self, *, batch: int, samples: int) -> None:
+        if self.classifier.out_features > samples:
+            raise ValueError(
+                f"clusters={self.classifier.out_features} is more than the {samples} samples of the whole run, so the "
+                f"term would stay silent: lower it (--set prototypes.clusters={max(2, samples // 15)}) or train longer"
+            )
+
+    @torch.no_grad()
+    def assign(self, samples: Tensor) -> Tensor:
+        """The nearest centre of each pair [n, D] -> int64 [n]."""
+        return self.centres.assign(samples)
+
+    def write(self, samples: Tensor, labels: Tensor) -> None:  # type: ignore[override]
+        self.centres.update(samples, labels)

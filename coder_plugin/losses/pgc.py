@@ -1,0 +1,34 @@
+"""Prototype-guided classification of the concept embeddings (CODER eq. 7; METHODS 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coder_plugin import distributed
+from coder_plugin.functional import pgc_of_logits
+from coder_plugin.losses.base import Term
+
+
+class PGC(Term):
+    """:func:`coder_plugin.functional.pgc` with the prototypes that the online clustering assigns the pairs to.
+
+    A pair is ``image_features + text_features``, detached and normalised. Labels are those of the centres before this
+    step's update; until all centres are filled the term is zero.
+    """
+
+    requires = ("image_features", "text_features", "coder_image_logits", "coder_text_logits")
+
+    def forward(
+        self, image_features: Tensor, text_features: Tensor, coder_image_logits: Tensor, coder_text_logits: Tensor
+    ) -> Tensor:
+        """This rank's instance features [B, D] and the classifier's logits [B, K] -> scalar, the mean over this rank."""
+        head: Any = self.provider("coder_image_logits")
+        with torch.no_grad():
+            samples = F.normalize(image_features.float() + text_features.float(), dim=-1)
+            labels = head.assign(samples)
+            head.stash(samples=distributed.gather(samples), labels=distributed.gather(labels))
+        return pgc_of_logits(coder_image_logits, coder_text_logits, labels) * head.centres.ready

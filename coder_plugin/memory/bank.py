@@ -1,0 +1,137 @@
+"""Coupled first-in first-out banks of momentum keys (CODER section 3.2.3; METHODS 3).
+
+Shapes: N keys of the global batch, Q bank entries, n anchors, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin.memory.moments import Moments
+
+BankDtype = Literal["float32", "float16", "bfloat16"]
+
+
+class CoupledBank(nn.Module):
+    """The last Q image and text keys with their image ids, in one ring; everything is a persistent buffer.
+
+    ``image`` and ``text`` [Q, D] in the storage dtype, ``ids`` [Q] int64, ``pointer`` (where the next key goes) and
+    ``count`` (filled entries), both 0-d int64, and the running moments of either bank.
+
+    Args:
+        size: Q, >= 1. dim: D. dtype: storage; keys are compared in float32 after rounding to it.
+    """
+
+    image: Tensor
+    text: Tensor
+    ids: Tensor
+    pointer: Tensor
+    count: Tensor
+
+    def __init__(self, size: int, dim: int, *, dtype: BankDtype = "float32") -> None:
+        super().__init__()
+        if size < 1:
+            raise ValueError(f"a bank must have at least 1 entry, got {size}")
+        kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+        if dtype not in kinds:
+            raise ValueError(f"a bank's dtype must be one of {', '.join(kinds)}, got {dtype!r}")
+        self.size = size
+        self.register_buffer("image", torch.zeros(size, dim, dtype=kinds[dtype]))
+        self.register_buffer("text", torch.zeros(size, dim, dtype=kinds[dtype]))
+        self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.image_moments = Moments(dim)
+        self.text_moments = Moments(dim)
+
+    @property
+    def valid(self) -> Tensor:
+        """Bool [Q], True for the filled entries."""
+        return torch.arange(self.size, device=self.count.device) < self.count
+
+    @torch.no_grad()
+    def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:
+        """Write keys [N, D] and ids [N] over the oldest entries; of more than Q keys the last Q stay.
+
+        Call it with the same rows in the same order on every rank.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        n, dim = len(ids), self.image.shape[1]
+        if image_keys.shape != (n, dim) or text_keys.shape != (n, dim) or ids.ndim != 1:
+            raise ValueError(
+                f"keys must have shape ({n}, {dim}) for {n} ids, got {tuple(image_keys.shape)} and "
+                f"{tuple(text_keys.shape)}"
+            )
+        dropped = max(0, n - self.size)
+        places = (self.pointer + torch.arange(dropped, n, device=self.pointer.device)) % self.size
+        evicted = (places < self.count).to(torch.float64)
+        turned = int(self.pointer) + n >= self.size
+        for bank, moments, keys in (
+            (self.image, self.image_moments, image_keys),
+            (self.text, self.text_moments, text_keys),
+        ):
+            keys = keys[dropped:].detach().to(bank.dtype)
+            if not turned:
+                moments.add(bank[places], -evicted.to(moments.first.dtype))
+                moments.add(keys)
+            bank[places] = keys
+        self.ids[places] = ids[dropped:]
+        self.pointer.copy_((self.pointer + n) % self.size)
+        self.count.copy_((self.count + n).clamp(max=self.size))
+        if turned:  # once per turnover
+            self.image_moments.rebuild(self.image[self.valid])
+            self.text_moments.rebuild(self.text[self.valid])
+
+    def variance(
+        self,
+        modality: Literal["image", "text"],
+        anchors: Tensor,
+        keys: Tensor,
+        negatives: Tensor,
+        anchor_ids: Tensor | None,
+    ) -> Tensor:
+        """Population variance of each anchor's similarities to its negatives: current keys and bank entries.
+
+        Nothing of size n x Q is formed.
+
+        Args:
+            modality: whose bank. anchors: of the other modality [n, D].
+            keys: current keys of this modality [k, D]. negatives: which of them are whose negatives, bool [n, k].
+            anchor_ids: [n]; entries of an anchor's own image are left out. None: none is left out.
+
+        Returns:
+            [n], >= 0, in the dtype of the moments (float64).
+        """
+        bank, moments = (self.image, self.image_moments) if modality == "image" else (self.text, self.text_moments)
+        sums = moments.sums(anchors)
+        number = sums.first.dtype
+        first, second = sums.first, sums.second
+        count = self.count.to(number)
+
+        def distances(rows: Tensor, counted: Tensor) -> Tensor:
+            """Similarities [n, m] relative to the pivot's, 0 where not counted."""
+            centred = rows.to(number) - moments.pivot
+            return torch.where(counted, anchors.to(number) @ centred.T, 0)
+
+        current = distances(keys, negatives)
+        first, second = first + current.sum(1), second + current.square().sum(1)
+        count = count + negatives.sum(1)
+        if anchor_ids is not None:
+            entries = self._entries_of(anchor_ids)
+            same = anchor_ids[:, None] == self.ids[entries][None, :]
+            own = distances(bank[entries], same)
+            first, second = first - own.sum(1), second - own.square().sum(1)
+            count = count - same.sum(1)
+        count = count.clamp(min=1)
+        return (second / count - (first / count).square()).clamp(min=0)
+
+    def _entries_of(self, ids: Tensor) -> Tensor:
+        """Indices of the filled entries whose image is among ``ids`` [n]."""
+        ordered = ids.sort().values
+        place = torch.searchsorted(ordered, self.ids).clamp(max=len(ordered) - 1)
+        return ((ordered[place] == self.ids) & self.valid).nonzero().squeeze(1)

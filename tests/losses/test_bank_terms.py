@@ -1,0 +1,226 @@
+"""Terms with state: m_dcl, dcl over the banks, pgc; equal to their functions, on one process and on two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from coder_plugin import distributed
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import dcl, diversity, m_dcl, pgc
+from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.prototypes import Prototypes
+from coder_plugin.memory.bank import CoupledBank
+from coder_plugin.model import CoderLoss
+from coder_plugin.recipe import Recipe
+from coder_plugin.resolver import resolve
+from tests import gloo
+
+KEYS = frozenset({"image_features", "text_features", "logit_scale"})
+D, Q = 6, 13
+
+
+class Banks(Head):
+    """A provider of keys with a filled bank, as the momentum head is."""
+
+    provides = ("coder_image_keys", "coder_text_keys")
+
+    def __init__(self, *, filled: bool = True) -> None:
+        super().__init__()
+        self.bank = CoupledBank(Q, D).double()
+        if filled:
+            generator = torch.Generator().manual_seed(99)
+            for n in (7, 9):  # turns over once
+                rows = normalize(torch.randn(2, n, D, generator=generator, dtype=torch.float64), dim=-1)
+                self.bank.enqueue(rows[0], rows[1], torch.randint(0, 12, (n,), generator=generator))
+
+    def write(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:  # type: ignore[override]
+        self.bank.enqueue(image_keys, text_keys, ids)
+
+
+def outputs(n: int = 8, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """What a model returns for ``rows`` of a joint batch in which images 0 and 3, 1 and 4 are one."""
+    generator = torch.Generator().manual_seed(n)
+    names = ("image_features", "text_features", "coder_image_keys", "coder_text_keys")
+    keys = {
+        name: normalize(torch.randn(n, D, generator=generator, dtype=torch.float64), dim=-1)[rows].clone()
+        for name in names
+    }
+    ids = torch.arange(n)
+    ids[3:5] = ids[:2].clone()
+    return {**keys, "coder_ids": ids[rows].clone()}
+
+
+def make(expression: str, head: Head, *, local_loss: bool = False) -> CoderLoss:
+    recipe = replace(Recipe.parse(expression), local_loss=local_loss)
+    name = "prototypes" if isinstance(head, Prototypes) else "momentum"
+    return CoderLoss(recipe, resolve(recipe, KEYS).bindings, {name: head})
+
+
+def of_function(given: dict[str, Tensor], head: Banks, masked: bool = True, **options: Any) -> Tensor:
+    bank = head.bank
+    names = ("image_features", "text_features", "coder_image_keys", "coder_text_keys")
+    ids = {"image_ids": given["coder_ids"], "bank_ids": bank.ids} if masked else {}
+    return m_dcl(*(given[name] for name in names), bank.image, bank.text, bank_valid=bank.valid, **ids, **options)
+
+
+OPTIONS = [
+    {},
+    {"mu": 0.07, "gamma": 0.1, "epsilon": 0.5},
+    {"diversity": "entropy"},
+    {"diversity": "none"},
+    {"positive_weight": "mu"},
+    {"reverse": "all"},
+    {"reverse": "none"},
+    {"diversity_over": "bank"},
+    {"diversity_over": "batch"},
+    {"diversity_gradient": True},
+    {"effective_negatives": 100},
+]
+
+
+def expression(name: str, options: dict) -> str:
+    written = [f"{k}={str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in options.items()]
+    return f"{name}({','.join(written)})"
+
+
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_m_dcl_equals_its_function(options, masked, filled):
+    given, head = outputs(), Banks(filled=filled)
+    term = expression("m_dcl", {**options, "mask_same_image": masked})
+    leaves = {k: v.requires_grad_() for k, v in given.items() if "features" in k}
+    got = make(term, head)(**given)["m_dcl_loss"]
+    want = of_function(given, head, masked, **options)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    ours, theirs = (torch.autograd.grad(loss, list(leaves.values())) for loss in (got, want))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    if options and masked and filled and options != {"diversity_gradient": True}:
+        assert abs(got - of_function(given, head)) > 1e-5  # the options matter
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("kind", ["std", "entropy", "none"])
+def test_dcl_over_the_banks_equals_its_function(kind, masked):
+    given, head = outputs(), Banks()
+    term = f"dcl(diversity_over='batch+bank',diversity='{kind}',mask_same_image={str(masked).lower()})"
+    got = make(term, head)(**given)["dcl_loss"]
+    bank, ids = head.bank, given["coder_ids"]
+    other = ids[:, None] != bank.ids if masked else torch.ones(8, Q, dtype=torch.bool)
+    batch = ids[:, None] != ids if masked else ~torch.eye(8, dtype=torch.bool)
+    allowed = torch.cat([batch, other & bank.valid], 1)
+    over_bank = tuple(
+        diversity(given[f"{a}_features"] @ torch.cat([given[f"coder_{b}_keys"], getattr(bank, b)]).T, allowed, kind=kind)
+        for a, b in (("image", "text"), ("text", "image"))
+    )
+    options = {"image_ids": ids} if masked else {}
+    want = dcl(given["image_features"], given["text_features"], diversity=kind, bank_diversity=over_bank, **options)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("term", ["m_dcl", "dcl(diversity_over='batch+bank')"])
+def test_the_keys_are_stashed_once_and_written_after_the_step(term):
+    given, head = outputs(), Banks(filled=False)
+    loss = make(term, head)
+    loss(**given)
+    loss(**given)
+    assert int(head.bank.count) == 0
+    head.post_step()
+    head.post_step()
+    assert int(head.bank.count) == 8
+    assert torch.equal(head.bank.text[:8], given["coder_text_keys"])
+    assert torch.equal(head.bank.ids[:8], given["coder_ids"])
+
+
+def test_m_dcl_stays_silent_until_its_bank_is_warm():
+    given, head = outputs(), Banks(filled=False)
+    given["image_features"].requires_grad_()
+    loss = make("m_dcl(warmup=10)", head)
+    first = loss(**given)["m_dcl_loss"]
+    first.backward()
+    assert first == 0 and given["image_features"].grad.abs().sum() == 0
+    head.post_step()
+    assert loss(**given)["m_dcl_loss"] == 0
+    head.post_step()  # 13 of 13 entries
+    torch.testing.assert_close(loss(**given)["m_dcl_loss"], of_function(given, head))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("m_dcl@concepts", "the momentum banks hold the backbone's own features"),
+        ("dcl@concepts(diversity_over='batch+bank')", "the momentum banks hold the backbone's own features"),
+        ("m_dcl(warmup=-1)", "warmup must be >= 0"),
+        ("m_dcl(reverse=both)", "reverse=both must be paired or all or 'none'"),
+    ],
+)
+def test_recipes_that_make_no_sense(recipe, message):
+    with pytest.raises(CoderError) as error:
+        resolve(Recipe.parse(recipe), KEYS)
+    assert message in str(error.value)
+
+
+def prototypes(clusters: int = 5) -> Prototypes:
+    torch.manual_seed(3)
+    return Prototypes(Widths(embed_dim=D), clusters=clusters)
+
+
+def with_logits(given: dict[str, Tensor], head: Prototypes) -> dict[str, Tensor]:
+    """Concept embeddings stand in as the keys: any unit vectors do."""
+    concepts = {side: given[f"coder_{side}_keys"].float() for side in ("image", "text")}
+    return {**given, **head(concepts["image"], concepts["text"])}
+
+
+def test_pgc_is_silent_until_its_centres_are_filled_and_then_its_function():
+    given, head = outputs(), prototypes(clusters=12)
+    for _ in range(2):
+        keys = with_logits(given, head)
+        value = make("pgc", head)(**keys)["pgc_loss"]
+        value.backward()
+        assert value == 0 and head.classifier.weight.grad.abs().sum() == 0  # a gradient, as DDP asks, of zero
+        head.post_step()
+    keys = with_logits(given, head)
+    got = make("pgc", head)(**keys)["pgc_loss"]
+    samples = normalize(given["image_features"] + given["text_features"], dim=-1).float()
+    labels = (samples @ head.centres.centres.T).argmax(1)
+    assert len(labels.unique()) > 3
+    parts = [given["coder_image_keys"].float(), given["coder_text_keys"].float()]
+    torch.testing.assert_close(got, pgc(*parts, head.classifier.weight, labels))
+
+
+LOSSES = ["m_dcl", "m_dcl(reverse=all)", "m_dcl(diversity=entropy)", "m_dcl(mask_same_image=false)",
+          "m_dcl(diversity_gradient=true)", "dcl(diversity_over='batch+bank')", "2*m_dcl + dcl(diversity_over='batch+bank')"]  # fmt: skip
+
+
+def step(term: str, local_loss: bool, ranks: int) -> tuple[float, Tensor, list[Tensor]]:
+    """Mean loss over ranks, the joint batch's gradient as DDP averages it, and the bank after the step."""
+    size = 8 // ranks
+    rows = slice(distributed.rank() * size, (distributed.rank() + 1) * size)
+    given, head = outputs(rows=rows), Banks()
+    leaves = [given[key].requires_grad_() for key in ("image_features", "text_features")]
+    value = make(term, head, local_loss=local_loss)(**given, output_dict=False)
+    value.backward()
+    head.post_step()
+    own = torch.stack([leaf.grad for leaf in leaves], 1) / ranks
+    bank = [head.bank.image, head.bank.ids, head.bank.pointer, head.bank.text_moments.second]
+    return float(distributed.all_mean(value)), distributed.gather(own), bank
+
+
+def both(ranks: int) -> list[Any]:
+    return [step(term, local, ranks) for term in LOSSES for local in (False, True)]
+
+
+def test_two_processes_equal_one():
+    alone, (first, second) = both(1), gloo.run(both, 2)
+    for one, two, other in zip(alone, first, second, strict=True):
+        assert two[0] == pytest.approx(one[0], rel=1e-10)
+        torch.testing.assert_close(two[1], one[1], rtol=1e-10, atol=1e-12)
+        for ours, theirs, joint in zip(two[2], other[2], one[2], strict=True):
+            assert torch.equal(ours, theirs)
+            torch.testing.assert_close(ours, joint)

@@ -1,0 +1,168 @@
+"""The momentum copy: its average, its buffers, and that nothing else moves it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import coder_plugin
+from coder_plugin.memory.momentum import MomentumCopy
+from coder_plugin.model import create_loss
+from coder_plugin.training.average import WeightAverage
+from tests import gloo
+
+RECIPE = "3*dcl(diversity_over='batch+bank') + m_dcl"
+BN = {  # a tower with BatchNorm, for running statistics
+    "embed_dim": 16,
+    "vision_cfg": {"timm_model_name": "resnet10t", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture
+def model(tiny_model):
+    torch.manual_seed(0)
+    return coder_plugin.create_model(tiny_model, recipe=RECIPE).train()
+
+
+def batch(n: int = 6, size: int = 64, length: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(1, 400, (n, length), generator=generator)
+    text[:, 5] = 49407  # the end of the text
+    return {
+        "image": torch.randn(n, 3, size, size, generator=generator),
+        "text": text,
+        "image_id": torch.arange(n) + 1000 * seed,
+    }
+
+
+def nudge(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+
+
+def tower(model: nn.Module) -> MomentumCopy:
+    return model.coder.heads["momentum"].towers
+
+
+def test_the_copy_averages_what_is_trained_and_takes_over_the_rest(model):
+    model.lock_image_tower(unlocked_groups=1)
+    before = copy.deepcopy(tower(model).model.state_dict())
+    nudge(model)
+    with torch.no_grad():
+        model.visual.class_embedding.add_(1)  # frozen, and changed by hand: weights loaded into a locked tower
+    model.coder.post_step()
+    online, trained = model.state_dict(), {name for name, p in model.named_parameters() if p.requires_grad}
+    moved = {"averaged": 0, "taken over": 0}
+    for name, value in tower(model).model.state_dict().items():
+        if name in trained:
+            moved["averaged"] += 1
+            torch.testing.assert_close(value, 0.995 * before[name] + 0.005 * online[name])
+        else:
+            moved["taken over"] += 1
+            assert torch.equal(value, online[name]), name
+    assert min(moved.values()) > 3
+    mask = dict(tower(model).model.named_buffers())["attn_mask"]
+    assert mask.isinf().any() and not mask.isnan().any()
+
+
+def test_the_copy_has_no_gradient_and_keeps_its_mode(model):
+    outputs = model(**batch())
+    assert not outputs["coder_image_keys"].requires_grad
+    torch.testing.assert_close(outputs["coder_image_keys"], outputs["image_features"], rtol=1e-5, atol=1e-5)
+    sum(create_loss(RECIPE, model=model)(**outputs).values()).backward()
+    copied = tower(model)
+    assert all(p.grad is None and not p.requires_grad for p in copied.parameters())
+    model.eval().train()
+    assert not any(module.training for module in copied.model.modules())
+    assert not hasattr(copied.model.coder, "momentum") and not len(copied.model.coder.heads)
+
+
+def test_mode_train_keeps_dropout(tiny_model):
+    recipe = coder_plugin.recipe.Recipe.parse(RECIPE).with_options({"momentum.mode": "train"})
+    model = coder_plugin.create_model(tiny_model, recipe=recipe, force_patch_dropout=0.5)
+    assert all(module.training for module in tower(model).model.modules())
+    model.eval()
+    assert all(module.training for module in tower(model).model.modules())
+
+
+def test_forward_and_loss_write_nothing_and_a_step_writes_once(model):
+    loss = create_loss(RECIPE, model=model)
+    before = copy.deepcopy(model.coder.state_dict())
+    for seed in range(3):  # as under accumulation: several forwards and losses of one step
+        loss(**model(**batch(seed=seed)))
+    assert all(torch.equal(value, before[name]) for name, value in model.coder.state_dict().items())
+    model.coder.post_step()
+    bank = model.coder.heads["momentum"].bank
+    assert int(bank.count) == 6 and bank.ids[:6].tolist() == batch(seed=2)["image_id"].tolist()
+    model.coder.post_step()  # a step without a loss: nothing is stashed
+    assert int(bank.count) == 6
+    loss(**model(**batch()))
+    model.coder.discard()
+    model.coder.post_step()
+    assert int(bank.count) == 6
+
+
+def test_the_copy_is_state_but_not_trained_averaged_or_exported(model):
+    names = model.coder.state_names()
+    assert {"coder.heads.momentum.towers.model.visual.proj", "coder.heads.momentum.bank.pointer"} <= set(names)
+    assert set(names) <= model.state_dict().keys() | {n for n, _ in model.named_buffers()}
+    average = WeightAverage(model, 0.9, leave_out=names)
+    assert not any(name.startswith("coder.") for name in average.weights)
+
+
+def test_a_copied_model_follows_itself(model):
+    other = copy.deepcopy(model)
+    nudge(other)
+    other.coder.post_step()
+    first, second = (dict(tower(m).model.named_parameters())["visual.proj"] for m in (model, other))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, model.visual.proj)
+
+
+def test_gradient_checkpointing_and_compile_leave_the_keys_alone(model):
+    want = model(**batch())["coder_image_keys"]
+    model.set_grad_checkpointing()
+    model.coder.attach(model)
+    torch.testing.assert_close(model(**batch())["coder_image_keys"], want)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0])
+def test_momentum_out_of_range(momentum):
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
+        MomentumCopy(momentum=momentum)
+
+
+def test_autocast_keys_are_float32(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        keys = model(**batch())["coder_image_keys"]
+    assert keys.dtype == torch.float32
+    torch.testing.assert_close(keys.norm(dim=1), torch.ones(6))
+
+
+def follow(path: str) -> dict[str, torch.Tensor]:
+    """Ranks with unequal data, so unequal BatchNorm statistics."""
+    from coder_plugin import distributed
+
+    torch.manual_seed(0)
+    model = coder_plugin.create_model(path, recipe=RECIPE).train()
+    loss = create_loss(RECIPE, model=model)
+    for seed in range(3):
+        loss(**model(**batch(4, 32, 8, seed=10 * seed + distributed.rank())))
+        model.coder.post_step()
+    return model.coder.heads["momentum"].state_dict()
+
+
+def test_two_ranks_hold_the_same_copy_statistics_included(tmp_path):
+    import json
+
+    path = tmp_path / "momentum-bn.json"
+    path.write_text(json.dumps(BN))
+    one, two = gloo.run(follow, str(path))
+    assert any("running_mean" in name for name in one)
+    assert [name for name, value in one.items() if not torch.equal(value, two[name])] == []

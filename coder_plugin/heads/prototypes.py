@@ -18,15 +18,27 @@ class Prototypes(Head):
     Args:
         clusters: K. The paper: 10,000 for Flickr30K, 20,000 for COCO; for small sets about pairs / 15.
         patience: a centre that none of the last ``patience * clusters`` pairs chose is reseeded.
+        recluster: cluster the last so many pairs anew with FAISS whenever so many have passed (an epoch's number of samples:
+            once an epoch), the new centres matched to the old ids. They are kept in float16, ``recluster * D * 2`` bytes
+            of state. 0: never, the online updates alone.
     """
+
+    recent: Tensor
+    passed: Tensor
 
     requires = ("coder_image_concepts", "coder_text_concepts")
     provides = ("coder_image_logits", "coder_text_logits")
 
-    def __init__(self, widths: Widths, *, clusters: int = 10_000, patience: float = 30.0) -> None:
+    def __init__(self, widths: Widths, *, clusters: int = 10_000, patience: float = 30.0, recluster: int = 0) -> None:
         super().__init__()
+        if recluster and recluster < clusters:
+            raise ValueError(f"recluster={recluster} pairs cannot make clusters={clusters}")
+        self.recluster = recluster
         self.classifier = nn.Linear(widths.embed_dim, clusters, bias=False)
         self.centres = OnlineKMeans(clusters, widths.embed_dim, patience=patience)
+        if recluster:
+            self.register_buffer("recent", torch.zeros(recluster, widths.embed_dim, dtype=torch.float16))
+            self.register_buffer("passed", torch.zeros((), dtype=torch.int64))
 
     def forward(self, coder_image_concepts: Tensor, coder_text_concepts: Tensor) -> dict[str, Tensor]:
         return {
@@ -48,3 +60,13 @@ class Prototypes(Head):
 
     def write(self, samples: Tensor, labels: Tensor) -> None:  # type: ignore[override]
         self.centres.update(samples, labels)
+        if self.recluster:
+            self._remember(samples[-self.recluster :])
+
+    def _remember(self, samples: Tensor) -> None:
+        before = int(self.passed)
+        places = (before + torch.arange(len(samples), device=samples.device)) % self.recluster
+        self.recent[places] = samples.to(self.recent.dtype)
+        self.passed += len(samples)
+        if (before + len(samples)) // self.recluster > before // self.recluster:
+            self.centres.recluster(self.recent)

@@ -1,0 +1,198 @@
+"""Concepts, prototypes and the score that concepts take part in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, leaky_relu, normalize
+
+import coder_plugin
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import concept_embedding, concept_graph
+from coder_plugin.heads.base import Widths
+from coder_plugin.heads.concepts import Concepts
+from coder_plugin.heads.prototypes import Prototypes
+from coder_plugin.recipe import Recipe
+
+WIDTHS = Widths(embed_dim=6, image_tokens=5, text_tokens=7)
+
+
+def inputs(n: int = 4, tokens: int = 5) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    mask = torch.arange(tokens) < torch.tensor([5, 1, 3, 2])[:n, None]
+    return {"image_pooled": torch.randn(n, 6), "text_tokens": torch.randn(n, tokens, 7), "text_mask": mask}
+
+
+@pytest.fixture
+def vocabulary(tmp_path) -> str:
+    from coder_plugin.concepts import Vocabulary
+
+    together = torch.tensor([[0, 3, 1], [3, 0, 0], [1, 0, 0]])
+    counts = torch.tensor([5, 4, 9])
+    vectors = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
+    words = Vocabulary(("dog", "run", "red"), ("object", "motion", "property"), counts, together, vectors, (), {})
+    words.save(tmp_path / "words.safetensors")
+    return str(tmp_path / "words.safetensors")
+
+
+def test_concepts_are_the_papers_equations(vocabulary):
+    torch.manual_seed(0)
+    head, given = Concepts(WIDTHS, vocabulary=vocabulary, scale=7.0), inputs()
+    got = head(**given)
+    together, counts = torch.tensor([[0, 3, 1], [3, 0, 0], [1, 0, 0]]), torch.tensor([5, 4, 9])
+    graph, words = concept_graph(together, counts), head.vocabulary.vectors
+    concepts = leaky_relu(graph @ words @ head.convolutions[0].weight.T, 0.2)
+    torch.testing.assert_close(head.concepts(), concepts)
+    queries = head.image_query(given["image_pooled"]), head.text_query(head.text_pool(given["text_tokens"], given["text_mask"]))
+    weights = head.image_weight, head.text_weight
+    for key, query, weight in zip(head.provides, queries, weights, strict=True):
+        want, _ = concept_embedding(query, weight, concepts, scale=7.0)
+        torch.testing.assert_close(got[key], want)
+    assert set(head.state_names()) == {"vectors", "graph", "steps"}
+
+
+def test_two_layers_and_no_graph_without_a_vocabulary(caplog):
+    head = Concepts(WIDTHS, layers=2)
+    assert "no vocabulary given" in caplog.text
+    assert head.concepts().shape == (400, 6) and torch.equal(head.graph, torch.eye(400))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 1.2}, "beta must be in"),
+        ({"layers": 0}, "layers must be >= 1"),
+        ({"warmup": -1}, "warmup >= 0"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Concepts(WIDTHS, **options)
+    with pytest.raises(ValueError, match="this tower gives none"):
+        Concepts(Widths(embed_dim=6))
+
+
+def test_warm_up_lets_gradient_and_score_in_step_by_step(vocabulary):
+    head, given = Concepts(WIDTHS, vocabulary=vocabulary, warmup=4, beta=0.6), inputs()
+    whole = Concepts(WIDTHS, vocabulary=vocabulary, beta=0.6)
+    whole.load_state_dict(head.state_dict())
+
+    def gradient(each: Concepts) -> torch.Tensor:
+        pooled = given["image_pooled"].clone().requires_grad_()
+        torch.manual_seed(2)
+        out = each(pooled, given["text_tokens"], given["text_mask"])["coder_image_concepts"]
+        return torch.autograd.grad((out * torch.randn_like(out)).sum(), pooled)[0]
+
+    for step in range(6):
+        entered = min(1.0, step / 4)
+        assert head.score_weights() == pytest.approx((1 - 0.4 * entered, 0.4 * entered))
+        torch.testing.assert_close(gradient(head), entered * gradient(whole))
+        head.post_step()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    import json
+
+    from tests.conftest import TINY
+
+    path = tmp_path_factory.mktemp("model") / "tiny-vit-for-heads.json"
+    path.write_text(json.dumps(TINY))
+    torch.manual_seed(0)
+    recipe = Recipe.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
+    return coder_plugin.create_model(str(path), recipe=recipe)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    text = torch.randint(1, 400, (5, 40), generator=torch.Generator().manual_seed(0))
+    text[:, 7] = 49407
+    return {"image": torch.randn(5, 3, 64, 64, generator=torch.Generator().manual_seed(1)), "text": text}
+
+
+def test_the_inner_product_of_embeddings_is_the_papers_score(model):
+    """S = beta S_I + (1 - beta) S_C, from the keys that training saw (METHODS 6)."""
+    given = batch()
+    with torch.no_grad():
+        seen = model.train()(**given, image_id=torch.arange(5))
+        model.eval()
+        images, texts = model.embed_image(given["image"]), model.embed_text(given["text"])
+    instance = seen["image_features"] @ seen["text_features"].T
+    concept = seen["coder_image_concepts"] @ seen["coder_text_concepts"].T
+    torch.testing.assert_close(images @ texts.T, 0.9 * instance + 0.1 * concept, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(images.norm(dim=1), torch.ones(5))
+    with model.coder.heads["concepts"].weighing(0.0):
+        torch.testing.assert_close(model.embed_image(given["image"]) @ model.embed_text(given["text"]).T, concept,
+                                   rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+def test_before_its_warm_up_the_head_leaves_the_embedding_as_it_is(model):
+    head, image = model.coder.heads["concepts"], batch()["image"]
+    head.warmup = 10
+    try:
+        with torch.no_grad():
+            plain = normalize(model.encode_image(image), dim=-1)
+            assert torch.equal(model.embed_image(image), plain)
+            head.steps += 5
+            assert cosine_similarity(model.embed_image(image)[:, :32], plain).min() > 0.999
+            assert model.embed_image(image).shape[1] == 64
+    finally:
+        head.warmup = 0
+        head.steps.zero_()
+
+
+def test_an_aggregator_stands_in_for_the_towers_pooling(tiny_model):
+    model = coder_plugin.create_model(tiny_model, recipe="dcl + m_dcl", aggregator="gpo").train()
+    outputs = model(**batch(), image_id=torch.arange(5))
+    model.eval()
+    torch.testing.assert_close(model.embed_image(batch()["image"]), outputs["image_features"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.embed_text(batch()["text"]), outputs["text_features"], rtol=1e-4, atol=1e-5)
+    assert cosine_similarity(model.encode_image(batch()["image"]), outputs["image_features"]).abs().max() < 0.9
+    # the momentum copy has the aggregators as well
+    torch.testing.assert_close(outputs["coder_image_keys"], outputs["image_features"], rtol=1e-4, atol=1e-5)
+    copied = model.coder.heads["momentum"].towers.model
+    assert any(name.startswith("coder.aggregators.image") for name, _ in copied.named_parameters())
+    sum(outputs[key].sum() for key in ("image_features", "text_features")).backward()
+    assert all(p.grad is not None for p in model.coder.aggregators.parameters())
+    with pytest.raises(CoderError, match="aggregator must be one of tower, gpo"):
+        coder_plugin.create_model(tiny_model, aggregator="mean")
+
+
+def test_inference_builds_what_scores_and_nothing_else(tiny_model):
+    recipe = Recipe.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
+    model = coder_plugin.create_model(tiny_model, recipe=recipe, inference=True)
+    assert list(model.coder.heads) == ["concepts"]
+    assert list(coder_plugin.create_model(tiny_model, recipe="dcl", inference=True).coder.heads) == []
+
+
+def test_reclustering_happens_once_in_so_many_pairs_and_is_state():
+    torch.manual_seed(0)
+    blobs = normalize(torch.randn(4, 6), dim=1)
+
+    def pairs(n: int) -> torch.Tensor:
+        return normalize(blobs[torch.randint(0, 4, (n,))] + 0.05 * torch.randn(n, 6), dim=1)
+
+    head = Prototypes(WIDTHS, clusters=4, recluster=40)
+    other = Prototypes(WIDTHS, clusters=4, recluster=40)
+    for n in (0, *[15] * 6):
+        samples = pairs(n) if n else blobs.clone()
+        head.write(samples, head.assign(samples))
+        if int(head.passed) == 4 + 30:
+            other.load_state_dict(head.state_dict())
+        elif int(head.passed) > 4 + 30:
+            other.write(samples, other.assign(samples))
+    assert (head.centres.centres @ blobs.T).amax(1).min() > 0.99
+    assert (head.centres.centres @ blobs.T).argmax(1).tolist() == [0, 1, 2, 3]
+    assert head.centres.counts.sum() == 40 + 14  # of the last 40 when 80 had passed, and of those since
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in head.state_dict().items())
+    with pytest.raises(ValueError, match="recluster=3 pairs cannot make clusters=4"):
+        Prototypes(WIDTHS, clusters=4, recluster=3)
+
+
+def test_sizes_that_cannot_work_are_named(tiny_model):
+    recipe = Recipe.parse("m_dcl").with_options({"momentum.bank_size": 8})
+    model = coder_plugin.create_model(tiny_model, recipe=recipe)
+    model.coder.check(batch=8, samples=100)
+    with pytest.raises(CoderError, match="head 'momentum': bank_size 8 is smaller than the global batch of 9"):
+        model.coder.check(batch=9, samples=100)
+    with pytest.raises(ValueError, match="clusters=11 is more than the 10 samples"):
+        Prototypes(WIDTHS, clusters=11).check(batch=2, samples=10)

@@ -41,8 +41,6 @@ class MomentumCopy(nn.Module):
         finally:
             model.coder = coder
         self.model.requires_grad_(False).train(self.mode == "train")
-        if hasattr(self.model, "set_grad_checkpointing"):
-            self.model.set_grad_checkpointing(False)
 
     def train(self, mode: bool = True) -> MomentumCopy:
         return self

@@ -117,12 +117,12 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device, *, inf
         )
     if config.lora_rank:
         add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
-    if config.grad_checkpointing:
-        model.set_grad_checkpointing()
     if config.channels_last:
         model.visual.to(memory_format=torch.channels_last)
     model.to(device)
-    model.coder.attach(model)  # as it now is: adapters, layouts
+    model.coder.attach(model)  # as it now is: adapters and layouts, but no checkpointing, which a copy has no use for
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing()
     return model
 
 

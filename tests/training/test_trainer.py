@@ -80,6 +80,73 @@ def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers
     assert losses(tmp_path, "whole") == losses(tmp_path, "broken")
 
 
+CODER = {
+    "loss": "coder",
+    "set": ["momentum.bank_size=24", "prototypes.clusters=10", "prototypes.recluster=40", "concepts.warmup=6"],
+}
+
+
+@pytest.mark.parametrize("accum_freq", [1, 2])
+def test_coder_resumes_bit_for_bit_banks_centres_and_momentum_included(tmp_path, accum_freq):
+    options = {**CODER, "accum_freq": accum_freq, "ema_decay": 0.9, "epochs": 4}
+    Trainer(config(tmp_path, "whole", **options)).run()
+    killed, saved = (14, 8) if accum_freq == 1 else (8, 4)
+    run_killed_after(config(tmp_path, "broken", save_every_steps=saved, **options), killed)
+    Trainer(config(tmp_path, "broken", resume="latest", **options)).run()
+    whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
+    assert {f"coder.heads.momentum.bank.{name}" for name in ("image", "ids", "pointer")} <= whole.keys()
+    assert whole["coder.heads.prototypes.centres.filled"] == 10 and whole["coder.heads.momentum.bank.count"] == 24
+    assert all(torch.equal(whole[key], broken[key]) for key in whole)
+    assert losses(tmp_path, "whole") == losses(tmp_path, "broken")
+
+
+def test_coder_in_micro_batches_is_coder_in_one_batch(tmp_path):
+    """Losses, banks and centres; nothing here is normalised over a batch."""
+    one = Trainer(config(tmp_path, "one", **CODER, batch_size=16, epochs=1, opt="sgd", lr=0.05))
+    two = Trainer(config(tmp_path, "two", **CODER, batch_size=8, accum_freq=2, epochs=1, opt="sgd", lr=0.05))
+    one.run(), two.run()
+    for step, value in losses(tmp_path, "one").items():
+        assert losses(tmp_path, "two")[step] == pytest.approx(value, rel=1e-4)
+    for name in ("momentum.bank.image", "prototypes.centres.centres", "momentum.towers.model.visual.proj"):
+        ours, theirs = (trainer.model.state_dict()[f"coder.heads.{name}"] for trainer in (one, two))
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_coder_run_is_evaluated_from_its_export_alone(tmp_path, capsys):
+    """With the concept level in the score, its vocabulary from the export, and a row for each beta."""
+    from coder_plugin.concepts import scenes_vocabulary
+
+    scenes_vocabulary().save(tmp_path / "words.safetensors")
+    options = {**CODER, "set": CODER["set"][:2], "concepts": str(tmp_path / "words.safetensors")}
+    result = Trainer(config(tmp_path, **options, val_frequency=1, epochs=1)).run()
+    for file in tmp_path.glob("words.*"):
+        file.unlink()
+    target = tmp_path / "result.json"
+    command = ["eval", str(tmp_path / "run"), "--export", "last", "--json", str(target)]
+    assert main(command) == 0
+    measured = json.loads(target.read_text())
+    assert measured["rsum"] == pytest.approx(result["last"]["rsum"], abs=0.2)
+    assert main([*command, "--beta", "0.9", "1", "0"]) == 0
+    rows = json.loads(target.read_text())
+    assert [row["name"].split(", ")[1] for row in rows] == ["beta 0.9", "beta 1", "beta 0"]
+    assert rows[0]["rsum"] == pytest.approx(measured["rsum"], abs=0.3)  # products of rescaled vectors: rounding
+    assert main([*command, "--beta", "1.5"]) == 2
+    Trainer(config(tmp_path, "plain", val_frequency=0, epochs=1)).run()
+    assert main(["eval", str(tmp_path / "plain"), "--export", "last", "--beta", "0.5"]) == 2
+    error = capsys.readouterr().err
+    assert "--beta must be in [0, 1], got 1.5" in error and "this model scores with: no head" in error
+
+
+def test_momentum_copies_of_adapted_towers_follow_their_adapters(tmp_path):
+    pytest.importorskip("peft")
+    trainer = Trainer(config(tmp_path, loss="dcl + m_dcl", set=["momentum.bank_size=16"], lora_rank=2, lr=1e-2, epochs=1))
+    copied = trainer.model.coder.heads["momentum"].towers.model
+    before = {name: value.clone() for name, value in copied.named_parameters() if "lora_B" in name}
+    trainer.run()
+    after = dict(copied.named_parameters())
+    assert before and all(not torch.equal(value, after[name]) for name, value in before.items())
+
+
 def test_accumulation_trains_with_fewer_steps(tmp_path):
     trainer = Trainer(config(tmp_path, accum_freq=2))
     trainer.run()

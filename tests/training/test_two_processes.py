@@ -34,7 +34,7 @@ def train(folder: Path, name: str, *, processes: int, **flags: object) -> None:
     command += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else ["--cpu"]
     command += ["-m", "coder_plugin.cli", "train"]
     for key, value in options.items():
-        command += [f"--{key}", str(value)]
+        command += [f"--{key}", *(value if isinstance(value, list) else [str(value)])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
@@ -49,7 +49,10 @@ def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors")
 
 
-@pytest.mark.parametrize("loss", ["dcl + clip + triplet"])
+CODER = ["coder", "--set", "momentum.bank_size=32", "prototypes.clusters=24"]
+
+
+@pytest.mark.parametrize("loss", [["dcl + clip + triplet"], CODER], ids=["batch", "coder"])
 def test_two_processes_train_as_one(tmp_path, tiny_model, loss):
     train(tmp_path, "one", processes=1, model=tiny_model, loss=loss)
     train(tmp_path, "two", processes=2, model=tiny_model, loss=loss, **{"save-frequency": 1})

@@ -175,9 +175,8 @@ def _add_concepts(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-captions", type=int, metavar="N", help="read the first N captions only")
     parser.add_argument("--split", default="train", help="split of Karpathy files and scenes [train]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the vectors that are drawn [0]")
-    from coder_plugin.concepts.command import DATA_FLAGS
-
-    add_flags(parser, only=DATA_FLAGS)
+    only = "train_data dataset_type image_root csv_separator csv_img_key csv_caption_key".split()
+    add_flags(parser, only=only)
     parser.set_defaults(run=_concepts)
 
 

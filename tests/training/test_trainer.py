@@ -282,6 +282,21 @@ MISTAKES = {
     "unknown tracker": (["--report-to", "tensorbord"], "unknown tracker tensorbord"),
     "pretrained": (["--pretrained", "nowhere.safetensors"], "nowhere.safetensors"),
     "resume": (["--resume", "latest"], "--resume latest needs --name"),
+    "bank smaller than the batch": (
+        ["--loss", "dcl + m_dcl", "--set", "momentum.bank_size=64"],
+        "bank_size 64 is smaller than the global batch of 128",
+    ),
+    "more prototypes than samples": (
+        ["--loss", "coder", "--set", "prototypes.clusters=40000"],
+        "clusters=40000 is more than the 35328 samples of the whole run",
+    ),
+    "no vocabulary": (
+        ["--loss", "coder", "--train-data", "{csv}", "--model", "coder-tiny"],
+        "needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts",
+    ),
+    "vocabulary that is not there": (["--loss", "coder", "--concepts", "none.safetensors"], "none.safetensors"),
+    "vocabulary for nothing": (["--loss", "dcl", "--concepts", "words.safetensors"], "no term of --loss \"dcl\" reads"),
+    "banks of other features": (["--loss", "m_dcl@concepts"], "the momentum banks hold the backbone's own features"),
 }
 
 
@@ -290,6 +305,8 @@ def test_mistakes_are_told_in_one_line(mistake, capsys, tmp_path):
     arguments, message = MISTAKES[mistake]
     if torch.cuda.is_available() and mistake == "half precision on a CPU":
         pytest.skip("there is a GPU")
+    (tmp_path / "pairs.csv").write_text("filepath\ttitle\n" + "a.jpg\ta dog\n" * 200)
+    arguments = [argument.replace("{csv}", str(tmp_path / "pairs.csv")) for argument in arguments]
     assert main(["train", "--logs", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("coder-plugin: error: ") and message in error

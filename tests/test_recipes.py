@@ -1,0 +1,112 @@
+"""The named recipes: each resolves, and each says what its row of the paper says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from coder_plugin import registry
+from coder_plugin.functional import dcl
+from coder_plugin.model import required_heads
+from coder_plugin.recipe import Recipe
+from coder_plugin.training.config import TrainConfig
+
+OURS = [p.name for p in registry.list_plugins("recipes") if p.distribution == "coder-plugin"]
+ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_recipe_resolves_and_survives_its_file_form(name):
+    recipe = Recipe.parse(name)
+    assert set(required_heads(recipe)) <= ALL_HEADS
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert {term.name for term in recipe.terms} <= {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}
+    config = TrainConfig(loss=name, train_data="x.tar", model="ViT-B-32").resolved()
+    for option, value in recipe.training:
+        assert getattr(config, option) == value
+    by_flag = TrainConfig(loss=name, train_data="x.tar", model="ViT-B-32", lr=0.5, wd=0.25, epochs=3).resolved()
+    assert (by_flag.lr, by_flag.wd, by_flag.epochs) == (0.5, 0.25, 3)
+
+
+def options(name: str) -> dict[str, dict]:
+    recipe = Recipe.parse(name)
+    return {term.name: dict(term.options) for term in recipe.terms} | {head: dict(given) for head, given in recipe.heads}
+
+
+def test_coder_is_equation_8():
+    recipe = Recipe.parse("coder")
+    assert [(term.weight, term.name) for term in recipe.terms] == [
+        (3.0, "dcl"), (1.0, "m_dcl"), (1.0, "concept_dcl"), (1.0, "pgc")
+    ]  # fmt: skip
+    assert set(required_heads(recipe)) == ALL_HEADS
+    assert options("coder")["dcl"]["diversity_over"] == "batch+bank"
+    assert recipe.training == ()
+
+
+def test_the_printed_twins_follow_the_letter():
+    for name in ("coder-printed", "coder-f30k-printed", "coder-coco-printed"):
+        given = options(name)
+        assert all(given[term]["positive_weight"] == "mu" for term in ("dcl", "m_dcl", "concept_dcl"))
+        assert given["m_dcl"]["reverse"] == "all" and given["dcl"]["mask_same_image"] is False
+    assert dict(Recipe.parse("coder-f30k-printed").training)["opt"] == "adam"
+    assert dict(Recipe.parse("coder-f30k").training)["opt"] == "adamw"
+    assert options("coder-f30k")["prototypes"]["clusters"] == 10_000
+    assert options("coder-coco")["prototypes"]["clusters"] == 20_000
+
+
+@pytest.mark.parametrize(
+    ("name", "terms", "heads"),
+    [
+        ("coder/table2-1", ["triplet"], {"ids"}),
+        ("coder/table2-2", ["dcl"], {"ids"}),
+        ("coder/table2-3", ["dcl", "m_dcl"], {"ids", "momentum"}),
+        ("coder/table2-4", ["dcl", "m_dcl", "concept_dcl"], {"ids", "momentum", "concepts"}),
+        ("coder/table2-5", ["dcl", "m_dcl", "concept_dcl", "pgc"], ALL_HEADS),
+        ("coder/table3-1", ["dcl", "concept_dcl", "pgc"], ALL_HEADS - {"momentum"}),
+        ("coder/table3-2", ["dcl", "concept_dcl", "pgc"], ALL_HEADS - {"momentum"}),
+        ("coder/table3-3", ["dcl", "concept_dcl", "pgc"], ALL_HEADS),
+        ("coder/table3-6", ["dcl", "m_dcl", "concept_dcl", "pgc"], ALL_HEADS),
+        ("coder/fig3-32-without-m_dcl", ["dcl", "concept_dcl", "pgc"], ALL_HEADS),
+    ],
+)
+def test_a_row_has_its_terms_and_builds_nothing_else(name, terms, heads):
+    recipe = Recipe.parse(name)
+    assert [term.name for term in recipe.terms] == terms
+    assert set(required_heads(recipe)) == heads
+
+
+def test_rows_differ_where_the_tables_do():
+    assert options("coder/table3-1")["dcl"]["diversity"] == options("coder/table3-4")["m_dcl"]["diversity"] == "none"
+    assert options("coder/table3-2")["dcl"]["diversity_over"] == "batch"
+    assert options("coder/table3-6") == options("coder/table2-5") | {
+        "m_dcl": {"diversity": "std", "diversity_over": "batch+bank"},
+        "dcl": {"diversity": "std", "diversity_over": "batch+bank"},
+    }
+    assert options("coder/table4-15k")["prototypes"]["clusters"] == 15_000
+    assert {options("coder/table7-entropy")[term]["diversity"] for term in ("dcl", "m_dcl", "concept_dcl")} == {"entropy"}
+    assert dict(Recipe.parse("coder/fig3-64").training)["batch_size"] == 64
+    assert options("coder/fig7-0.5")["concept_dcl"]["epsilon"] == 0.5
+    assert options("coder/table4-10k") == options("coder/table2-5")
+
+
+def test_a_sum_of_recipes_says_nothing_of_training():
+    assert Recipe.parse("coder-f30k + clip").training == ()
+    assert Recipe.parse("2*coder-f30k").training == Recipe.parse("coder-f30k").training
+
+
+@pytest.mark.parametrize(("mu", "gamma"), [(0.05, 0.5), (0.1, 0.3)])
+def test_coder_clips_loss_keeps_its_scale_from_batch_to_batch(mu, gamma):
+    """The same distribution of similarities at a batch of 256 and one of 2,048: METHODS' plain sum grows by mu log 8."""
+    generator = torch.Generator().manual_seed(0)
+
+    def loss(n: int, effective: int | None) -> float:
+        centre, shared = torch.randn(1, 64, generator=generator), torch.randn(n, 64, generator=generator)
+        images, texts = (
+            normalize(centre + 1.2 * shared + 0.8 * torch.randn(n, 64, generator=generator), dim=1) for _ in range(2)
+        )
+        return dcl(images, texts, mu=mu, gamma=gamma, effective_negatives=effective).item()
+
+    kept = abs(loss(2048, 255) - loss(256, 255))
+    grown = loss(2048, None) - loss(256, None)
+    assert kept < 0.03 and grown > 3 * kept

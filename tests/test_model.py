@@ -931,3 +931,30 @@ def test_recipes_that_a_model_cannot_serve(configs: Path) -> None:
     name = str(configs / "test-vit.json")
     assert 'recipe "clap", column 1' in refused(name, recipe="clap")
     assert "has no features of its own" in refused(name, recipe="dcl@ids")
+
+
+def test_text_masks_of_towers_that_pool_the_last_position() -> None:
+    """SigLIP's tokenizer pads with its end token, whatever pad_id the configuration has."""
+    from coder_plugin.backbones.tokens import _mask_by_pool
+
+    text = torch.tensor([[5, 6, 1, 1, 1], [5, 1, 6, 7, 1], [5, 6, 7, 8, 9], [1, 1, 1, 1, 1]])
+    want = [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    assert _mask_by_pool("last", None, pad=0)(text).int().tolist() == want
+    told = _mask_by_pool("last", None, pad=1)(text).int().tolist()  # an end token that is padding goes as well
+    assert told == [[1, 1, 0, 0, 0], [1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
+def test_heads_take_half_precision_features(make: Make, precision: str, tiny_model: str) -> None:
+    import coder_plugin
+
+    recipe = Recipe.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
+    for aggregator in ("tower", "gpo"):
+        model = coder_plugin.create_model(tiny_model, recipe=recipe, precision=precision, aggregator=aggregator).train()
+        text = torch.ones(4, 40, dtype=torch.long)
+        text[:, 3] = 49407
+        outputs = model(torch.randn(4, 3, 64, 64).bfloat16(), text, image_id=torch.arange(4))
+        losses = coder_plugin.create_loss(recipe, model=model)(**outputs)
+        assert all(torch.isfinite(value) for value in losses.values())
+        sum(losses.values()).backward()
+        assert model.embed_image(torch.randn(4, 3, 64, 64).bfloat16()).shape == (4, 64)

@@ -134,17 +134,29 @@ def _rows(tokens: Tensor) -> Tensor:
 
 
 def _mask_by_padding(pad: int) -> Any:
-    return lambda text: text != pad
+    def not_padding(text: Tensor) -> Tensor:
+        return (text != pad) | (torch.arange(text.shape[1], device=text.device) == 0)  # an empty text has its start
+
+    return not_padding
 
 
 def _mask_by_pool(pool_type: str, eos_id: int | None, *, pad: int) -> Any:
     """Valid positions of open_clip's tokenizers: up to the end-of-text token where there is one, else all but padding.
 
-    CLIP's padding, 0, is also the token of "!", so for it the end of the text decides.
+    CLIP's padding, 0, is also the token of "!", so for it the end of the text decides. SigLIP's tokenizer pads with its end
+    token, and open_clip's configurations leave pad_id at 0: where a tower pools the last position and names no padding, the
+    last token, repeated, is taken for it, and its first place counts.
     """
 
     def up_to_end(text: Tensor) -> Tensor:
         end = text.argmax(1) if pool_type == "argmax" else text.eq(eos_id).int().argmax(1)  # type: ignore[arg-type]
         return torch.arange(text.shape[1], device=text.device) <= end[:, None]
 
+    def up_to_padding(text: Tensor) -> Tensor:
+        places = torch.arange(text.shape[1], device=text.device)
+        last = ((text != text[:, -1:]) * (places + 1)).amax(1)  # 1 + the last place before the run at the end
+        return places <= last[:, None]
+
+    if pool_type == "last" and not pad:
+        return up_to_padding
     return up_to_end if pool_type == "argmax" or (pool_type == "eos" and eos_id is not None) else _mask_by_padding(pad)

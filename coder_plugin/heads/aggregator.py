@@ -16,4 +16,4 @@ class Aggregator(nn.Module):
         self.pool = GPO()
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.pool(self.project(tokens), mask)
+        return self.pool(self.project(tokens.to(self.project.weight.dtype)), mask)

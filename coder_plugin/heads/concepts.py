@@ -35,7 +35,7 @@ class Concepts(Head):
 
     Args:
         vocabulary: file that ``coder-plugin concepts`` wrote, or ``scenes`` for the built-in scenes' words. Without one
-            there are 400 random vectors and no graph, which is no commonsense at all; the trainer refuses it.
+            there are 400 random vectors and no graph, which is no commonsense at all; the trainer asks for one.
         threshold: smallest conditional probability that makes an edge. rescale: rescale probabilities first.
         layers: graph convolutions; the paper prints one, CVSE has two.
         scale: sharpness of the attention (lambda).
@@ -132,11 +132,11 @@ class Concepts(Head):
         super().post_step()
 
     def _of_image(self, pooled: Tensor, concepts: Tensor) -> Tensor:
-        query = self.image_query(self._entering(pooled))
+        query = self.image_query(self._entering(pooled).to(self.image_query.weight.dtype))
         return concept_embedding(query, self.image_weight, concepts, scale=self.scale)[0]
 
     def _of_text(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> Tensor:
-        query = self.text_query(self.text_pool(self._entering(tokens), mask))
+        query = self.text_query(self.text_pool(self._entering(tokens), mask).to(self.text_query.weight.dtype))
         return concept_embedding(query, self.text_weight, concepts, scale=self.scale)[0]
 
     def _entering(self, features: Tensor) -> Tensor:

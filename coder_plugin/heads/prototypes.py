@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.heads.base import Head, Widths
@@ -41,10 +42,12 @@ class Prototypes(Head):
             self.register_buffer("passed", torch.zeros((), dtype=torch.int64))
 
     def forward(self, coder_image_concepts: Tensor, coder_text_concepts: Tensor) -> dict[str, Tensor]:
-        return {
-            "coder_image_logits": self.classifier(coder_image_concepts),
-            "coder_text_logits": self.classifier(coder_text_concepts),
-        }
+        with torch.autocast(coder_image_concepts.device.type, enabled=False):
+            weight = self.classifier.weight
+            return {
+                "coder_image_logits": F.linear(coder_image_concepts.to(weight.dtype), weight).float(),
+                "coder_text_logits": F.linear(coder_text_concepts.to(weight.dtype), weight).float(),
+            }
 
     def check(self, *, batch: int, samples: int) -> None:
         if self.classifier.out_features > samples:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Banks:
     requires: ClassVar[tuple[str, ...]] = ("coder_ids", "coder_image_keys", "coder_text_keys")
 
     def __init__(self, term: Term, batch: Batch, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:
-        head: Any = term.provider("coder_image_keys")
+        head = term.provider("coder_image_keys", "bank")
         self.bank = head.bank
         self.batch = batch
         self.keys = {
@@ -64,6 +64,9 @@ class Banks:
             ids = None if self.ids is None else self.ids[self.batch.own]
             variance = self.bank.variance(other, anchors, self.keys[other], self.batch.negatives, ids)
             return spread_of_variance(variance, epsilon=epsilon).to(torch.promote_types(anchors.dtype, torch.float32))
+        if kind == "none":
+            anchors = self.anchors(modality)
+            return anchors.new_ones(len(anchors), dtype=torch.promote_types(anchors.dtype, torch.float32))
         similarity, negatives = self.similarity(modality)
         return spread(similarity, negatives, kind=kind, epsilon=epsilon)
 

@@ -42,10 +42,13 @@ class Term(nn.Module):
         """The model's heads by name."""
         return self._heads[0]
 
-    def provider(self, key: str) -> Head:
-        """The head that provides a key, which may be somebody else's."""
-        for head in self.heads.values():
+    def provider(self, key: str, *needs: str) -> Any:
+        """The head that provides a key, which may be somebody else's; ``needs`` are attributes it must have."""
+        for name, head in self.heads.items():
             if key in head.provides:
+                missing = [need for need in needs if not hasattr(head, need)]
+                if missing:
+                    raise CoderError(f"{type(self).__name__} needs a head with {', '.join(missing)}; {name!r} has none")
                 return head
         raise CoderError(f"{type(self).__name__} reads {key!r}, which no head of this model provides")
 

@@ -46,6 +46,8 @@ class DCL(Term):
         check_dcl_options(
             mu=mu, epsilon=epsilon, positive_weight=positive_weight, effective_negatives=effective_negatives
         )
+        if diversity_over not in ("batch", "batch+bank"):
+            raise ValueError(f"diversity_over must be 'batch' or 'batch+bank', got {diversity_over!r}")
         self.mu, self.gamma, self.epsilon, self.diversity = mu, gamma, epsilon, diversity
         self.positive_weight, self.mask_same_image = positive_weight, mask_same_image
         self.diversity_gradient, self.effective_negatives = diversity_gradient, effective_negatives

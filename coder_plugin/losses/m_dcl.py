@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional import Diversity, DiversityOver, Reverse, cosine, spread
+from coder_plugin.functional import Diversity, DiversityOver, Reverse, check_m_dcl_options, cosine, spread
 from coder_plugin.losses.banks import Banks
 from coder_plugin.losses.dcl import DCL
 from coder_plugin.losses.pairs import global_batch, normalised
@@ -24,8 +24,9 @@ class MDCL(DCL):
         positive_weight: weight of the positive's term; ``mu`` is the formula as printed.
         mask_same_image: keys and entries of an anchor's own image are not its negatives.
         diversity_gradient: let the gradient through the diversity weights.
-        effective_negatives: weigh the sum over the negatives as if they were so many; none: the plain sum.
-        warmup: stay silent until the bank holds so many entries.
+        effective_negatives: weigh each sum, over the bank and over the batch, as if its negatives were so many; none: the
+            plain sums.
+        warmup: stay silent until the bank holds so many entries, or is full.
     """
 
     requires = ("image_features", "text_features", *Banks.requires)
@@ -56,6 +57,7 @@ class MDCL(DCL):
             diversity_gradient=diversity_gradient,
             effective_negatives=effective_negatives,
         )
+        check_m_dcl_options(reverse=reverse, diversity_over=diversity_over)
         if warmup < 0:
             raise ValueError(f"warmup must be >= 0, got {warmup}")
         self.over, self.reverse, self.warmup = diversity_over, reverse, warmup
@@ -79,7 +81,7 @@ class MDCL(DCL):
             loss = loss + self._mean(similarity, batch.positive(similarity), negatives, weights)
             if self.reverse != "none":
                 loss = loss + self._reverse(banks, modality)
-        return loss * (banks.bank.count >= self.warmup) if self.warmup else loss
+        return loss * (banks.bank.count >= min(self.warmup, banks.bank.size)) if self.warmup else loss
 
     def _weights(self, banks: Banks, modality: str) -> Tensor:
         """Diversity of the live anchors [n]."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +24,7 @@ class PGC(Term):
         self, image_features: Tensor, text_features: Tensor, coder_image_logits: Tensor, coder_text_logits: Tensor
     ) -> Tensor:
         """This rank's instance features [B, D] and the classifier's logits [B, K] -> scalar, the mean over this rank."""
-        head: Any = self.provider("coder_image_logits")
+        head = self.provider("coder_image_logits", "assign", "centres")
         with torch.no_grad():
             samples = F.normalize(image_features.float() + text_features.float(), dim=-1)
             labels = head.assign(samples)

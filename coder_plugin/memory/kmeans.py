@@ -197,8 +197,14 @@ class OnlineKMeans(nn.Module):
         samples = samples[norms > 0]
         if len(samples) < self.clusters:
             raise ValueError(f"{len(samples)} samples that are not zero cannot make {self.clusters} clusters")
+        failure = None
         if distributed.rank() == 0:
-            self._recluster(samples, iterations, seed)
+            try:
+                self._recluster(samples, iterations, seed)
+            except Exception as error:  # the others wait: they must learn of it
+                failure = error
+        if distributed.any_rank(failure is not None, samples.device):
+            raise failure or RuntimeError("re-clustering failed on rank 0; its own error says why")
         for buffer in (self.centres, self.counts):
             distributed.broadcast(buffer)
         self.filled.fill_(self.clusters)

@@ -41,6 +41,9 @@ class MomentumCopy(nn.Module):
         finally:
             model.coder = coder
         self.model.requires_grad_(False).train(self.mode == "train")
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                module.track_running_stats = False  # batch statistics, and nothing written in forward
 
     def train(self, mode: bool = True) -> MomentumCopy:
         return self

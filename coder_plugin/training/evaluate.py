@@ -148,7 +148,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
 
     from coder_plugin.training import setup
     from coder_plugin.training.config import TrainConfig, read_flags
-    from coder_plugin.training.export import HEADS, WEIGHTS, load_heads, read_heads
+    from coder_plugin.training.export import WEIGHTS, heads_beside, load_heads, read_heads
 
     given = read_flags(arguments)
     if arguments.run_folder:
@@ -164,8 +164,8 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
     unused = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
     config = TrainConfig.from_dict({**given, **unused}).resolved()
-    heads = Path(config.pretrained or "").parent / HEADS  # beside our exports' weights
-    if heads.is_file():
+    heads = heads_beside(config.pretrained)
+    if heads is not None:
         recipe, aggregator = read_heads(heads)
         config = replace(config, aggregator=aggregator)
     else:
@@ -175,7 +175,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
     model = setup.make_model(config, recipe, accelerator.device, inference=True)
-    if heads.is_file():
+    if heads is not None:
         load_heads(model, heads)
     encoder = Encoder(
         model,

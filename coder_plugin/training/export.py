@@ -58,6 +58,13 @@ def export_heads(model: Any, folder: Path) -> Path | None:
     return folder / HEADS
 
 
+def heads_beside(pretrained: str | None) -> Path | None:
+    """The file of scoring heads beside an export's weights, if ``pretrained`` names such weights."""
+    weights = Path(pretrained or "")
+    heads = weights.parent / HEADS
+    return heads if weights.is_file() and heads.is_file() else None
+
+
 def read_heads(path: Path) -> tuple[Recipe, str]:
     """The recipe and the aggregator that :func:`export_heads` wrote; the vocabulary is the one beside the file."""
     from safetensors import safe_open

@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from coder_plugin import distributed
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.errors import CoderError
 from coder_plugin.model import create_loss
+from coder_plugin.recipe import Recipe
 from coder_plugin.retrieval import format_table
 from coder_plugin.training import checkpoint, setup
 from coder_plugin.training.average import WeightAverage
@@ -305,20 +306,31 @@ class Trainer:
     def _load_model(self, state: tuple[dict, dict, dict | None]) -> None:
         manifest, common, _ = state
         now, then = asdict(self.config), manifest["config"]
-        changed = [f"--{name.replace('_', '-')} was {then[name]}, is {now[name]}" for name in FIXED if then[name] != now[name]]
+        changed = [
+            f"--{name.replace('_', '-')} was {then[name]}, is {now[name]}"
+            for name in FIXED
+            if then.get(name, now[name]) != now[name]
+        ]
         if changed:
             raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
         saved = self.recipe.from_dict(manifest["recipe"])
-        if saved != self.recipe:
+        if comparable(saved) != comparable(self.recipe):
             raise CoderError(
                 f'the checkpoint was trained with --loss "{saved}", this run asks for "{self.recipe}"'
                 f"{' with other options of heads or --local-loss' if str(saved) == str(self.recipe) else ''}: resume with "
                 "its own recipe, or start from its export with --pretrained"
             )
+        self._check_vocabulary(common["model"])
         try:
             self.model.load_state_dict(common["model"])
         except RuntimeError as error:
             raise CoderError(f"the checkpoint is of another model: {str(error)[:300]}") from error
+
+    def _check_vocabulary(self, weights: Mapping[str, Tensor]) -> None:
+        key = "coder.heads.concepts.vectors"
+        now = self.model.state_dict().get(key)
+        if now is not None and key in weights and not torch.equal(now.cpu(), weights[key]):
+            raise CoderError("the checkpoint was trained with another concept vocabulary than --concepts names now")
 
     def _load_rest(self, state: tuple[dict, dict, dict | None]) -> None:
         manifest, common, own = state
@@ -392,6 +404,14 @@ class Trainer:
     def print_plan(self) -> None:
         if distributed.rank() == 0:
             print(json.dumps(self.plan(), indent=2))
+
+
+def comparable(recipe: Recipe) -> Recipe:
+    """Without the vocabulary's path: the file may have moved, and what it holds is compared itself."""
+    heads = dict(recipe.heads)
+    if "concepts" in heads:
+        heads["concepts"] = tuple(option for option in heads["concepts"] if option[0] != "vocabulary")
+    return replace(recipe, heads=tuple(heads.items()))
 
 
 def _seed(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model, required_heads
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.export import heads_beside, load_heads
 from coder_plugin.training.step import restored_buffers
 
 
@@ -34,8 +36,8 @@ def make_recipe(config: TrainConfig) -> Recipe:
 def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -> Recipe:
     """The recipe with the options that data decide, where nobody has set them: vocabulary and number of prototypes.
 
-    Prototypes: pairs / 15, at most the paper's 10,000 (METHODS 5); five epochs hold about every pair of a set with five
-    captions an image.
+    Prototypes: pairs / 15, at most the paper's 10,000 (METHODS 5); where one caption of an image is drawn, it is taken to
+    have five.
     """
     heads = required_heads(recipe)
     given = {name: dict(options) for name, options in recipe.heads}
@@ -47,10 +49,12 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
                 f"--train-data {config.train_data} --vectors glove.6B.300d.txt --output FILE"
             )
         settings["concepts.vocabulary"] = config.concepts or "scenes"
+    elif config.concepts and "concepts" in heads:
+        raise CoderError("--concepts and --set concepts.vocabulary (or the recipe) both name a vocabulary: give one")
     elif config.concepts and "concepts" not in heads:
         raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
     if "prototypes" in heads and "clusters" not in given.get("prototypes", {}):
-        pairs = samples_per_epoch * min(config.epochs or 1, 5 if config.captions == "draw" else 1)
+        pairs = samples_per_epoch * (5 if config.captions == "draw" else 1)
         settings["prototypes.clusters"] = max(2, min(10_000, pairs // 15))
     return recipe.with_options(settings)
 
@@ -104,6 +108,11 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device, *, inf
         device=device,
         **options,
     )
+    if not inference and (file := heads_beside(config.pretrained)) is not None:
+        try:
+            load_heads(model, file)
+        except CoderError as error:
+            logging.warning("the run starts from the towers alone, with fresh heads: %s", error)
     if config.lock_image:
         model.lock_image_tower(unlocked_groups=config.lock_image_unlocked_groups)
         if config.lock_image_freeze_bn_stats:

@@ -148,6 +148,8 @@ def test_m_dcl_stays_silent_until_its_bank_is_warm():
     head.post_step()
     assert loss(**given)["m_dcl_loss"] == 0
     head.post_step()  # 13 of 13 entries
+    same = make("m_dcl(warmup=4096)", head)(**given)["m_dcl_loss"]  # more than the bank can hold: when it is full
+    torch.testing.assert_close(same, loss(**given)["m_dcl_loss"])
     torch.testing.assert_close(loss(**given)["m_dcl_loss"], of_function(given, head))
 
 
@@ -164,6 +166,14 @@ def test_recipes_that_make_no_sense(recipe, message):
     with pytest.raises(CoderError) as error:
         resolve(Recipe.parse(recipe), KEYS)
     assert message in str(error.value)
+
+
+def test_a_provider_without_a_bank_is_named():
+    class Keys(Head):
+        provides = ("coder_image_keys", "coder_text_keys")
+
+    with pytest.raises(CoderError, match="MDCL needs a head with bank; 'momentum' has none"):
+        make("m_dcl", Keys())(**outputs())
 
 
 def prototypes(clusters: int = 5) -> Prototypes:
@@ -194,8 +204,15 @@ def test_pgc_is_silent_until_its_centres_are_filled_and_then_its_function():
     torch.testing.assert_close(got, pgc(*parts, head.classifier.weight, labels))
 
 
-LOSSES = ["m_dcl", "m_dcl(reverse=all)", "m_dcl(diversity=entropy)", "m_dcl(mask_same_image=false)",
-          "m_dcl(diversity_gradient=true)", "dcl(diversity_over='batch+bank')", "2*m_dcl + dcl(diversity_over='batch+bank')"]  # fmt: skip
+LOSSES = [
+    "m_dcl",
+    "m_dcl(reverse=all)",
+    "m_dcl(diversity=entropy)",
+    "m_dcl(mask_same_image=false)",
+    "m_dcl(diversity_gradient=true)",
+    "dcl(diversity_over='batch+bank')",
+    "2*m_dcl + dcl(diversity_over='batch+bank')",
+]
 
 
 def step(term: str, local_loss: bool, ranks: int) -> tuple[float, Tensor, list[Tensor]]:

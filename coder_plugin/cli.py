@@ -132,7 +132,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _add_concepts(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.training.config import add_flags
+    from coder_plugin.training.config import READING, add_flags
 
     parser = commands.add_parser(
         "concepts",
@@ -175,8 +175,7 @@ def _add_concepts(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-captions", type=int, metavar="N", help="read the first N captions only")
     parser.add_argument("--split", default="train", help="split of Karpathy files and scenes [train]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the vectors that are drawn [0]")
-    only = "train_data dataset_type image_root csv_separator csv_img_key csv_caption_key".split()
-    add_flags(parser, only=only)
+    add_flags(parser, only=["train_data", *READING])
     parser.set_defaults(run=_concepts)
 
 

@@ -16,7 +16,6 @@ from coder_plugin.concepts.vocabulary import TYPES, Vocabulary, artefact_path, c
 from coder_plugin.concepts.words import DEFAULT_STOP_WORDS
 from coder_plugin.errors import CoderError
 
-DATA_FLAGS = ("train_data", "dataset_type", "image_root", "csv_separator", "csv_img_key", "csv_caption_key")
 _TOP = 10
 
 
@@ -25,7 +24,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
 
     What can fail at once is asked first: tagging a large corpus takes minutes.
     """
-    from coder_plugin.training.config import TrainConfig, read_flags
+    from coder_plugin.training.config import READING, TrainConfig, read_flags
     from coder_plugin.training.setup import make_source
 
     flags = read_flags(arguments)
@@ -51,7 +50,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
         source=source.name,
     )
     vocabulary.save(path)
-    data = [f"--{name.replace('_', '-')}={flags[name]}" for name in DATA_FLAGS if name in flags]
+    data = [f"--{name.replace('_', '-')}={flags[name]}" for name in ("train_data", *READING) if name in flags]
     return f"{report(vocabulary)}\nwritten: {path}, {path.with_suffix('.json')}\nnext: " + shlex.join(
         ["coder-plugin", "train", *data, "--loss", "coder", "--concepts", str(path)]
     )

@@ -59,9 +59,13 @@ class ShardSource:
     def num_images(self) -> int | None:
         return self._count("draw")
 
+    @cached_property
+    def _num_captions(self) -> int | None:
+        return self._count("all")
+
     def samples(self, captions: str, num_samples: int | None = None) -> int:
         check_mode(captions)
-        count = num_samples or (self.num_images if captions == "draw" else self._count(captions))
+        count = num_samples or (self.num_images if captions == "draw" else self._num_captions)
         if count is None:
             raise CoderError(f"{self.name}: number of samples unknown (not local files); give --train-num-samples")
         return count

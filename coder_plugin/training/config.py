@@ -155,6 +155,9 @@ class TrainConfig:
         return cls(**data)
 
 
+#: How data are read, and not which: what goes with a data set, and not over to another.
+READING = ("dataset_type", "image_root", "csv_separator", "csv_img_key", "csv_caption_key")
+
 DEFAULTS = {
     "batch_size": 64,
     "epochs": 32,

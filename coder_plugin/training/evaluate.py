@@ -136,10 +136,6 @@ def _recalls(encoded: Iterable[tuple[Tensor, Tensor, Tensor]], folds: int) -> li
     return distributed.gather_objects(results)[0]
 
 
-#: How data are read: options of a run that do not go over to other data.
-DATA = ("dataset_type", "image_root", "csv_separator", "csv_img_key", "csv_caption_key")
-
-
 def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     """``coder-plugin eval``: recall by the model's name, once for each ``--beta`` (empty on ranks but the first)."""
     import json
@@ -147,7 +143,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     from pathlib import Path
 
     from coder_plugin.training import setup
-    from coder_plugin.training.config import TrainConfig, read_flags
+    from coder_plugin.training.config import READING, TrainConfig, read_flags
     from coder_plugin.training.export import WEIGHTS, heads_beside, load_heads, read_heads
 
     given = read_flags(arguments)
@@ -158,7 +154,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
             raise CoderError(f"{folder} is no training run with an export: it needs config.json and {weights}")
         trained = json.loads((folder / "config.json").read_text())
         if "val_data" in given:  # other data: how the run's were read says nothing of them
-            trained = {key: value for key, value in trained.items() if key not in DATA}
+            trained = {key: value for key, value in trained.items() if key not in READING}
         given = {**trained, **given, "pretrained": str(weights)}
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes

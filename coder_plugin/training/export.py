@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,8 @@ def export_clip(model: Any, folder: Path) -> Path:
 
     Where that configuration could not be read (a hub that cannot be reached), only the weights are written.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{WEIGHTS}.writing"
-    save_file(plain_state(model), aside, metadata={"format": "pt"})
-    os.replace(aside, folder / WEIGHTS)
+    _write(plain_state(model), folder / WEIGHTS)
     if model.coder_config is not None:
         written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
         (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
@@ -42,16 +39,12 @@ def export_clip(model: Any, folder: Path) -> Path:
 def export_heads(model: Any, folder: Path) -> Path | None:
     """Write scoring heads and aggregators with the recipe they are of, and the vocabulary beside them; None where the
     score is the towers' alone."""
-    from safetensors.torch import save_file
-
-    state = {name: value.detach().cpu().contiguous().clone() for name, value in _scoring_state(model).items()}
+    state = _scoring_state(model)
     if not state:
         return None
-    aside = folder / f".{HEADS}.writing"
     aggregator = "gpo" if len(model.coder.aggregators) else "tower"
     made = {"recipe": model.coder.recipe.to_dict(), "aggregator": aggregator}
-    save_file(state, aside, metadata={"format": "pt", "coder": json.dumps(made)})
-    os.replace(aside, folder / HEADS)
+    _write(state, folder / HEADS, coder=json.dumps(made))
     for head in model.coder.heads.values():
         if getattr(head, "vocabulary", None) is not None:
             head.vocabulary.save(folder / VOCABULARY)
@@ -104,11 +97,17 @@ def plain_state(model: Any) -> dict[str, Tensor]:
     """The state dict that the model's open_clip class has: no heads, low-rank adapters merged into their weights."""
     if any("lora_" in name for name, _ in model.named_parameters()):
         model = _merged(model)
-    return {
-        name: value.detach().cpu().contiguous().clone()
-        for name, value in model.state_dict().items()
-        if not name.startswith("coder.")
-    }
+    return {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
+
+
+def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
+    """Beside and renamed: nobody meets half a file."""
+    from safetensors.torch import save_file
+
+    aside = path.with_name(f".{path.name}.writing")
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}  # safetensors shares nothing
+    save_file(own, aside, metadata={"format": "pt", **metadata})
+    os.replace(aside, path)
 
 
 def _merged(model: Any) -> nn.Module:

@@ -86,7 +86,9 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         description="Bidirectional recall (METHODS 10) of a run's checkpoint, an export, or any open_clip model.",
         allow_abbrev=False,
     )
-    parser.add_argument("run_folder", nargs="?", help="a training run's folder: its model, options and best export")
+    parser.add_argument(
+        "run_folder", nargs="*", help="a training run's folder: its model, options and best export; several: an ensemble too"
+    )
     parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
     parser.add_argument("--folds", type=int, default=0, help="also the mean over so many folds (COCO 1K: 5)")
     parser.add_argument(
@@ -97,11 +99,11 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="weights of the instance level against the concept level, instead of the recipe's: a row for each",
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
-    parser.add_argument("--split", default="val", help="split of Karpathy files and scenes [val]")
+    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     only = (
         "model pretrained force_image_size force_context_length force_quick_gelu force_custom_text image_mean image_std "
-        "image_interpolation image_resize_mode cache_dir val_data dataset_type image_root csv_separator csv_img_key "
-        "csv_caption_key max_bad_images workers batch_size precision"
+        "image_interpolation image_resize_mode cache_dir model_kwargs val_data dataset_type image_root csv_separator "
+        "csv_img_key csv_caption_key regions regions_type max_regions max_bad_images workers batch_size precision"
     ).split()
     add_flags(parser, only=only)
     parser.set_defaults(run=_eval)
@@ -116,7 +118,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         return 0  # another rank prints
     if arguments.json:
         named = [{"name": name, **result} for name, result in results.items()]
-        text = json.dumps(named[0] if not arguments.beta else named, indent=2)
+        text = json.dumps(named[0] if len(named) == 1 and not arguments.beta else named, indent=2)
         if arguments.json == "-":
             print(text)
             return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,7 +16,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.recipe import Recipe
-from coder_plugin.resolver import INSIDE, Resolution, resolve
+from coder_plugin.resolver import Resolution, resolve
 
 AggregatorName = Literal["tower", "gpo"]
 
@@ -33,6 +33,7 @@ class Coder(nn.Module):
     ) -> None:
         super().__init__()
         self.recipe: Recipe = recipe
+        self.views: int = widths.views
         self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
         self.aggregators: Any = nn.ModuleDict()
         if aggregator == "gpo":
@@ -72,7 +73,10 @@ class Coder(nn.Module):
         feature = known[f"{side}_features"]
         if not blocks:
             return feature
-        return torch.cat([base**0.5 * feature, *(weight**0.5 * block.float() for weight, block in blocks)], -1)
+        weighed = [weight**0.5 * block.float() for weight, block in blocks]
+        if feature.ndim == 3:  # an image of several features has the same block in each
+            weighed = [block[:, None].expand(-1, feature.shape[1], -1) for block in weighed]
+        return torch.cat([base**0.5 * feature, *weighed], -1)
 
     def without_heads(self) -> Coder:
         """The same aggregators and no head: what a momentum copy of the model keeps."""
@@ -162,50 +166,62 @@ def create_model(
     inference: bool = False,
     **options: Any,
 ) -> Any:
-    """An open_clip model with the recipe's heads under ``model.coder``.
+    """An open_clip model, or a region model, with the recipe's heads under ``model.coder``.
 
-    It keeps its class, attributes and state-dict keys. In training mode ``model(image, text, image_id=…)`` returns
-    upstream's keys and the heads' (``coder_*``), batch-first; in eval mode upstream's alone.
+    An open_clip model keeps its class, attributes and state-dict keys. In training mode ``model(image, text, image_id=…)``
+    returns the backbone's keys and the heads' (``coder_*``), batch-first; in eval mode the backbone's alone.
     ``embed_image`` / ``embed_text`` give retrieval vectors whose inner product is the score. Parameters that no term
     reads, such as ``logit_scale`` under ``dcl``, are frozen.
 
     Args:
-        name: any open_clip model name, ``local-dir:…``, ``hf-hub:…``, or the path of a model configuration (``.json``).
+        name: any open_clip model name, ``local-dir:…``, ``hf-hub:…``, or the path of a model configuration (``.json``); or a
+            backbone of the group ``coder_plugin.backbones``: ``region-bert``, ``region-bigru``, ``region-bert-camera``,
+            ``region-bigru-vsrn``, or the ``coder_model.json`` that one's export holds.
         recipe: a loss expression, a preset's name or a :class:`~coder_plugin.recipe.Recipe`.
-        pretrained: open_clip tag, or a file that open_clip could load (our exports are).
+        pretrained: open_clip tag, or a file that open_clip could load (our exports are); for region models an export's
+            weights or a released VSE-infinity, VSRN or CAMERA ``.pth``.
         pretrained_image_path: weights for the image tower alone.
         aggregator: ``"tower"``, or ``"gpo"`` for an instance branch over patch and word tokens (projection and GPO), whose
             features stand in for the towers' own in training and in ``embed_*``.
         inference: only the heads that take part in the score, for evaluation and search: no banks, no momentum towers.
-        options: for ``open_clip.create_model``: precision, device, force_image_size, …
+        options: for ``open_clip.create_model``: precision, device, force_image_size, …; for a backbone its own, such as
+            region_dim, embed_dim, text.
 
     Raises:
         CoderError: unknown names, files that do not fit, a recipe that this model cannot serve.
     """
-    from coder_plugin.backbones import clip
+    from coder_plugin.backbones import clip, own
     from coder_plugin.backbones.tokens import TokenTaps
 
     recipe = Recipe.parse(recipe)
-    model = clip.create_clip(
-        name,
-        pretrained=pretrained,
-        pretrained_image_path=pretrained_image_path,
-        needs_logit_bias=any(
-            "logit_bias" in registry.load("losses", term.name).requires for term in recipe.terms
-        ),
-        **options,
-    )
     if aggregator not in get_args(AggregatorName):
         raise CoderError(f"aggregator must be one of {', '.join(get_args(AggregatorName))}, got {aggregator!r}")
-    resolution = resolve(recipe, clip.available_keys(model))
+    if (found := own.find(name)) is not None:
+        if aggregator != "tower" or pretrained_image_path:
+            raise CoderError(f"{name} pools its regions itself and has no image tower to load: leave out aggregator and path")
+        model: Any = own.create(found, pretrained=pretrained, **options)
+        inside: Set[str] = model.inside
+    else:
+        needs_bias = any("logit_bias" in registry.load("losses", term.name).requires for term in recipe.terms)
+        model = clip.create_clip(
+            name,
+            pretrained=pretrained,
+            pretrained_image_path=pretrained_image_path,
+            needs_logit_bias=needs_bias,
+            **options,
+        )
+        inside = clip.INSIDE
+    resolution = resolve(recipe, clip.available_keys(model), inside)
     if inference:
         resolution = resolution.of_heads([name for name in resolution.heads if registry.load("heads", name).scores])
-    inside = INSIDE if aggregator == "gpo" else resolution.reads & INSIDE
-    taps = TokenTaps(model, inside) if inside else None
-    coder = Coder(recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator)
-    coder.to(next(model.parameters()).device)
-    model = clip.extend(model, coder, taps)
-    coder.attach(model)
+    if found is not None:
+        model.coder = Coder(recipe, resolution, model.widths()).to(next(model.parameters()).device)
+    else:
+        wanted = clip.INSIDE if aggregator == "gpo" else resolution.reads & clip.INSIDE
+        taps = TokenTaps(model, wanted) if wanted else None
+        coder = Coder(recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator)
+        model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
+    model.coder.attach(model)
     for key in ("logit_scale", "logit_bias"):
         parameter = getattr(model, key, None)
         if parameter is not None and key not in resolution.reads:
@@ -214,7 +230,7 @@ def create_model(
 
 
 def required_heads(recipe: Recipe) -> tuple[str, ...]:
-    """The heads that a recipe builds on an open_clip model."""
+    """The heads that a recipe builds on a model that has every key."""
     return resolve(recipe, {"image_features", "text_features", "logit_scale", "logit_bias"}).heads
 
 
@@ -222,7 +238,8 @@ def create_loss(recipe: str | Recipe, *, model: Any) -> CoderLoss:
     """The recipe's loss for a model that :func:`create_model` made; ``loss(**model(...))`` is a dict of scalars.
 
     Raises:
-        CoderError: the model has not the heads that the recipe requires.
+        CoderError: the model has not the heads that the recipe requires, or gives an image several features, which one of
+            the terms cannot compare.
     """
     from coder_plugin.backbones import clip
 
@@ -233,4 +250,11 @@ def create_loss(recipe: str | Recipe, *, model: Any) -> CoderLoss:
     absent = [name for name in resolution.heads if name not in model.coder.heads]
     if absent:
         raise CoderError(f"the model was made without the heads {', '.join(absent)}: give create_model the same recipe")
-    return CoderLoss(recipe, resolution.bindings, model.coder.heads)
+    loss = CoderLoss(recipe, resolution.bindings, model.coder.heads)
+    for spec, binding, term in zip(recipe.terms, resolution.bindings, loss.terms.values(), strict=True):
+        if model.coder.views > 1 and "image_features" in binding.values() and not term.takes_views:
+            raise CoderError(
+                f"loss {spec.name!r} compares one feature of an image, and this model gives {model.coder.views}: take "
+                "--model-kwargs image_pooling=gpo, or a loss that takes the best of several (dcl, triplet)"
+            )
+    return loss

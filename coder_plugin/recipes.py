@@ -15,8 +15,11 @@ from coder_plugin.recipe import Recipe
 #: L = 3 L_DCL + L_M-DCL + L_DCL^C + L_PGC (CODER eq. 8), diversity over batch and banks.
 _CODER = "3*dcl(diversity_over='batch+bank') + m_dcl + concept_dcl + pgc"
 
-#: CODER, section 4.2, on VSE-infinity's base (METHODS 6): 15 epochs at 2e-4, 15 at a tenth of it.
+#: CODER, section 4.2, on VSE-infinity's base (METHODS 6): every caption a pair, 15 epochs at 2e-4, 15 at a tenth of it, one
+#: warm-up epoch, BERT at a tenth of the rate.
 _TRAINING = {
+    "model": "region-bert",
+    "captions": "all",
     "batch_size": 128,
     "epochs": 30,
     "lr": 2e-4,
@@ -26,9 +29,14 @@ _TRAINING = {
     "opt": "adamw",
     "wd": 1e-4,
     "grad_clip_norm": 2.0,
+    "warmup_epochs": 1.0,
+    "text_lr_scale": 0.1,
+    "region_dropout": 0.2,
+    "word_dropout": 0.2,
 }
 #: What the paper says, and nothing that it does not.
-_PRINTED_TRAINING = {**_TRAINING, "opt": "adam", "wd": 0.0, "grad_clip_norm": None, "warmup": 0}
+_UNPRINTED = {"wd": 0.0, "grad_clip_norm": None, "warmup_epochs": 0.0, "text_lr_scale": 1.0}
+_PRINTED_TRAINING = {**_TRAINING, **_UNPRINTED, "opt": "adam", "region_dropout": 0.0, "word_dropout": 0.0}
 
 
 def coder() -> Recipe:

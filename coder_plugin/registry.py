@@ -19,7 +19,7 @@ from typing import Any
 from coder_plugin.errors import CoderError
 
 PREFIX = "coder_plugin."
-GROUPS = ("losses", "heads", "negatives", "positives", "backbones", "detectors", "readers", "recipes")
+GROUPS = ("losses", "heads", "negatives", "positives", "backbones", "detectors", "readers", "regions", "recipes")
 
 _cache: dict[str, tuple[Plugin, ...]] = {}
 

@@ -13,8 +13,11 @@ from coder_plugin.recipe import Recipe, TermSpec
 
 #: What a model's forward is given; heads may require it.
 INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
-#: What a backbone gives its heads but does not return: tokens, and the image's pooled feature before normalisation.
-INSIDE = frozenset({"image_tokens", "image_mask", "text_tokens", "text_mask", "image_pooled"})
+#: What backbones give their heads and do not return: tokens after the context stage and before it (locals), masks, pooled
+#: features before normalisation, and the regions' scores for an image's views. Each backbone has its own of these.
+INSIDE = frozenset(
+    "image_tokens image_mask image_locals image_pooled image_views text_tokens text_mask text_locals text_pooled".split()
+)
 #: Made by heads from the backbone's own features alone, so a term that compares a head's features cannot use them.
 _KEYS = frozenset({"coder_image_keys", "coder_text_keys"})
 
@@ -38,16 +41,17 @@ class Resolution:
         return Resolution(tuple(names), (), frozenset(key for name in names for key in _head(name).requires))
 
 
-def resolve(recipe: Recipe, available: Set[str]) -> Resolution:
+def resolve(recipe: Recipe, available: Set[str], inside: Set[str] = INSIDE) -> Resolution:
     """The heads, and no others, that provide what the terms require.
 
     Args:
         available: keys that the backbone returns, such as ``image_features`` and ``logit_scale``.
+        inside: those of :data:`INSIDE` that it gives its heads.
 
     Raises:
         CoderError: a key nobody provides or several heads do, a circle of heads, ``term@head`` of a head without pair.
     """
-    return _Resolver(available | INPUTS | INSIDE).run(recipe)
+    return _Resolver(available | INPUTS | inside).run(recipe)
 
 
 class _Resolver:

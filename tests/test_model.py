@@ -30,7 +30,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.losses.base import Term
 from coder_plugin.recipe import Recipe
-from coder_plugin.training.export import export_clip, plain_state
+from coder_plugin.training.export import export_model, plain_state
 
 B, T, VOCABULARY, EOT = 3, 16, 120, 119
 TOKEN_KEYS = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")
@@ -756,7 +756,7 @@ def test_a_plain_checkpoint_starts_a_run(make: Make, tmp_path: Path, name: str, 
         state = {f"module.{key}": value for key, value in plain.state_dict().items()}
         torch.save({"epoch": 3, "name": "x", "state_dict": state}, path)
     elif form == "ours":
-        path = export_clip(_with_weights(make(name, "reads_bank"), plain), tmp_path / "export")
+        path = export_model(_with_weights(make(name, "reads_bank"), plain), tmp_path / "export")
     else:
         torch.save(plain.state_dict(), path)
     model = make(name, "reads_bank + clip", pretrained=str(path)).eval()
@@ -778,7 +778,7 @@ def test_the_export_opens_in_plain_open_clip(make: Make, tmp_path: Path, name: s
             parameter.add_(0.01)
     model.eval()
     assert plain_state(model).keys() == make(name).state_dict().keys()
-    path = export_clip(model, tmp_path / "export")
+    path = export_model(model, tmp_path / "export")
     opened = [open_clip.create_model(f"test-{name}", pretrained=str(path), output_dict=True)]
     opened.append(open_clip.create_model(f"local-dir:{path.parent}", output_dict=True))
     for plain in opened:
@@ -800,7 +800,7 @@ def test_the_export_opens_in_plain_open_clip(make: Make, tmp_path: Path, name: s
 )
 def test_the_export_of_a_model_with_overrides_opens(make: Make, tmp_path: Path, options: dict[str, Any]) -> None:
     model = make("vit", **{"recipe": "clip", **options}).eval()
-    path = export_clip(model, tmp_path / "export")
+    path = export_model(model, tmp_path / "export")
     plain = open_clip.create_model(f"local-dir:{path.parent}", output_dict=True).eval()
     size, (image, text) = model.visual.image_size, batch()
     size = size[0] if isinstance(size, tuple) else size

@@ -22,11 +22,12 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
     assert set(required_heads(recipe)) <= ALL_HEADS
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert {term.name for term in recipe.terms} <= {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}
-    config = TrainConfig(loss=name, train_data="x.tar", model="ViT-B-32").resolved()
+    given = {} if "model" in dict(recipe.training) else {"model": "ViT-B-32"}
+    config = TrainConfig(loss=name, train_data="x.tar", **given).resolved()
     for option, value in recipe.training:
         assert getattr(config, option) == value
     by_flag = TrainConfig(loss=name, train_data="x.tar", model="ViT-B-32", lr=0.5, wd=0.25, epochs=3).resolved()
-    assert (by_flag.lr, by_flag.wd, by_flag.epochs) == (0.5, 0.25, 3)
+    assert (by_flag.model, by_flag.lr, by_flag.wd, by_flag.epochs) == ("ViT-B-32", 0.5, 0.25, 3)
 
 
 def options(name: str) -> dict[str, dict]:

@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin import registry
 from coder_plugin.backbones.tokens import TokenTaps
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Widths
 
 CONFIGS = Path(__file__).parent / "model_configs"
+#: What of ``resolver.INSIDE`` open_clip's towers give.
+INSIDE = frozenset({"image_tokens", "image_mask", "text_tokens", "text_mask", "image_pooled"})
 
 
 class CoderCLIP:
@@ -115,7 +118,7 @@ def create_clip(
     else:
         config = open_clip.get_model_config(name.replace("/", "-"))
         if config is None:
-            near = difflib.get_close_matches(name, open_clip.list_models(), n=3)
+            near = difflib.get_close_matches(name, [*open_clip.list_models(), *registry.names("backbones")], n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise CoderError(f"unknown model {name!r}{hint} (all: open_clip.list_models(), or a config file's path)")
         if pretrained and not Path(pretrained).is_file():

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["guess_kind", "open_source"]
 
-_TABLES = {".csv": "csv", ".tsv": "csv", ".txt": "csv", ".json": "karpathy"}
+_TABLES = {"_caps.txt": "caps", ".csv": "csv", ".tsv": "csv", ".txt": "csv"}
+_PEEK = 65536  # bytes: COCO's files have tens of megabytes
 
 
 def open_source(spec: str, kind: str = "auto", *, split: str = "train", **options: Any) -> Source:
@@ -33,21 +34,59 @@ def open_source(spec: str, kind: str = "auto", *, split: str = "train", **option
 
 
 def guess_kind(spec: str) -> str:
-    """The reader that a data set's name calls for."""
+    """The reader that a data set's name calls for; JSON files and folders are told apart by what is in them."""
+    import os
+
     from coder_plugin.errors import CoderError
 
     if spec == "scenes":
         return "scenes"
     if spec.startswith("pipe:") or "::" in spec:
         return "webdataset"
-    for extension, kind in _TABLES.items():
-        if spec.lower().endswith(extension):
+    if os.path.isdir(spec):
+        return _folder_kind(spec)
+    for ending, kind in _TABLES.items():
+        if spec.lower().endswith(ending):
             return kind
+    if spec.lower().endswith(".json"):
+        return _json_kind(spec)
     if ".tar" in spec.lower() or any(sign in spec for sign in "{*?["):
         return "webdataset"
     raise CoderError(
-        f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, "
-        "a Karpathy .json or 'scenes', or name the kind"
+        f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, a _caps.txt, "
+        "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset or CLIP_benchmark, or 'scenes', or name the kind"
+    )
+
+
+def _json_kind(spec: str) -> str:
+    """COCO's annotations, or Karpathy's with the sentences in each image; the signs are in every entry, so its start tells."""
+    try:
+        with open(spec, "rb") as file:
+            start = file.read(_PEEK)
+    except OSError:
+        return "karpathy"  # the reader says what is wrong with the file
+    coco = any(sign in start for sign in (b'"annotations"', b'"file_name"', b'"image_id"'))
+    return "coco" if coco and b'"sentences"' not in start else "karpathy"
+
+
+def _folder_kind(spec: str) -> str:
+    import glob
+    import os
+
+    from coder_plugin.errors import CoderError
+
+    def has(pattern: str) -> bool:
+        return next(glob.iglob(os.path.join(glob.escape(spec), pattern)), None) is not None
+
+    if has("nshards.txt") or has("*/nshards.txt"):
+        return "webdataset"
+    if has("*_ims.npy") or has("precomp/*_ims.npy"):
+        return "precomp"
+    if has("[0-9]*/[0-9]*.json") or has("[0-9]*/[0-9]*.txt"):
+        return "img2dataset"
+    raise CoderError(
+        f"cannot tell what kind of data the folder {spec!r} holds: neither SCAN's (train_ims.npy), CLIP_benchmark's "
+        f"(nshards.txt) nor img2dataset's files (00000/000000000.txt); of shards, give '{spec}/*.tar'"
     )
 
 

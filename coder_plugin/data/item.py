@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from coder_plugin.data.regions.base import Regions
+
 
 def stable_hash(*parts: object) -> int:
     """A 63-bit integer that depends on the text of ``parts`` alone: the same in every process, version and machine."""
@@ -21,13 +23,15 @@ def stable_hash(*parts: object) -> int:
 class Item:
     """One image of a data set with all its captions.
 
-    ``key`` names the image within its data set (a file name, a WebDataset key); ``load()`` decodes it to an RGB
-    picture and raises ``OSError`` or ``ValueError`` where that is impossible.
+    ``key`` names the image within its data set (a file name, a WebDataset key); ``load()`` gives its RGB picture or its
+    regions, and raises ``OSError`` or ``ValueError`` where that is impossible. ``names`` are others that it is known by,
+    such as its number in COCO: a file of regions may have it under any of them.
     """
 
     key: str
     captions: tuple[str, ...]
-    load: Callable[[], Image]
+    load: Callable[[], Image | Regions]
+    names: tuple[str, ...] = ()
 
     @property
     def image_id(self) -> int:

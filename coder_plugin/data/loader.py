@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng
+from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class TrainLoader:
         source: Source,
         *,
         batch_size: int,
-        transform: Callable[[Any], torch.Tensor],
+        transform: Callable[[Any], Any],
         tokenizer: Callable[[list[str]], torch.Tensor],
         seed: int = 0,
         rank: int = 0,
@@ -86,7 +86,7 @@ class TrainLoader:
         )
         self._at = _Position(epoch=0, consumed=[0] * self._plan.workers)
 
-    def epoch(self, epoch: int, position: dict[str, Any] | None = None) -> Iterator[dict[str, torch.Tensor]]:
+    def epoch(self, epoch: int, position: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         """The batches of an epoch, or those that follow ``position`` in it."""
         start = _Position(epoch=epoch, consumed=[0] * self._plan.workers)
         if position is not None:
@@ -100,14 +100,14 @@ class TrainLoader:
         at = asdict(self._at)
         return {**at, "setting": self._setting(), "rank": self._plan.rank, "bad": list(self.bad.keys)}
 
-    def _batches(self, start: _Position) -> Iterator[dict[str, torch.Tensor]]:
+    def _batches(self, start: _Position) -> Iterator[dict[str, Any]]:
         consumed, first = list(start.consumed), (start.last + 1) % self._plan.workers
         if start.leftover:
             first = start.last
             consumed[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
         stream = _TrainStream(self.source, plan, tuple(consumed), first, self._transform, self._tokenizer)
-        left: dict[str, torch.Tensor] = {}
+        left: dict[str, Any] = {}
         batches, again, size = start.batches, start.leftover, plan.batch_size
         if batches >= self.steps_per_epoch:
             return
@@ -129,7 +129,7 @@ class TrainLoader:
                     epoch=start.epoch, batches=batches, consumed=list(consumed), last=chunk.worker, leftover=rest
                 )
                 # Cloned: what is left would hold on to the memory of the batch.
-                left = {name: rows.clone() for name, rows in chunk.rows(size).tensors.items()} if rest else {}
+                left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
                 yield (chunk.rows(0, size) if rest else chunk).tensors
                 if batches == self.steps_per_epoch:
                     return
@@ -178,7 +178,7 @@ def evaluation_batches(
     source: Source,
     *,
     batch_size: int,
-    transform: Callable[[Any], torch.Tensor],
+    transform: Callable[[Any], Any],
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
@@ -221,7 +221,7 @@ class _TrainStream(_Stream):
     plan: Plan
     skips: tuple[int, ...]
     first: int
-    transform: Callable[[Any], torch.Tensor]
+    transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
@@ -244,7 +244,7 @@ class _EvaluationStream(_Stream):
     rank: int
     world_size: int
     batch_size: int
-    transform: Callable[[Any], torch.Tensor]
+    transform: Callable[[Any], Any]
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         part, parts = worker * self.world_size + self.rank, self.world_size * workers

@@ -1,8 +1,10 @@
 """WebDataset shards, read as streams through the webdataset library.
 
 Fields are open_clip's: an image in ``jpg;png;jpeg;webp`` and a caption in ``txt``; a list ``captions`` in ``json``
-replaces the latter. open_clip 3.3's own reader does not run on webdataset 1.x (KeyError ``fname``: it groups files
-itself and does not know the end-of-shard marker); here the library's public ``tarfile_to_samples`` groups them.
+replaces the latter; ``npz`` has an image's regions in place of its picture
+(:mod:`coder_plugin.data.regions.shards`). img2dataset's tars hold the same fields. open_clip 3.3's own reader does not
+run on webdataset 1.x (KeyError ``fname``: it groups files itself and does not know the end-of-shard marker); here the
+library's public ``tarfile_to_samples`` groups them.
 """
 
 from __future__ import annotations
@@ -21,20 +23,41 @@ import webdataset as wds
 from PIL.Image import Image
 
 from coder_plugin.data.item import Item, stable_hash
+from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.regions.npz import decode_npz
 from coder_plugin.data.source import Plan, check_captions, check_mode, decode_image, draw_caption, one_caption
+from coder_plugin.data.tables import other_names
 from coder_plugin.errors import CoderError
 
-IMAGE_FIELDS = ("jpg", "png", "jpeg", "webp")
+IMAGE_FIELDS = ("jpg", "png", "jpeg", "webp", "npz")
 _FIELDS = {*IMAGE_FIELDS, "txt", "json"}
+CAPTION_KEY = "captions"
+NSHARDS = "nshards.txt"
 log = logging.getLogger(__name__)
 
 
-def open_shards(spec: str, *, split: str = "train", resampled: bool = False) -> ShardSource:
-    """The shards that ``spec`` expands to: braces, ``*`` globs, ``::`` between several, ``pipe:`` and URLs as they are.
+def open_shards(
+    spec: str,
+    *,
+    split: str = "train",
+    resampled: bool = False,
+    caption_key: str = CAPTION_KEY,
+    newline_captions: bool | None = None,
+) -> ShardSource:
+    """The shards that ``spec`` expands to: braces, ``*`` globs, ``::`` between several, ``pipe:`` and URLs as they are;
+    or a folder in CLIP_benchmark's layout, with ``nshards.txt`` in it or in its folder ``split``.
 
-    Shards hold one split, so ``split`` is not looked at. ``resampled`` draws shards with replacement.
+    Other shards hold one split, so ``split`` is not looked at. ``resampled`` draws shards with replacement. Where
+    ``json`` has a caption, or a list of them, under another ``caption_key``, every image must have it. With
+    ``newline_captions`` each line of ``txt`` is a caption, as CLIP_benchmark writes them; by default that is so for
+    local shards that all have an ``nshards.txt`` beside them, and elsewhere a ``txt`` is one caption, whatever is in it.
     """
-    return ShardSource(expand(spec), name=spec, resampled=resampled)
+    shards = _benchmark(spec, split) if os.path.isdir(spec) else expand(spec)
+    if newline_captions is None:
+        newline_captions = all(is_local(each) and os.path.exists(_beside(each, NSHARDS)) for each in shards)
+    return ShardSource(
+        shards, name=spec, resampled=resampled, caption_key=caption_key, newline_captions=newline_captions
+    )
 
 
 class ShardSource:
@@ -45,8 +68,18 @@ class ShardSource:
     its ends, so nobody idles when the shards do not divide evenly, nor when there are fewer of them than workers.
     """
 
-    def __init__(self, shards: list[str], *, name: str = "shards", resampled: bool = False) -> None:
+    def __init__(
+        self,
+        shards: list[str],
+        *,
+        name: str = "shards",
+        resampled: bool = False,
+        caption_key: str = CAPTION_KEY,
+        newline_captions: bool = False,
+    ) -> None:
         self.name = name
+        self._caption_key = caption_key
+        self._newline_captions = newline_captions
         self._shards = shards
         self._resampled = resampled
         self._sound: set[str] = set()  # scanned once; a scan costs about two per cent of decoding the shard
@@ -149,17 +182,31 @@ class ShardSource:
             except ValueError as exc:
                 raise CoderError(f"{name}: image {place!r}: its json field is not JSON: {exc}") from exc
         extra = extra if isinstance(extra, dict) else {}
-        captions = extra.get("captions")
-        if captions is None:
-            try:
-                captions = [sample["txt"].decode("utf-8").strip()] if "txt" in sample else []
-            except UnicodeDecodeError as exc:
-                raise CoderError(f"{name}: image {place!r}: its txt field is not UTF-8 text") from exc
-        if not isinstance(captions, list):
-            raise CoderError(f"{name}: image {place!r}: 'captions' in its json field is not a list")
+        captions = self._captions(f"{name}: image {place!r}", sample, extra)
         key = str(extra["image_id"]) if extra.get("image_id") is not None else place
-        image = next((sample[field] for field in IMAGE_FIELDS if field in sample), None)
-        return Item(key, check_captions(name, place, captions), partial(_load, image))
+        field = next((field for field in IMAGE_FIELDS if field in sample), "")
+        names = other_names(key, sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
+        return Item(key, check_captions(name, place, captions), partial(_load, field, sample.get(field)), names)
+
+    def _captions(self, where: str, sample: dict[str, Any], extra: dict[str, Any]) -> list[str]:
+        captions = extra.get(self._caption_key)
+        if isinstance(captions, str):
+            return [captions]
+        if captions is not None and not isinstance(captions, list):
+            raise CoderError(f"{where}: {self._caption_key!r} in its json field is not a list or a text")
+        if captions is not None:
+            return captions
+        if self._caption_key != CAPTION_KEY:  # asked for by name: txt would be something else
+            there = ", ".join(map(repr, extra)) or "nothing"
+            raise CoderError(f"{where}: no {self._caption_key!r} in its json field (caption_key); there is: {there}")
+        if "txt" not in sample:
+            return []
+        try:
+            text = sample["txt"].decode("utf-8")
+        except UnicodeDecodeError as exc:
+            raise CoderError(f"{where}: its txt field is not UTF-8 text") from exc
+        lines = text.removesuffix("\n").split("\n") if self._newline_captions else [text]
+        return [line.strip() for line in lines]
 
     def _count(self, captions: str) -> int | None:
         """From what open_clip keeps beside shards, else from the tar files; None where neither is at hand."""
@@ -200,6 +247,32 @@ def expand(spec: str) -> list[str]:
     return shards
 
 
+def _benchmark(folder: str, split: str) -> list[str]:
+    """CLIP_benchmark's shards of a split: ``0.tar``, ``1.tar`` …, as many as ``nshards.txt`` says."""
+    notes = [os.path.join(folder, *part, NSHARDS) for part in ([split], [])]
+    note = next(filter(os.path.exists, notes), None)
+    if note is None:
+        there = sorted(os.path.basename(os.path.dirname(each)) for each in glob.glob(f"{glob.escape(folder)}/*/{NSHARDS}"))
+        hint = f"splits present: {', '.join(there)}" if there else f"give its shards, such as '{folder}/*.tar'"
+        raise CoderError(f"{folder}: a folder without {NSHARDS} for split {split!r}; {hint}")
+    try:
+        with open(note, encoding="utf-8") as file:
+            count = int(file.read())
+    except (OSError, ValueError) as exc:
+        raise CoderError(f"{note}: cannot be read as a number: {exc}") from exc
+    shards = [_beside(note, f"{number}.tar") for number in range(count)]
+    missing = [shard for shard in shards if not os.path.exists(shard)]
+    if not shards:
+        raise CoderError(f"{note}: says {count} shards; it must be > 0")
+    if missing:
+        raise CoderError(f"{note}: says {count} shards, of which {len(missing)} are missing, the first: {missing[0]}")
+    return shards
+
+
+def _beside(shard: str, name: str) -> str:
+    return os.path.join(os.path.dirname(local_path(shard)), name)
+
+
 def is_local(shard: str) -> bool:
     return shard.startswith("file:") or not (shard.startswith("pipe:") or "://" in shard)
 
@@ -214,18 +287,27 @@ def scan(shard: str) -> int:
     Reading would not notice: tarfile takes a broken header, and a file that stops between two members, for the end.
     """
     count, last = 0, None
+    for _, stem, field, _ in members(shard):
+        if field in IMAGE_FIELDS and stem != last:
+            count, last = count + 1, stem
+    return count
+
+
+def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
+    """The files in a shard, as (tar file, sample, field, header); see :func:`scan` of damaged ones."""
     try:
         with tarfile.open(local_path(shard)) as tar:
             for member in tar:
                 stem, field = wds.tariterators.base_plus_ext(member.name)
-                if member.isreg() and stem is not None and field.lower() in IMAGE_FIELDS and stem != last:
-                    count, last = count + 1, stem
+                if member.isreg() and stem is not None:
+                    yield tar, stem, field.lower(), member
             tar.fileobj.seek(tar.offset)  # type: ignore[union-attr]
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # type: ignore[union-attr]
                 raise tarfile.ReadError(f"truncated or damaged at byte {tar.offset}")
+    except CoderError:
+        raise
     except Exception as exc:
         _unreadable(shard, exc)
-    return count
 
 
 def _unreadable(shard: str, exc: Exception) -> NoReturn:
@@ -267,7 +349,7 @@ def _wanted(name: str) -> bool:
     return field is not None and field.lower() in _FIELDS
 
 
-def _load(image: bytes | None) -> Image:
-    if image is None:
+def _load(field: str, image: Any) -> Image | Regions:
+    if not field:
         raise ValueError(f"no field {', '.join(IMAGE_FIELDS)}")
-    return decode_image(image)
+    return decode_npz(image) if field == "npz" else decode_image(image)

@@ -168,36 +168,43 @@ def isolated_rng(*parts: object) -> Iterator[None]:
         np.random.set_state(states[2])
 
 
+def map_tensors(function: Callable[..., Any], *values: Any) -> Any:
+    """``function`` of a tensor, or of each tensor of a dict: an image may be one or the other."""
+    if isinstance(values[0], dict):
+        return {name: map_tensors(function, *(value[name] for value in values)) for name in values[0]}
+    return function(*values)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A chunk decoded: its rows, and the images that could not be. Without a row there are no tensors."""
 
     worker: int
     bad: list[tuple[str, str]] = field(default_factory=list)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # image, image_id, and text or index
+    tensors: dict[str, Any] = field(default_factory=dict)  # image (a tensor or dict of them), image_id, text or index
     captions: list[tuple[str, ...]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0
 
     def rows(self, start: int, stop: int | None = None) -> Chunk:
-        return replace(self, tensors={name: each[start:stop] for name, each in self.tensors.items()})
+        return replace(self, tensors=map_tensors(lambda each: each[start:stop], self.tensors))
 
-    def after(self, rows: dict[str, torch.Tensor]) -> Chunk:
+    def after(self, rows: dict[str, Any]) -> Chunk:
         """This chunk with ``rows`` put before its own."""
         if not len(self):
             return replace(self, tensors=rows)
-        return replace(self, tensors={name: torch.cat([each, self.tensors[name]]) for name, each in rows.items()})
+        return replace(self, tensors=map_tensors(lambda *both: torch.cat(both), rows, self.tensors))
 
     def pin_memory(self) -> Chunk:  # the DataLoader's pinning thread calls this by name
-        return replace(self, tensors={name: each.pin_memory() for name, each in self.tensors.items()})
+        return replace(self, tensors=map_tensors(torch.Tensor.pin_memory, self.tensors))
 
 
 def decode(
-    items: list[Item], transform: Callable[[Any], torch.Tensor], *, seed: int = 0, epoch: int = 0, worker: int = 0
+    items: list[Item], transform: Callable[[Any], Any], *, seed: int = 0, epoch: int = 0, worker: int = 0
 ) -> tuple[Chunk, list[int]]:
-    """The images of ``items`` as tensors, and which of the items these are: an image that does not decode is left out
-    and told of in ``bad``. A transform that fails is a bug, and its exception goes its way."""
+    """The images of ``items`` as tensors (or dicts of them), and which of the items these are: an image that does not
+    decode is left out and told of in ``bad``. A transform that fails is a bug, and its exception goes its way."""
     good, images, bad = [], [], []
     for number, item in enumerate(items):
         try:

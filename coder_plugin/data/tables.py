@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from PIL.Image import Image
 
@@ -23,11 +25,13 @@ def open_csv(
     csv_separator: str = "\t",
     csv_img_key: str = "filepath",
     csv_caption_key: str = "title",
+    pictures: bool = True,
 ) -> ItemSource:
     """A table with one row per caption and a header. Rows that name the same file are captions of one image, in order.
 
     The file holds one split, so ``split`` is not looked at. A relative path counts from the working directory, as in
-    open_clip, else from the table's folder, so that a data set can be moved as a whole.
+    open_clip, else from the table's folder, so that a data set can be moved as a whole. Without ``pictures`` the images
+    are names alone, for features that come from elsewhere. An image is also known by its file name without the ending.
     """
     separator = csv_separator.replace("\\t", "\t")  # a shell hands over the two characters
     if len(separator) != 1:
@@ -53,49 +57,55 @@ def open_csv(
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}") from exc
     folder = Path(spec).resolve().parent
-    items = [Item(path, tuple(texts), partial(_load, path, folder / path)) for path, texts in captions.items()]
+    items = []
+    for path, texts in captions.items():
+        load = partial(_load, path, folder / path) if pictures else partial(no_picture, path)
+        items.append(Item(path, tuple(texts), load, other_names(path, Path(path).stem)))
     return ItemSource(items, name=spec)
 
 
-def open_karpathy(spec: str, *, split: str = "train", images: str | None = None, restval: bool = True) -> ItemSource:
+def open_karpathy(
+    spec: str, *, split: str = "train", images: str | None = None, restval: bool = True, pictures: bool = True
+) -> ItemSource:
     """One split of a ``dataset_*.json`` as Karpathy publishes them for Flickr8k, Flickr30K and COCO.
 
     ``images`` is the folder of the pictures (default: ``images`` beside the file, else the file's folder); COCO's
-    ``filepath`` counts from there. With ``restval`` the pictures COCO's authors left over are trained on, as is usual.
+    ``filepath`` counts from there. Without ``pictures`` it is not looked for, and only features from elsewhere can stand
+    for the images. With ``restval`` the pictures COCO's authors left over are trained on, as is usual. An image is also
+    known by its ``cocoid``, its ``imgid`` and its file name without the folder.
     """
-    root = Path(images) if images is not None else _image_folder(Path(spec))
-    if not root.is_dir():
-        raise CoderError(f"{spec}: image folder {str(root)!r} does not exist")
+    root = picture_folder(spec, images or _image_folder(Path(spec))) if pictures else None
     wanted = {split, "restval"} if split == "train" and restval else {split}
     entries = _entries(spec)
     chosen = [(number, entry) for number, entry in enumerate(entries) if entry.get("split") in wanted]
     if not chosen:
         there = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
         raise CoderError(f"{spec}: no images in split {split!r}; splits present: {there}")
-    return ItemSource([_item(spec, root, number, entry) for number, entry in chosen], name=f"{spec} ({split})")
+    items = [_item(spec, root, number, entry) for number, entry in chosen]
+    refuse(spec, [repr(key) for key in twice(item.key for item in items)], "files named by two images or more")
+    return ItemSource(items, name=f"{spec} ({split})")
 
 
 def _entries(spec: str) -> list[dict[str, Any]]:
-    try:
-        with open(spec, encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError) as exc:
-        raise CoderError(f"{spec}: cannot be read as JSON: {_reason(exc)}") from exc
+    content = read_json(spec)
     entries = content.get("images") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CoderError(f"{spec}: not in Karpathy's format: no list 'images' of objects")
     return entries
 
 
-def _item(spec: str, root: Path, number: int, entry: dict[str, Any]) -> Item:
+def _item(spec: str, root: Path | None, number: int, entry: dict[str, Any]) -> Item:
     name, sentences = entry.get("filename"), entry.get("sentences", [])
     if not isinstance(name, str) or not name:
         raise CoderError(f"{spec}: images[{number}] has no 'filename'")
-    key = os.path.join(entry.get("filepath") or "", name)
+    folder = entry.get("filepath") or ""
+    if not isinstance(folder, str):
+        raise CoderError(f"{spec}: images[{number}] has a 'filepath' that is not text")
+    key = os.path.join(folder, name)
     if not isinstance(sentences, list) or not all(isinstance(each, dict) and "raw" in each for each in sentences):
         raise CoderError(f"{spec}: image {key!r}: 'sentences' is not a list of objects with 'raw'")
     captions = check_captions(spec, key, [each["raw"] for each in sentences])
-    return Item(key, captions, partial(decode_image, str(root / key)))
+    return Item(key, captions, loader(root, key), other_names(key, entry.get("cocoid"), entry.get("imgid"), name))
 
 
 def _image_folder(spec: Path) -> Path:
@@ -106,6 +116,50 @@ def _image_folder(spec: Path) -> Path:
 def _load(path: str, otherwise: Path) -> Image:
     """Looked up when loaded: asking for a hundred thousand files at the start takes minutes on a network drive."""
     return decode_image(path if os.path.exists(path) else str(otherwise))
+
+
+def read_json(spec: str | Path) -> Any:
+    try:
+        with open(spec, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as exc:
+        raise CoderError(f"{spec}: cannot be read as JSON: {_reason(exc)}") from exc
+
+
+def picture_folder(spec: str, folder: str | Path) -> Path:
+    if not Path(folder).is_dir():
+        raise CoderError(f"{spec}: image folder {str(folder)!r} does not exist")
+    return Path(folder)
+
+
+def loader(root: Path | None, key: str) -> Callable[[], Image]:
+    """What decodes the picture ``key`` in ``root``; without a folder, what says that there is none."""
+    return partial(no_picture, key) if root is None else partial(decode_image, str(root / key))
+
+
+def no_picture(key: str) -> NoReturn:
+    raise ValueError(f"no picture: {key!r} was opened for its captions alone")
+
+
+def other_names(key: str, *names: object) -> tuple[str, ...]:
+    """The numbers and texts among ``names`` as text, each once and none equal to ``key``."""
+    texts = [str(name) for name in names if is_name(name)]
+    return tuple(name for name in dict.fromkeys(texts) if name != key)
+
+
+def is_name(value: object) -> bool:
+    return isinstance(value, int | str) and not isinstance(value, bool) and value != ""
+
+
+def twice(values: Iterable[Hashable]) -> list[Hashable]:
+    """The values that occur more than once, each once."""
+    return [value for value, count in Counter(values).items() if count > 1]
+
+
+def refuse(spec: str | Path, faults: Sequence[str], what: str) -> None:
+    """A CoderError that counts the faults and shows the first; nothing where there are none."""
+    if faults:
+        raise CoderError(f"{spec}: {what}: {len(faults)}, the first: {faults[0]}")
 
 
 def _reason(exc: Exception) -> str:

@@ -7,9 +7,17 @@ from torch import Tensor
 
 
 def cosine(anchors: Tensor, candidates: Tensor) -> Tensor:
-    """Products [n, q] of [n, d] and [q, d] in float32 or better, also under autocast (METHODS, first paragraph)."""
+    """Products [n, q] of [n, d] and [q, d] in float32 or better, also under autocast (METHODS, first paragraph).
+
+    Where a side has several features each, [n, v, d] or [q, v, d], the greatest product counts (CAMERA's views).
+    """
     with torch.autocast(anchors.device.type, enabled=False):
-        return raise_precision(anchors) @ raise_precision(candidates).T
+        anchors, candidates = raise_precision(anchors), raise_precision(candidates)
+        products = anchors.flatten(0, -2) @ candidates.flatten(0, -2).T
+        if anchors.ndim == candidates.ndim == 2:
+            return products
+        views = [x.shape[1] if x.ndim == 3 else 1 for x in (anchors, candidates)]
+        return products.unflatten(1, (-1, views[1])).unflatten(0, (-1, views[0])).amax((1, 3))
 
 
 def different_images(image_ids: Tensor | None, n: int, device: torch.device) -> Tensor:

@@ -14,11 +14,16 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What a backbone tells its heads: the joint dimension D and the channels of its tokens (0: it has none)."""
+    """What a backbone tells its heads: the joint dimension D, the channels of its tokens and of what they were before the
+    context stage (0: it has none), how many features an image has, and how many tokens its tokenizer knows."""
 
     embed_dim: int
     image_tokens: int = 0
     text_tokens: int = 0
+    image_locals: int = 0
+    text_locals: int = 0
+    views: int = 1
+    vocabulary: int = 0
 
 
 class Head(nn.Module):

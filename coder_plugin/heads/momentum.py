@@ -37,6 +37,8 @@ class Momentum(Head):
         mode: Mode = "eval",
     ) -> None:
         super().__init__()
+        if widths.views > 1:
+            raise ValueError(f"a bank holds one key per image, and this model gives an image {widths.views} features")
         self.towers = MomentumCopy(momentum=momentum, mode=mode)
         self.bank = CoupledBank(bank_size, widths.embed_dim, dtype=bank_dtype)
         self._online: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin.heads.base import Head, Widths
 
 
 class Tokens(Head):
-    """Passes the towers' last-layer tokens on: image [B, L, C] with mask [B, L], text [B, T, C] with mask [B, T]."""
+    """Passes the towers' last-layer tokens on: image [B, L, C] with mask [B, L], text [B, T, C] with mask [B, T].
 
-    requires = ("image_tokens", "image_mask", "text_tokens", "text_mask")
+    T is the text input's length, whatever part of it a tower has run over.
+    """
+
+    requires = ("image_tokens", "image_mask", "text_tokens", "text_mask", "text")
     provides = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")
 
     def __init__(self, widths: Widths) -> None:
         super().__init__()
 
     def forward(
-        self, image_tokens: Tensor, image_mask: Tensor, text_tokens: Tensor, text_mask: Tensor
+        self, image_tokens: Tensor, image_mask: Tensor, text_tokens: Tensor, text_mask: Tensor, text: Tensor
     ) -> dict[str, Tensor]:
+        missing = text.shape[1] - text_tokens.shape[1]
         return {
             "coder_image_tokens": image_tokens,
             "coder_image_mask": image_mask,
-            "coder_text_tokens": text_tokens,
-            "coder_text_mask": text_mask,
+            "coder_text_tokens": F.pad(text_tokens, (0, 0, 0, missing)),
+            "coder_text_mask": F.pad(text_mask, (0, missing)),
         }

@@ -29,6 +29,8 @@ class Term(nn.Module):
     uses: tuple[str, ...] = ()
     #: False where a loss cannot mask several captions of one image (the trainer then warns about them).
     masks_same_image: ClassVar[bool] = True
+    #: Whether ``image_features`` may be [B, V, D], several features of an image whose greatest similarity counts.
+    takes_views: ClassVar[bool] = False
 
     #: Each rank computes its own anchors' rows alone, instead of all ranks the whole matrix; set by ``create_loss``.
     local_loss: bool = False

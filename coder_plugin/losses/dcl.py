@@ -28,6 +28,7 @@ class DCL(Term):
     """
 
     uses: tuple[str, ...] = ("coder_ids",)
+    takes_views = True
 
     def __init__(
         self,

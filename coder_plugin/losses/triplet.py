@@ -23,6 +23,7 @@ class Triplet(Term):
     """
 
     uses = ("coder_ids",)
+    takes_views = True
 
     def __init__(
         self,

@@ -76,8 +76,8 @@ def recall(similarity: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: 
 
 @torch.no_grad()
 def recall_from_embeddings(
-    image_embeddings: Tensor,
-    text_embeddings: Tensor,
+    image_embeddings: Tensor | Sequence[Tensor],
+    text_embeddings: Tensor | Sequence[Tensor],
     image_of_text: Tensor | Sequence[int],
     *,
     chunk: int | None = None,
@@ -91,8 +91,9 @@ def recall_from_embeddings(
     those of `recall` except where two products differ by rounding alone.
 
     Args:
-        image_embeddings: [N, D].
-        text_embeddings: [T, D], on the device of the images.
+        image_embeddings: [N, D], or [N, V, D]: V embeddings of an image, the greatest product counts. Several models'
+            as a sequence: an ensemble, whose score is the mean of theirs (METHODS 10).
+        text_embeddings: [T, D] of each model, on the device of the images.
         image_of_text: [T] integers in [0, N), as in `recall`.
         chunk: queries per tile, that is images for [chunk, T] and captions for [chunk, N]; None: as many as make some
             four million scores.
@@ -100,22 +101,22 @@ def recall_from_embeddings(
     Returns:
         What `recall` returns.
     """
-    image_embeddings, text_embeddings, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
-    dtype = _score_dtype(image_embeddings, text_embeddings)
-    image_embeddings, text_embeddings = image_embeddings.to(dtype), text_embeddings.to(dtype)
-    images, texts = len(image_embeddings), len(text_embeddings)
+    pairs, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
+    dtype = _score_dtype(*(side for pair in pairs for side in pair))
+    pairs = [(images.to(dtype), texts.to(dtype)) for images, texts in pairs]
+    images, texts = len(pairs[0][0]), len(pairs[0][1])
     i2t, t2i = owner.new_empty(images), owner.new_empty(texts)
-    for start, tile in _products(image_embeddings, text_embeddings, chunk):
+    for start, tile in _products(pairs, chunk):
         i2t[start : start + len(tile)] = _caption_ranks(tile, start, owner)
-    for start, tile in _products(text_embeddings, image_embeddings, chunk):
+    for start, tile in _products([pair[::-1] for pair in pairs], chunk):
         right = tile.gather(1, owner[start : start + len(tile), None])
         t2i[start : start + len(tile)] = images - 1 - (tile < right).sum(1, dtype=torch.int32)
     return _summary(i2t, t2i)
 
 
 def recall_folds(
-    image_embeddings: Tensor,
-    text_embeddings: Tensor,
+    image_embeddings: Tensor | Sequence[Tensor],
+    text_embeddings: Tensor | Sequence[Tensor],
     image_of_text: Tensor | Sequence[int],
     *,
     folds: int = 5,
@@ -124,8 +125,8 @@ def recall_folds(
     """The mean over F consecutive folds of images, each with its own captions only: COCO's "5-fold 1K".
 
     Args:
-        image_embeddings: [N, D] in the data set's order; N must be divisible by ``folds``.
-        text_embeddings: [T, D].
+        image_embeddings: as in `recall_from_embeddings`, in the data set's order; N must be divisible by ``folds``.
+        text_embeddings: likewise.
         image_of_text: [T] integers in [0, N), as in `recall`.
         folds: how many.
         chunk: as in `recall_from_embeddings`.
@@ -134,8 +135,8 @@ def recall_folds(
         The metrics of `recall` without the ranks, each the mean of the folds, and ``folds``: the same metrics of
         each fold, in order. Plain numbers only.
     """
-    image_embeddings, text_embeddings, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
-    images = len(image_embeddings)
+    pairs, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
+    images = len(pairs[0][0])
     if folds < 1 or images % folds:
         raise CoderError(f"{images} images cannot be cut into {folds} equal folds: folds must divide their number")
     size = images // folds
@@ -143,7 +144,10 @@ def recall_folds(
     for first in range(0, images, size):
         kept = (owner >= first) & (owner < first + size)
         result = recall_from_embeddings(
-            image_embeddings[first : first + size], text_embeddings[kept], owner[kept] - first, chunk=chunk
+            [side[first : first + size] for side, _ in pairs],
+            [side[kept] for _, side in pairs],
+            owner[kept] - first,
+            chunk=chunk,
         )
         each.append({key: result[key] for key in _METRICS})
     return {**{key: sum(fold[key] for fold in each) / folds for key in _METRICS}, "folds": each}
@@ -208,18 +212,32 @@ def _tiles(queries: int, candidates: int, chunk: int | None) -> Iterator[tuple[i
         yield start, min(start + chunk, queries)
 
 
-def _products(queries: Tensor, candidates: Tensor, chunk: int | None) -> Iterator[tuple[int, Tensor]]:
-    """Start and score rows [R, candidates] of each tile, all in one buffer.
+def _products(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int | None) -> Iterator[tuple[int, Tensor]]:
+    """Start and score rows [R, candidates] of each tile, of (queries, candidates) of each model, in the same buffers.
 
     A new tensor per tile, with the ranks kept beside it, tears the C allocator's heap into holes that the next tile
     does not fit: the process then grows, now and then, by the whole matrix that tiles are there to avoid.
     """
-    buffer = None
-    for start, stop in _tiles(len(queries), len(candidates), chunk):
-        if buffer is None:
-            buffer = queries.new_empty(stop - start, len(candidates))
-        # Writing into a buffer of the comparison's dtype also keeps autocast out: it leaves ``out=`` calls alone.
-        yield start, torch.mm(queries[start:stop], candidates.T, out=buffer[: stop - start])
+    buffers: list[Tensor] = []
+    queries, candidates = (len(side) for side in pairs[0])
+    views = max(a.shape[1] * b.shape[1] for a, b in ((_views(a), _views(b)) for a, b in pairs))
+    for start, stop in _tiles(queries, candidates * views, chunk):
+        total: Any = None
+        for number, (a, b) in enumerate(pairs):
+            rows, columns = _views(a)[start:stop].flatten(0, 1), _views(b).flatten(0, 1)
+            if len(buffers) == number:
+                buffers.append(rows.new_empty(len(rows), len(columns)))
+            # Writing into a buffer of the comparison's dtype also keeps autocast out: it leaves ``out=`` calls alone.
+            scores = torch.mm(rows, columns.T, out=buffers[number][: len(rows)])
+            if a.ndim == 3 or b.ndim == 3:
+                scores = scores.view(stop - start, -1, candidates, len(columns) // candidates).amax((1, 3))
+            total = scores if total is None else total.add_(scores)
+        yield start, total if len(pairs) == 1 else total.div_(len(pairs))
+
+
+def _views(embeddings: Tensor) -> Tensor:
+    """[n, V, D], V being 1 where there is one embedding each."""
+    return embeddings if embeddings.ndim == 3 else embeddings[:, None]
 
 
 def _score_dtype(*tensors: Tensor) -> torch.dtype:
@@ -232,22 +250,31 @@ def _score_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def _embeddings(
-    image_embeddings: Tensor, text_embeddings: Tensor, image_of_text: Tensor | Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The three inputs as tensors, checked: [N, D], [T, D], int64 [T]."""
-    image_embeddings, text_embeddings = torch.as_tensor(image_embeddings), torch.as_tensor(text_embeddings)
-    shapes = f"got {tuple(image_embeddings.shape)} and {tuple(text_embeddings.shape)}"
-    if image_embeddings.ndim != 2 or text_embeddings.ndim != 2:
-        raise CoderError(f"image and text embeddings must be [images, dim] and [texts, dim], {shapes}")
-    if image_embeddings.shape[1] != text_embeddings.shape[1]:
-        raise CoderError(f"image and text embeddings must have the same dimension, {shapes}")
-    if image_embeddings.device != text_embeddings.device:
-        raise CoderError(
-            f"image and text embeddings must be on one device, got {image_embeddings.device} and "
-            f"{text_embeddings.device}"
-        )
-    owner = _owners(image_of_text, len(image_embeddings), len(text_embeddings), image_embeddings.device)
-    return image_embeddings, text_embeddings, owner
+    image_embeddings: Tensor | Sequence[Tensor],
+    text_embeddings: Tensor | Sequence[Tensor],
+    image_of_text: Tensor | Sequence[int],
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Each model's embeddings, [N, D] or [N, V, D] and [T, D], checked, and the owners, int64 [T]."""
+    sides = [
+        list(side) if isinstance(side, (list, tuple)) and side and isinstance(side[0], Tensor) else [torch.as_tensor(side)]
+        for side in (image_embeddings, text_embeddings)
+    ]
+    if len(sides[0]) != len(sides[1]) or not sides[0]:
+        raise CoderError(f"an ensemble needs images and texts of each model, got {len(sides[0])} and {len(sides[1])}")
+    pairs = list(zip(*sides, strict=True))
+    for images, texts in pairs:
+        shapes = f"got {tuple(images.shape)} and {tuple(texts.shape)}"
+        if images.ndim not in (2, 3) or texts.ndim != 2:
+            raise CoderError(f"embeddings must be [images, dim] (or [images, views, dim]) and [texts, dim], {shapes}")
+        if images.shape[-1] != texts.shape[1]:
+            raise CoderError(f"image and text embeddings must have the same dimension, {shapes}")
+        if images.device != texts.device:
+            raise CoderError(f"image and text embeddings must be on one device, got {images.device} and {texts.device}")
+        if (len(images), len(texts)) != (len(pairs[0][0]), len(pairs[0][1])):
+            first = f"{tuple(pairs[0][0].shape)} and {tuple(pairs[0][1].shape)}"
+            raise CoderError(f"models of an ensemble must have the same images and texts: {first} beside {shapes[4:]}")
+    owner = _owners(image_of_text, len(pairs[0][0]), len(pairs[0][1]), pairs[0][0].device)
+    return pairs, owner
 
 
 def _owners(image_of_text: Tensor | Sequence[int], images: int, texts: int, device: torch.device) -> Tensor:

@@ -29,7 +29,12 @@ def _flag(default: Any, group: str, help: str, *, choices: Sequence[str] | None 
 class TrainConfig:
     """Options of ``coder-plugin train``. A field that is None takes a default of the recipe or the data (see below)."""
 
-    model: str | None = _flag(None, "model", "open_clip model name, or path of a model configuration (.json) [coder-tiny]")
+    model: str | None = _flag(
+        None, "model", "open_clip model name, path of a model configuration (.json), or region-bert and its like [coder-tiny]"
+    )
+    model_kwargs: list[str] | None = _flag(
+        None, "model", "options of a region model, key=value, such as text=FOLDER embed_dim=512"
+    )
     pretrained: str | None = _flag(None, "model", "CLIP weights to start from: an open_clip tag or a file (our exports too)")
     pretrained_image: bool = _flag(False, "model", "start the image tower from timm's ImageNet weights (downloads)")
     pretrained_image_path: str | None = _flag(None, "model", "start the image tower from this file (timm/torchvision keys)")
@@ -68,9 +73,16 @@ class TrainConfig:
     val_data: str | None = _flag(None, "data", "validation data, likewise")
     dataset_type: str = _flag("auto", "data", "the reader: webdataset, csv, karpathy, scenes, or a plugin's")
     image_root: str | None = _flag(None, "data", "image folder of a Karpathy file")
+    regions: str | None = _flag(None, "data", "region features of the images, one file or folder or several with ::")
+    regions_type: str = _flag("auto", "data", "their layout: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's")
+    max_regions: int = _flag(36, "data", "regions of an image that are read, the first in the file")
+    region_dropout: float = _flag(None, "data", "share of the regions left out at random in training [0.2]")
+    word_dropout: float = _flag(None, "data", "share of the words masked, replaced or left out likewise (region models) [0.2]")
     train_num_samples: int | None = _flag(None, "data", "samples per epoch of shards that cannot be counted")
     dataset_resampled: bool = _flag(False, "data", "draw shards with replacement")
-    captions: str = _flag("draw", "data", "one caption per image and epoch, or every caption a pair", choices=("draw", "all"))
+    captions: str = _flag(
+        None, "data", "one caption per image and epoch, or every caption a pair [draw]", choices=("draw", "all")
+    )
     csv_separator: str | None = _flag(None, "data", "column separator of CSV files [tab]")
     csv_img_key: str | None = _flag(None, "data", "CSV column of image paths [filepath]")
     csv_caption_key: str | None = _flag(None, "data", "CSV column of captions [title]")
@@ -88,12 +100,14 @@ class TrainConfig:
     momentum: float | None = _flag(None, "optimisation", "momentum of optimizers that have one")
     opt: str = _flag(None, "optimisation", "any timm optimizer [adamw]")
     warmup: int | None = _flag(None, "optimisation", "steps of linear warm-up [5 % of all]")
+    warmup_epochs: float | None = _flag(None, "optimisation", "the same in epochs")
     lr_scheduler: str = _flag(
         None, "optimisation", "after the warm-up [cosine]", choices=("cosine", "const", "step")
     )
     lr_step_epochs: int = _flag(None, "optimisation", "epochs between the drops of --lr-scheduler step [15]")
     lr_step_gamma: float = _flag(None, "optimisation", "factor of each drop [0.1]")
     layer_decay: float = _flag(1.0, "optimisation", "learning-rate factor per layer towards the towers' inputs")
+    text_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the text tower's pretrained encoder [1]")
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the gradient's norm")
     ema_decay: float | None = _flag(None, "optimisation", "evaluate and export an average of the weights with this decay")
     precision: str = _flag(
@@ -121,12 +135,16 @@ class TrainConfig:
         """With every data-dependent default filled in."""
         if self.train_data is None and not self.on_scenes:
             raise CoderError(f"--dataset-type {self.dataset_type} needs --train-data")
-        if not self.on_scenes and self.model is None:
-            raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
         named = dict(Recipe.parse(self.loss).training)
         unknown = sorted(set(named) - {item.name for item in fields(self)})
         if unknown:
             raise CoderError(f"the recipe {self.loss!r} sets unknown training options: {', '.join(unknown)}")
+        if self.on_scenes:  # pictures, whatever the recipe was made for
+            named.pop("model", None)
+        elif self.model is None and "model" not in named:
+            raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
+        if self.warmup is not None:
+            named.pop("warmup_epochs", None)
         defaults = {**DEFAULTS, **(SCENES_DEFAULTS if self.on_scenes else {}), **named}
         given = asdict(self)
         filled = {key: value for key, value in defaults.items() if given[key] is None}
@@ -138,6 +156,10 @@ class TrainConfig:
                 raise CoderError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not self.lr > 0:  # type: ignore[operator]
             raise CoderError(f"--lr must be > 0, got {self.lr}")
+        if not self.text_lr_scale >= 0:
+            raise CoderError(f"--text-lr-scale must be >= 0, got {self.text_lr_scale}")
+        if self.warmup is not None and self.warmup_epochs is not None:
+            raise CoderError("--warmup and --warmup-epochs both say how long the warm-up is: give one")
         if not 0 < self.layer_decay <= 1:
             raise CoderError(f"--layer-decay must be in (0, 1], got {self.layer_decay}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -156,7 +178,15 @@ class TrainConfig:
 
 
 #: How data are read, and not which: what goes with a data set, and not over to another.
-READING = ("dataset_type", "image_root", "csv_separator", "csv_img_key", "csv_caption_key")
+READING = (
+    "dataset_type",
+    "image_root",
+    "csv_separator",
+    "csv_img_key",
+    "csv_caption_key",
+    "regions",
+    "regions_type",
+)
 
 DEFAULTS = {
     "batch_size": 64,
@@ -167,6 +197,10 @@ DEFAULTS = {
     "lr_scheduler": "cosine",
     "lr_step_epochs": 15,
     "lr_step_gamma": 0.1,
+    "captions": "draw",
+    "region_dropout": 0.2,
+    "word_dropout": 0.2,
+    "text_lr_scale": 1.0,
 }
 SCENES_DEFAULTS = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
 
@@ -187,10 +221,10 @@ def add_flags(parser: argparse.ArgumentParser, config: type = TrainConfig, only:
             kwargs["action"] = argparse.BooleanOptionalAction if item.default else "store_true"
         elif typing.get_origin(kind) is list:
             kwargs.update(nargs="+", type=typing.get_args(kind)[0])
-            if item.name in ("set", "aug_cfg"):
+            if item.name in ("set", "aug_cfg", "model_kwargs"):
                 kwargs["action"] = "extend"
-            if item.name == "set":
-                kwargs["metavar"] = "OWNER.OPTION=VALUE"
+            if item.name in ("set", "model_kwargs"):
+                kwargs["metavar"] = "OWNER.OPTION=VALUE" if item.name == "set" else "OPTION=VALUE"
         else:
             kwargs.update(type=kind, choices=item.metadata["choices"])
         groups[group].add_argument(f"--{item.name.replace('_', '-')}", **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.data.loader import evaluation_batches
+from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.retrieval import recall_folds, recall_from_embeddings
 
@@ -35,7 +36,8 @@ class Encoder:
 
     @torch.no_grad()
     def __call__(self, source: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """-> image vectors [N, D], text vectors [T, D], the image of each text [T]; on the CPU, in the data's order."""
+        """-> image vectors [N, D] or [N, V, D], text vectors [T, D], the image of each text [T]; on the CPU, in the data's
+        order."""
         training = self.model.training
         self.model.eval()
         try:
@@ -70,7 +72,8 @@ class Encoder:
         )
         for batch in batches:
             with self.autocast():
-                images.append(self.model.embed_image(batch["image"].to(self.device)).float().cpu())
+                image = map_tensors(lambda each: each.to(self.device), batch["image"])
+                images.append(self.model.embed_image(image).float().cpu())
             index.append(torch.as_tensor(batch["index"]))
             counts.extend(len(captions) for captions in batch["captions"])
             texts.append(self._texts([caption for captions in batch["captions"] for caption in captions]))
@@ -100,6 +103,16 @@ def evaluate(encoder: Encoder, source: Any, *, folds: int = 0) -> dict[str, Any]
     return _recalls([encoder(source)], folds)[0]
 
 
+def evaluate_ensemble(encoders: Sequence[Encoder], source: Any, *, folds: int = 0) -> list[dict[str, Any]]:
+    """:func:`evaluate` for each model and, last, for all of them together: the mean of their similarities (METHODS 10)."""
+    encoded = [encoder(source) for encoder in encoders]
+    owners = encoded[0][2]
+    if any(not torch.equal(owners, each[2]) for each in encoded):
+        raise CoderError("the models of an ensemble did not read the same images: some were skipped for one of them")
+    images, texts = [each[0] for each in encoded], [each[1] for each in encoded]
+    return _recalls([*encoded, (images, texts, owners)], folds)
+
+
 def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: int = 0) -> list[dict[str, Any]]:
     """:func:`evaluate` for each weight of the instance level, ``S = beta S_I + (1 - beta) S_C``; encodes once.
 
@@ -114,22 +127,24 @@ def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: 
         raise CoderError(f"--beta weighs the concept level, and this model scores with: {', '.join(scoring) or 'no head'}")
     with scoring["concepts"].weighing(0.5):
         images, texts, image_of_text = encoder(source)
-    middle = images.shape[1] // 2  # [sqrt(1/2) v_I ; sqrt(1/2) v_C], of one dimension
+    middle = images.shape[-1] // 2  # [sqrt(1/2) v_I ; sqrt(1/2) v_C], of one dimension
 
     def weighed(vectors: Tensor, beta: float) -> Tensor:
-        return torch.cat([vectors[:, :middle] * (2 * beta) ** 0.5, vectors[:, middle:] * (2 - 2 * beta) ** 0.5], 1)
+        return torch.cat([vectors[..., :middle] * (2 * beta) ** 0.5, vectors[..., middle:] * (2 - 2 * beta) ** 0.5], -1)
 
     return _recalls(((weighed(images, beta), weighed(texts, beta), image_of_text) for beta in betas), folds)
 
 
-def _recalls(encoded: Iterable[tuple[Tensor, Tensor, Tensor]], folds: int) -> list[dict[str, Any]]:
+def _recalls(encoded: Iterable[tuple[Any, Any, Tensor]], folds: int) -> list[dict[str, Any]]:
+    """Recall of each (images, texts, image of each text), where images and texts are one model's or a list of several's."""
     results: list[dict[str, Any]] = []
     for images, texts, image_of_text in encoded:
         result: dict[str, Any] = {}
         if distributed.rank() == 0:
             result = recall_from_embeddings(images, texts, image_of_text)
             result = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
-            result.update(images=len(images), texts=len(texts))
+            several = isinstance(images, list)
+            result.update(images=len(images[0] if several else images), texts=len(texts[0] if several else texts))
             if folds:
                 result["folds"] = recall_folds(images, texts, image_of_text, folds=folds)
         results.append(result)
@@ -137,25 +152,50 @@ def _recalls(encoded: Iterable[tuple[Tensor, Tensor, Tensor]], folds: int) -> li
 
 
 def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
-    """``coder-plugin eval``: recall by the model's name, once for each ``--beta`` (empty on ranks but the first)."""
+    """``coder-plugin eval``: recall by the model's name, once for each ``--beta``, and of several models each and together
+    (empty on ranks but the first)."""
+    runs = arguments.run_folder or [None]
+    if len(runs) > 1 and arguments.beta:
+        raise CoderError("--beta is for one model: an ensemble has each model's own")
+    names: list[str] = []
+    encoders: list[Encoder] = []
+    for run in runs:
+        config, source, encoder = _evaluated(arguments, run)
+        names.append(str(run or config.pretrained or config.model))
+        encoders.append(encoder)
+    if arguments.beta:
+        swept = sweep_beta(encoders[0], source, arguments.beta, folds=arguments.folds)
+        results = {f"{names[0]}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
+    elif len(encoders) > 1:
+        found = evaluate_ensemble(encoders, source, folds=arguments.folds)
+        results = dict(zip([*names, f"ensemble of {len(names)}"], found, strict=True))
+    else:
+        results = {names[0]: evaluate(encoders[0], source, folds=arguments.folds)}
+    return results if distributed.rank() == 0 else {}
+
+
+def _evaluated(arguments: Any, run: str | None) -> tuple[Any, Any, Encoder]:
+    """The configuration, the data and the model of one run's export, or of what the flags name."""
     import json
     from dataclasses import replace
     from pathlib import Path
 
     from coder_plugin.training import setup
     from coder_plugin.training.config import READING, TrainConfig, read_flags
-    from coder_plugin.training.export import WEIGHTS, heads_beside, load_heads, read_heads
+    from coder_plugin.training.export import exported, heads_beside, load_heads, read_heads
 
     given = read_flags(arguments)
-    if arguments.run_folder:
-        folder = Path(arguments.run_folder)
-        weights = folder / "export" / arguments.export / WEIGHTS
-        if not (folder / "config.json").is_file() or not weights.is_file():
-            raise CoderError(f"{folder} is no training run with an export: it needs config.json and {weights}")
+    if run is not None:
+        folder = Path(run)
+        weights, configuration = exported(folder / "export" / arguments.export)
+        if not (folder / "config.json").is_file() or weights is None:
+            raise CoderError(f"{folder} is no training run with an export: it needs config.json and export/{arguments.export}")
         trained = json.loads((folder / "config.json").read_text())
         if "val_data" in given:  # other data: how the run's were read says nothing of them
             trained = {key: value for key, value in trained.items() if key not in READING}
         given = {**trained, **given, "pretrained": str(weights)}
+        if configuration is not None:  # with every option that the data decided
+            given.update(model=str(configuration), model_kwargs=None)
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
     unused = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
@@ -170,7 +210,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     source = setup.make_source(config, split=arguments.split)
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
-    model = setup.make_model(config, recipe, accelerator.device, inference=True)
+    model = setup.make_model(config, recipe, accelerator.device, source, inference=True)
     if heads is not None:
         load_heads(model, heads)
     encoder = Encoder(
@@ -183,10 +223,4 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
         max_bad=config.max_bad_images,
         autocast=accelerator.autocast,
     )
-    name = str(arguments.run_folder or config.pretrained or config.model)
-    if arguments.beta:
-        swept = sweep_beta(encoder, source, arguments.beta, folds=arguments.folds)
-        results = {f"{name}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
-    else:
-        results = {name: evaluate(encoder, source, folds=arguments.folds)}
-    return results if distributed.rank() == 0 else {}
+    return config, source, encoder

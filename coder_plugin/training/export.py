@@ -1,6 +1,7 @@
-"""The trained CLIP without ``coder.*``, as a folder that plain open_clip opens (DESIGN, rule 5).
+"""The trained CLIP without ``coder.*``, as a folder that plain open_clip opens (DESIGN, rule 5); a region model's likewise.
 
-``open_clip.create_model(NAME, pretrained=FOLDER/open_clip_model.safetensors)`` or ``"local-dir:FOLDER"``. What else the
+``open_clip.create_model(NAME, pretrained=FOLDER/open_clip_model.safetensors)`` or ``"local-dir:FOLDER"``; of a region model
+``coder_plugin.create_model(FOLDER, pretrained=FOLDER/coder_model.safetensors)``. What else the
 retrieval vectors need, scoring heads and aggregators, lies beside it in a file of its own, without banks and copies.
 """
 
@@ -15,20 +16,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from coder_plugin.backbones import own
+from coder_plugin.backbones.base import Backbone
 from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe
 
-WEIGHTS = "open_clip_model.safetensors"
+WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; backbones of ours have their own
 HEADS = "coder.safetensors"
 VOCABULARY = "concepts.safetensors"
 
 
-def export_clip(model: Any, folder: Path) -> Path:
+def export_model(model: Any, folder: Path) -> Path:
     """Write the weights and the configuration the model was made with, overrides included; returns the weights' path.
 
     Where that configuration could not be read (a hub that cannot be reached), only the weights are written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, Backbone):
+        _write(plain_state(model), folder / own.WEIGHTS)
+        model.save_config(folder)
+        return folder / own.WEIGHTS
     _write(plain_state(model), folder / WEIGHTS)
     if model.coder_config is not None:
         written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
@@ -49,6 +56,13 @@ def export_heads(model: Any, folder: Path) -> Path | None:
         if getattr(head, "vocabulary", None) is not None:
             head.vocabulary.save(folder / VOCABULARY)
     return folder / HEADS
+
+
+def exported(folder: Path) -> tuple[Path | None, Path | None]:
+    """An export's weights, and its configuration where the model is a backbone of ours; None where there is none."""
+    if (folder / own.WEIGHTS).is_file():
+        return folder / own.WEIGHTS, folder / own.CONFIG
+    return (folder / WEIGHTS if (folder / WEIGHTS).is_file() else None), None
 
 
 def heads_beside(pretrained: str | None) -> Path | None:

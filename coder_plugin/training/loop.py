@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.data.loader import TrainLoader
+from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.model import create_loss
 from coder_plugin.recipe import Recipe
@@ -31,7 +32,7 @@ from coder_plugin.training import checkpoint, setup
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.evaluate import Encoder, evaluate
-from coder_plugin.training.export import export_clip, export_heads
+from coder_plugin.training.export import export_heads, export_model
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
 from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward, restored_buffers
@@ -41,7 +42,7 @@ SKIPS = 25
 #: What a resumed run must share with its checkpoint: the optimizer's state belongs to these.
 FIXED = (
     "model opt lr wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
-    "lock_text lock_text_unlocked_layers aggregator"
+    "lock_text lock_text_unlocked_layers aggregator model_kwargs text_lr_scale"
 ).split()
 
 
@@ -62,7 +63,7 @@ class Trainer:
         samples = train.samples(config.captions, config.train_num_samples)
         self.recipe = setup.fit_recipe(recipe, config, samples_per_epoch=samples)
         _seed(config.seed)
-        self.model = setup.make_model(config, self.recipe, self.device)
+        self.model = setup.make_model(config, self.recipe, self.device, train)
         self.loss = create_loss(self.recipe, model=self.model)
         self.tokenizer = setup.make_tokenizer(config, self.model)
         train_transform, val_transform = setup.make_transforms(self.model, config)
@@ -70,7 +71,7 @@ class Trainer:
             train,
             batch_size=batch_size,
             transform=train_transform,
-            tokenizer=self.tokenizer,
+            tokenizer=setup.make_tokenizer(config, self.model, training=True),
             seed=config.seed,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
@@ -177,10 +178,10 @@ class Trainer:
                     self._save()
         self.log.bad_images(self.loader.bad)
 
-    def _to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+    def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return map_tensors(lambda each: each.to(self.device, non_blocking=True), batch)
 
-    def _step(self, batches: list[dict[str, Tensor]], *, shares: bool) -> dict[str, float]:
+    def _step(self, batches: list[dict[str, Any]], *, shares: bool) -> dict[str, float]:
         """One optimizer step; nothing is written, neither weights nor state, where a loss or gradient is not finite."""
         try:
             result = forward_backward(self.wrapped, self.loss, batches, self.accelerator, shares=shares)
@@ -285,7 +286,7 @@ class Trainer:
     def _export(self, tag: str) -> None:
         if distributed.rank() == 0:
             with self._averaged():
-                export_clip(self.model, self.folder / "export" / tag)
+                export_model(self.model, self.folder / "export" / tag)
                 export_heads(self.model, self.folder / "export" / tag)
         distributed.barrier()
 

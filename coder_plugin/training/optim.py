@@ -40,7 +40,13 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
         options["eps"] = config.eps
     if config.momentum is not None:
         options["momentum"] = config.momentum
-    groups = parameter_groups(model, lr=config.lr, weight_decay=config.wd, layer_decay=config.layer_decay)
+    groups = parameter_groups(
+        model,
+        lr=config.lr,
+        weight_decay=config.wd,
+        layer_decay=config.layer_decay,
+        text_lr_scale=config.text_lr_scale,
+    )
     try:
         name = config.opt.removeprefix("timm/")  # open_clip's spelling
         return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **options)
@@ -49,16 +55,20 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
 
 
 def parameter_groups(
-    model: Any, *, lr: float | None, weight_decay: float, layer_decay: float = 1.0
+    model: Any, *, lr: float | None, weight_decay: float, layer_decay: float = 1.0, text_lr_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Trainable parameters by (layer factor, weight decay): ``[{"params", "lr", "weight_decay", "lr_scale"}, …]``."""
+    """Trainable parameters by (learning-rate factor, weight decay): ``[{"params", "lr", "weight_decay", "lr_scale"}, …]``.
+
+    ``text_lr_scale`` is the factor of the text tower's encoder: not of projections, poolings and heads.
+    """
     skip = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     factor = layer_factors(model, layer_decay)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decay = 0.0 if parameter.ndim < 2 or name in skip else weight_decay
-            groups.setdefault((factor(name), decay), []).append(parameter)
+            scale = factor(name) * (text_lr_scale if in_text_encoder(name) else 1.0)
+            groups.setdefault((scale, decay), []).append(parameter)
     return [
         {"params": parameters, "lr": (lr or 0.0) * scale, "weight_decay": decay, "lr_scale": scale}
         for (scale, decay), parameters in sorted(groups.items(), key=lambda item: item[0])
@@ -105,6 +115,8 @@ def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: 
     """Linear warm-up, then cosine to zero, constant, or drops; stepped once per optimizer step."""
     total = max(1, steps_per_epoch * (config.epochs or 1))
     warmup = total // 20 if config.warmup is None else config.warmup
+    if config.warmup_epochs is not None:
+        warmup = round(config.warmup_epochs * steps_per_epoch)
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, steps_per_epoch, total, warmup))
 
 
@@ -121,6 +133,13 @@ def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, 
 def after_tower(name: str) -> bool:
     """Whether a parameter projects into the joint space, scales the logits, or belongs to a head of ours."""
     return re.match(r"coder\.|logit_|visual\.(proj|head)(\.|$)|text\.proj(\.|$)|(text\.)?text_projection", name) is not None
+
+
+def in_text_encoder(name: str) -> bool:
+    """Whether a parameter belongs to the text tower's encoder: of transformers, of a region model, or open_clip's own."""
+    if name.startswith(("visual.", "coder.")) or after_tower(name):
+        return False
+    return name.startswith("text.transformer.") or _layer_of(name) is not None or name.startswith(("ln_final.", "text.ln_"))
 
 
 def in_block(name: str) -> bool:

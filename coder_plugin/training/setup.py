@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coder_plugin.backbones import own
+from coder_plugin.backbones.base import Backbone
 from coder_plugin.data import guess_kind, open_source
+from coder_plugin.data.regions import open_regions
+from coder_plugin.data.regions.base import RegionFile, Regions
+from coder_plugin.data.regions.join import RegionSource
+from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model, required_heads
 from coder_plugin.recipe import Recipe, parse_value
@@ -85,19 +92,29 @@ def make_accelerator(config: TrainConfig) -> Any:
         raise CoderError(f"accelerate: {error}") from error
 
 
-def make_model(config: TrainConfig, recipe: Recipe, device: torch.device, *, inference: bool = False) -> Any:
-    """The model with its heads (with ``inference`` those that score), towers locked, adapters in, on its device."""
-    options: dict[str, Any] = {
-        "pretrained_image": config.pretrained_image,
-        "force_image_size": config.force_image_size,
-        "force_context_length": config.force_context_length,
-        "force_quick_gelu": config.force_quick_gelu,
-        "force_patch_dropout": config.force_patch_dropout,
-        "force_custom_text": config.force_custom_text,
-        "cache_dir": config.cache_dir,
-        "force_preprocess_cfg": preprocess_overrides(config),
-    }
+def make_model(
+    config: TrainConfig, recipe: Recipe, device: torch.device, source: Any = None, *, inference: bool = False
+) -> Any:
+    """The model with its heads (with ``inference`` those that score), towers locked, adapters in, on its device.
+
+    ``source``: the data, from which a region model takes what its options leave open.
+    """
     assert config.model is not None
+    options: dict[str, Any] = {"cache_dir": config.cache_dir}
+    if own.find(config.model) is not None:
+        options.update(_own_options(config), **({} if source is None else _found_in(config, source)))
+    elif config.model_kwargs:
+        raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")
+    else:
+        options |= {
+            "pretrained_image": config.pretrained_image,
+            "force_image_size": config.force_image_size,
+            "force_context_length": config.force_context_length,
+            "force_quick_gelu": config.force_quick_gelu,
+            "force_patch_dropout": config.force_patch_dropout,
+            "force_custom_text": config.force_custom_text,
+            "force_preprocess_cfg": preprocess_overrides(config),
+        }
     model = create_model(
         config.model,
         recipe=recipe,
@@ -108,6 +125,8 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device, *, inf
         device=device,
         **options,
     )
+    if source is not None:
+        check_data(model, source)
     if not inference and (file := heads_beside(config.pretrained)) is not None:
         try:
             load_heads(model, file)
@@ -118,11 +137,11 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device, *, inf
         if config.lock_image_freeze_bn_stats:
             freeze_batch_norm(model.visual)
     if config.lock_text:
-        # open_clip's own text towers lock with their LayerNorms or not at all
-        own = not hasattr(getattr(model, "text", None), "pooler")
+        # all but open_clip's HF towers lock with their LayerNorms or not at all
+        whole = not hasattr(getattr(model, "text", None), "pooler")
         model.lock_text_tower(
             unlocked_layers=config.lock_text_unlocked_layers,
-            freeze_layer_norm=own or config.lock_text_freeze_layer_norm,
+            freeze_layer_norm=whole or config.lock_text_freeze_layer_norm,
         )
     if config.lora_rank:
         add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
@@ -133,6 +152,48 @@ def make_model(config: TrainConfig, recipe: Recipe, device: torch.device, *, inf
     if config.grad_checkpointing:
         model.set_grad_checkpointing()
     return model
+
+
+def _own_options(config: TrainConfig) -> dict[str, Any]:
+    """``--model-kwargs``, and the flags that region models have as well."""
+    options: dict[str, Any] = {}
+    for setting in config.model_kwargs or []:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
+        options[name] = parse_value(value)
+    if config.force_context_length is not None:
+        options["context_length"] = config.force_context_length
+    return options
+
+
+def _found_in(config: TrainConfig, source: Any) -> dict[str, Any]:
+    """What the data tell a backbone: an image as it is loaded, and the captions."""
+    return {
+        "example": _example(source),
+        "captions": lambda: (caption for _, item in source.items() for caption in item.captions),
+    }
+
+
+def _example(source: Any) -> Any:
+    """The first image of the data that can be read."""
+    failed: list[str] = []
+    for _, item in source.items():
+        try:
+            return item.load()
+        except (OSError, ValueError) as error:
+            failed.append(f"{item.key}: {error}")
+        if len(failed) == 10:
+            break
+    raise CoderError(f"{source.name}: none of the first {len(failed)} images can be read; the first: {failed[0]}")
+
+
+def check_data(model: Any, source: Any) -> None:
+    """CoderError where the data are pictures and the model reads regions, or the other way round."""
+    regions = isinstance(_example(source), Regions)
+    if regions != isinstance(model, Backbone):
+        other = "--model region-bert" if regions else "a --model of open_clip's, or extract regions and name them: --regions"
+        raise CoderError(f"{source.name}: the data are {'regions' if regions else 'pictures'}; they want {other}")
 
 
 def freeze_batch_norm(tower: nn.Module) -> None:
@@ -171,7 +232,9 @@ def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
         raise CoderError('--lora-rank needs peft: pip install "coder-plugin[lora]"') from error
     from coder_plugin.training.optim import after_tower, in_block
 
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad and after_tower(name)}
+    # of a region model all but the text encoder is new
+    new = (lambda name: not name.startswith("text.transformer.")) if isinstance(model, Backbone) else after_tower
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad and new(name)}
     targets: list[str] = []
     for name, module in model.named_modules():  # an attention's output layer belongs to its attention
         locked = not any(parameter.requires_grad for parameter in module.parameters())
@@ -189,7 +252,10 @@ def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
 
 
 def make_transforms(model: Any, config: TrainConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """open_clip's training (augmenting) and evaluation transforms for this model."""
+    """The training (augmenting) and evaluation transforms for this model: open_clip's, or a region model's own."""
+    if isinstance(model, Backbone):
+        options = {"max_regions": config.max_regions}
+        return model.transform(**options, region_dropout=config.region_dropout), model.transform(**options)
     from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
     augmentation = None
@@ -213,7 +279,10 @@ def _sequence(text: str) -> Any:
     return parse_value(text)
 
 
-def make_tokenizer(config: TrainConfig, model: Any) -> Callable[[list[str]], Tensor]:
+def make_tokenizer(config: TrainConfig, model: Any, *, training: bool = False) -> Callable[[list[str]], Tensor]:
+    """Texts -> ids; in training a region model's drops words."""
+    if isinstance(model, Backbone):
+        return model.tokenizer(word_dropout=config.word_dropout if training else 0.0)
     import open_clip
 
     from coder_plugin.backbones.clip import register_config
@@ -228,11 +297,17 @@ def make_tokenizer(config: TrainConfig, model: Any) -> Callable[[list[str]], Ten
 
 #: Which flags which reader takes, and under what name; a reader of somebody else's takes them all.
 _READER_FLAGS = {
+    "caps": {},
+    "coco": {"image_root": "images"},
     "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key"},
+    "img2dataset": {},
     "karpathy": {"image_root": "images"},
+    "precomp": {},
     "webdataset": {"dataset_resampled": "resampled"},
     "scenes": {},
 }
+#: Readers that look for pictures, and need not where regions stand for them.
+_OF_PICTURES = ("coco", "csv", "karpathy")
 
 
 def make_source(config: TrainConfig, *, split: str) -> Any | None:
@@ -250,7 +325,19 @@ def make_source(config: TrainConfig, *, split: str) -> Any | None:
     options = {given: getattr(config, name) or None for name, given in flags.items()}
     if split != "train":
         options.pop("resampled", None)
-    return open_source(spec, kind, split=split, **options)
+    if config.regions is None:
+        return open_source(spec, kind, split=split, **options)
+    if kind in _OF_PICTURES:
+        options["pictures"] = False
+    captions = open_source(spec, kind, split=split, **options)
+    return RegionSource(captions, make_regions(config, split=split), max_missing=config.max_bad_images)
+
+
+def make_regions(config: TrainConfig, *, split: str) -> RegionFile:
+    """The files that ``--regions`` names, as one."""
+    assert config.regions is not None
+    files = [open_regions(part, config.regions_type, split=split) for part in config.regions.split("::")]
+    return files[0] if len(files) == 1 else ChainMap(*files)  # type: ignore[arg-type]
 
 
 def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
@@ -264,7 +351,7 @@ def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], 
         return []
     training = model.training
     model.train()
-    devices = [batch["image"].device] if batch["image"].is_cuda else []
+    devices = [batch["text"].device] if batch["text"].is_cuda else []
     with restored_buffers(model), torch.random.fork_rng(devices=devices):
         losses = loss(**model(**batch))
         model.coder.discard()
@@ -276,14 +363,17 @@ def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], 
     return unread
 
 
-def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Tensor]:
+def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Any]:
     """A batch of noise and short sentences, shaped as the model wants it."""
     device = next(model.parameters()).device
-    size = model.visual.image_size
-    height, width = size if isinstance(size, tuple) else (size, size)
-    generator = torch.Generator().manual_seed(0)
+    if isinstance(model, Backbone):
+        image = model.example_image(rows)
+    else:
+        size = model.visual.image_size
+        height, width = size if isinstance(size, tuple) else (size, size)
+        image = torch.randn(rows, 3, height, width, generator=torch.Generator().manual_seed(0))
     return {
-        "image": torch.randn(rows, 3, height, width, generator=generator).to(device),
+        "image": map_tensors(lambda each: each.to(device), image),
         "text": tokenizer([f"a picture of {n} things" for n in range(rows)]).to(device),
         "image_id": torch.arange(rows, device=device),
     }

@@ -7,6 +7,7 @@ import json
 import tarfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -87,6 +88,7 @@ def test_fields_keys_and_captions(tmp_path):
         ("many/d", ("five",), 4),
     ]
     assert data.num_images == 4
+    assert [item.names for _, item in data.items()] == [("a",), ("b",), ("c",), ("d",)]
 
 
 def test_shards_of_one_name_in_two_folders_do_not_share_ids(tmp_path):
@@ -103,6 +105,104 @@ def test_siblings_share_their_id_and_draw_takes_one_of_them(tmp_path):
     assert {item.captions for item in drawn} < {item.captions for item in everything}
     assert len({item.captions[0].split()[1] for item in drawn}) == 3
     assert (data.samples("draw"), data.samples("all")) == (43, 129)
+
+
+def caption_shard(path: Path, *contents: dict[str, object]) -> str:
+    return write_tar(path, [sample(n, json=json.dumps(each).encode()) for n, each in enumerate(contents)])
+
+
+def captions(spec: str, **options: Any) -> list[tuple[str, ...]]:
+    return [item.captions for _, item in open_shards(spec, **options).items()]
+
+
+def test_captions_under_another_key_as_list_or_text(tmp_path):
+    shard = caption_shard(tmp_path / "s.tar", {"texts": ["a", "b"], "captions": ["c"]}, {"texts": "one, two"})
+    assert captions(shard, caption_key="texts") == [("a", "b"), ("one, two",)]
+    assert captions(shard) == [("c",), ("caption 1",)]
+    assert captions(caption_shard(tmp_path / "t.tar", {"captions": "text"})) == [("text",)]
+
+
+@pytest.mark.parametrize("content", [{"captoin": "x"}, {"caption": None, "captoin": 1}])
+def test_a_caption_key_that_an_image_lacks_does_not_fall_back_to_txt(tmp_path, content):
+    shard = caption_shard(tmp_path / "s.tar", {"caption": "x"}, content)
+    message = fault(captions, shard, caption_key="caption")
+    assert all(word in message for word in ["s.tar", "'s/0001'", "'caption'", "'captoin'", "caption_key"]), message
+    assert "not a list" in fault(captions, caption_shard(tmp_path / "t.tar", {"caption": 7}), caption_key="caption")
+    bare = write_tar(tmp_path / "u.tar", [sample(1)])
+    assert "there is: nothing" in fault(captions, bare, caption_key="caption")
+
+
+def test_a_txt_of_several_lines_is_one_caption_unless_asked(tmp_path):
+    shard = write_tar(tmp_path / "s.tar", [sample(1, txt=b" one \r\ntwo\xe2\x80\xa8still two\n")])
+    assert captions(shard) == [("one \r\ntwo\u2028still two",)]
+    assert captions(shard, newline_captions=True) == [("one", "two\u2028still two")]
+
+
+def test_an_empty_line_among_newline_captions_is_an_error(tmp_path):
+    shard = write_tar(tmp_path / "s.tar", [sample(1, txt=b"one\n\nthree")])
+    assert "number 2 of 3" in fault(captions, shard, newline_captions=True)
+
+
+def test_img2dataset_tars_have_distinct_keys_and_their_uids(tmp_path):
+    for shard in range(2):
+        rows = []
+        for number in range(2):
+            key = f"{shard:05d}{number:04d}"
+            note = {"caption": "c", "url": "https://x/y.jpg", "key": key, "status": "success", "sha256": "0", "uid": f"u{key}"}
+            rows.append((key, {"jpg": png(number), "txt": f"text {key}".encode(), "json": json.dumps(note).encode()}))
+        write_tar(tmp_path / f"{shard:05d}.tar", rows)
+    items = [item for _, item in open_shards(str(tmp_path / "*.tar")).items()]
+    assert [item.key for item in items][1:3] == ["00000/000000001", "00001/000010000"]
+    assert len({item.image_id for item in items}) == 4
+    assert items[1].captions == ("text 000000001",) and items[1].names == ("000000001", "u000000001")
+    again = [item.key for _, item in open_shards(str(tmp_path / "0000{0..1}.tar")).items()]
+    assert again == [item.key for item in items]
+
+
+# CLIP_benchmark's folders
+
+
+def write_benchmark(folder: Path, splits: tuple[str, ...] = ("test",), shards: int = 2) -> str:
+    for split in splits:
+        for shard in range(shards):
+            row = (f"s{shard:07d}", {"webp": png(shard), "txt": f"{split} {shard} a\n{split} {shard} b".encode()})
+            write_tar(folder / split / f"{shard}.tar", [row])
+        (folder / split / "nshards.txt").write_text(f"{shards}\n")
+    (folder / "dataset_type.txt").write_text("retrieval\n")
+    return str(folder)
+
+
+def test_a_folder_of_clip_benchmark_expands_and_its_lines_are_captions(tmp_path):
+    folder = write_benchmark(tmp_path / "set [1]", ("train", "test"), 11)
+    found = captions(folder, split="test")
+    assert found == [(f"test {n} a", f"test {n} b") for n in range(11)]  # 10.tar after 9.tar
+    assert captions(f"{folder}/test") == found
+    (tmp_path / "set [1]/nshards.txt").write_text("1")  # the split's own note comes first
+    assert captions(folder, split="test") == found
+    assert open_source(folder, split="train").samples("all") == 22
+    assert captions(folder, split="test", newline_captions=False)[0] == ("test 0 a\ntest 0 b",)
+
+
+def test_shards_of_clip_benchmark_named_singly_are_known_by_the_note_beside_them(tmp_path):
+    folder = write_benchmark(tmp_path)
+    plain = write_tar(tmp_path / "elsewhere/0.tar", [sample(1, txt=b"one\ncaption")])
+    for spec in (f"{folder}/test/{{0..1}}.tar", f"file:{folder}/test/0.tar"):
+        assert captions(spec)[0] == ("test 0 a", "test 0 b")
+    assert captions(f"{folder}/test/0.tar::{plain}") == [("test 0 a\ntest 0 b",), ("one\ncaption",)]
+
+
+def test_faults_of_a_folder_of_clip_benchmark(tmp_path):
+    folder = write_benchmark(tmp_path / "set [1]")
+    message = fault(open_shards, folder, split="val")
+    assert "'val'" in message and "splits present: test" in message
+    note = tmp_path / "set [1]/test/nshards.txt"
+    for content, words in (("3", "1 are missing, the first: "), ("0", "> 0"), ("two", "nshards.txt: cannot be read as")):
+        note.write_text(content)
+        assert words in fault(open_shards, folder, split="test")
+    note.write_text("3")
+    assert "2.tar" in fault(open_shards, folder, split="test")
+    note.unlink()
+    assert "*.tar" in fault(open_shards, folder, split="test")
 
 
 # who reads what
@@ -243,7 +343,7 @@ def test_shards_without_images_are_an_error(tmp_path):
         ({"txt": b" \n"}, ["empty caption"]),
         ({"json": b'{"captions": ["fine", ""]}'}, ["empty caption", "number 2 of 2"]),
         ({"json": b'{"captions": []}'}, ["no captions"]),
-        ({"json": b'{"captions": "text"}'}, ["not a list"]),
+        ({"json": b'{"captions": {"a": "text"}}'}, ["not a list"]),
         ({"json": b'{"captions": [3]}'}, ["not text"]),
         ({"json": b"{"}, ["not JSON"]),
         ({"txt": b"\xff\xff"}, ["not UTF-8"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -108,6 +109,34 @@ def test_karpathy_splits_restval_and_folders(tmp_path):
     assert item.captions == ("caption 1 a", "caption 1 b") and item.load().size == (6, 4)
 
 
+def test_karpathy_names_are_the_numbers_and_the_file_without_its_folder(tmp_path):
+    spec = karpathy(tmp_path, cocoid=391895, filepath="train2014")
+    first, second = (item for _, item in open_karpathy(spec).items())
+    assert (first.key, first.names) == ("train2014/0.png", ("391895", "0", "0.png"))
+    assert (second.key, second.names) == ("val/1.png", ("1", "1.png"))
+    (item,) = (item for _, item in open_karpathy(spec, split="test").items())
+    assert (item.key, item.names) == ("3.png", ("3",))  # the key is not repeated
+
+
+def test_csv_names_are_the_stems(tmp_path):
+    spec = write_table(tmp_path, [("a/b.png", "x"), ("c", "y")])
+    assert [item.names for _, item in open_csv(spec).items()] == [("b",), ()]
+
+
+def test_without_pictures_no_folder_is_looked_for_and_nothing_loads(tmp_path):
+    spec = karpathy(tmp_path)
+    table = write_table(tmp_path, [("0.png", "x")])
+    picture(tmp_path / "0.png")
+    for data in (open_karpathy(spec, images="nowhere", pictures=False), open_csv(table, pictures=False)):
+        item = pickle.loads(pickle.dumps(next(data.items())[1]))  # the loader's workers get it so
+        with pytest.raises(ValueError, match="no picture: '0.png'"):
+            item.load()
+    seen, named = open_karpathy(spec), open_karpathy(spec, pictures=False)
+    assert [(i, x.key, x.captions, x.names) for i, x in seen.items()] == [
+        (i, x.key, x.captions, x.names) for i, x in named.items()
+    ]
+
+
 @pytest.mark.skipif(not FLICKR.exists(), reason="../shared/data/flickr8k is not here")
 def test_the_real_split_file():
     spec = str(FLICKR / "dataset_flickr8k.json")
@@ -151,6 +180,8 @@ def test_csv_that_is_absent_or_not_text(tmp_path):
         ({"sentences": [{"raw": 7}]}, ["'0.png'", "not text"]),
         ({"sentences": ["plain"]}, ["'0.png'", "'raw'"]),
         ({"filename": None}, ["images[0]", "'filename'"]),
+        ({"filepath": ["val"]}, ["images[0]", "'filepath'"]),
+        ({"filename": "1.png", "filepath": "val"}, ["two images", ": 1, the first: 'val/1.png'"]),
     ],
 )
 def test_karpathy_faults(tmp_path, changes, words):

@@ -295,7 +295,7 @@ def test_bad_embeddings(call) -> None:
     image, text = torch.zeros(5, 4), torch.zeros(5, 4)
     with pytest.raises(CoderError, match=r"same dimension, got \(5, 4\) and \(5, 3\)"):
         call(image, text[:, :3], range(5))
-    with pytest.raises(CoderError, match=r"must be \[images, dim\] and \[texts, dim\], got \(5, 4\) and \(4,\)"):
+    with pytest.raises(CoderError, match=r"must be \[images, dim\] .* and \[texts, dim\], got \(5, 4\) and \(4,\)"):
         call(image, text[0], range(5))
     with pytest.raises(CoderError, match="must be on one device, got cpu and meta"):
         call(image, text.to("meta"), range(5))
@@ -363,3 +363,32 @@ def test_coco_5k_memory(dim: int, dtype: str) -> None:
     print(f"D {dim} {dtype}: {peak:.0f} MiB, {peak - base:.0f} over the inputs alone, {took:.1f} s")
     assert peak - inputs < 1024, "the whole process, torch included, beyond the inputs"
     assert peak - base < 300, "well under the [N, T] matrix alone (477 MiB): it was never held"
+
+
+def test_views_and_ensembles_are_means_of_greatest_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(6, 3, 8, generator=generator), torch.randn(6, 5, generator=generator)]
+    texts = [torch.randn(14, 8, generator=generator), torch.randn(14, 5, generator=generator)]
+    owner = [0, 1, 2, 3, 4, 5, *[n % 6 for n in range(8)]]
+    several = torch.stack([(images[0] @ text).amax(1) for text in texts[0]], 1)  # the greatest of the three views
+    for (ours, theirs), expected in (
+        ((images[0], texts[0]), several),
+        ((images, texts), (several + images[1] @ texts[1].T) / 2),
+        (([images[1]] * 2, [texts[1]] * 2), images[1] @ texts[1].T),
+    ):
+        for chunk in (None, 1, 4):
+            got = recall_from_embeddings(ours, theirs, owner, chunk=chunk)
+            want = recall(expected, owner)
+            assert got["i2t_ranks"].tolist() == want["i2t_ranks"].tolist()
+            assert got["t2i_ranks"].tolist() == want["t2i_ranks"].tolist()
+    folds = recall_folds(images, texts, owner, folds=2)
+    kept = torch.tensor(owner) < 3
+    first = recall_from_embeddings([x[:3] for x in images], [x[kept] for x in texts], [n for n in owner if n < 3])
+    assert folds["folds"][0]["rsum"] == first["rsum"]
+
+
+def test_an_ensemble_of_other_data_is_refused() -> None:
+    with pytest.raises(CoderError, match="same images and texts"):
+        recall_from_embeddings([torch.zeros(2, 3), torch.zeros(3, 3)], [torch.zeros(2, 3)] * 2, [0, 1])
+    with pytest.raises(CoderError, match="of each model"):
+        recall_from_embeddings([torch.zeros(2, 3)], [torch.zeros(2, 3)] * 2, [0, 1])

@@ -1,0 +1,117 @@
+"""What a backbone of ours is: two towers that give named tensors, with the recipe's heads run inside forward.
+
+open_clip's models are extended in place instead (``backbones/clip.py``); to trainers, heads and losses both look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coder_plugin.heads.base import Widths
+
+
+class Backbone(nn.Module):
+    """Base of the entry points of ``coder_plugin.backbones``: a callable of keyword options that returns one of these.
+
+    Among its options are ``cache_dir``, and in a trainer ``example``, an image as the data load it, and ``captions``, a
+    callable that iterates over the data's captions.
+
+    A subclass gives the two sides, their widths and what reads its data; ``create_model`` puts the heads under ``coder``.
+    """
+
+    #: The keys that heads may read and that do not leave the model; see ``resolver.INSIDE``.
+    inside: frozenset[str] = frozenset()
+
+    coder: Any
+    logit_scale: nn.Parameter
+
+    def widths(self) -> Widths:
+        """Dimensions that heads are built from."""
+        raise NotImplementedError
+
+    def image_side(self, image: Any) -> dict[str, Tensor]:
+        """``image_features`` [B, D] or [B, V, D], L2-normalised, and what of :attr:`inside` is the image's."""
+        raise NotImplementedError
+
+    def text_side(self, text: Tensor) -> dict[str, Tensor]:
+        """``text_features`` [B, D], L2-normalised, and what of :attr:`inside` is the text's."""
+        raise NotImplementedError
+
+    def tokenizer(self, *, word_dropout: float = 0.0) -> Callable[[list[str]], Tensor]:
+        """Texts -> ids [B, T]; training drops so many of the words."""
+        raise NotImplementedError
+
+    def transform(self, *, max_regions: int = 36, region_dropout: float = 0.0) -> Callable[[Any], Any]:
+        """What an item loads -> a tensor or a dict of tensors, of the same shapes for every image."""
+        raise NotImplementedError
+
+    def example_image(self, rows: int) -> Any:
+        """A made-up batch of images, on the CPU."""
+        raise NotImplementedError
+
+    def save_config(self, folder: Path) -> Path:
+        """Write what, with the weights beside it, ``create_model(FOLDER)`` opens again; returns the configuration's path."""
+        raise NotImplementedError
+
+    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
+        raise NotImplementedError
+
+    def lock_text_tower(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
+        raise NotImplementedError
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        raise NotImplementedError
+
+    def forward(
+        self,
+        image: Any = None,
+        text: Tensor | None = None,
+        *,
+        text_positive: Tensor | None = None,
+        text_tags: Tensor | None = None,
+        image_id: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """-> ``image_features``, ``text_features``, ``logit_scale`` and, in training mode, the heads' ``coder_*`` keys."""
+        known: dict[str, Any] = {"logit_scale": self.logit_scale.exp()}
+        if image is not None:
+            known.update(self.image_side(image))
+        if text is not None:
+            known.update(self.text_side(text))
+        outputs = {key: value for key, value in known.items() if key in RETURNED}
+        if not self.training:
+            return outputs
+        given = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+        return {**outputs, **self.coder({**known, **{key: value for key, value in given.items() if value is not None}})}
+
+    def encode_image(self, image: Any, normalize: bool = False) -> Tensor:
+        """The pooled features of images [B, D]; normalised, as the score compares them, that is [B, V, D] for V views."""
+        features = self.image_side(image)
+        return features["image_features"] if normalize else features["image_pooled"]
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """The pooled features of texts [B, D]."""
+        features = self.text_side(text)
+        return features["text_features"] if normalize else features["text_pooled"]
+
+    def embed_image(self, image: Any) -> Tensor:
+        """The retrieval vectors of images [B, D or more], or [B, V, D or more]: their (greatest) product with
+        :meth:`embed_text` is the score."""
+        return self.coder.embed("image", self.image_side(image))
+
+    def embed_text(self, text: Tensor) -> Tensor:
+        """The retrieval vectors of texts [B, D or more]."""
+        return self.coder.embed("text", self.text_side(text))
+
+
+#: What leaves a backbone.
+RETURNED = frozenset({"image_features", "text_features", "logit_scale"})
+
+
+def unit(features: Tensor) -> Tensor:
+    """Float32, L2-normalised over the last dimension, also under autocast."""
+    return F.normalize(features.float(), dim=-1)

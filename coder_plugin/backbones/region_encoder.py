@@ -1,0 +1,136 @@
+"""The image side over region features: projection, context stage, pooling (VSE-infinity, CAMERA, VSRN; METHODS 6, 7, 9).
+
+Shapes: B batch, L regions, R their channels, D joint dimension, V views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin.backbones.context import (
+    GatedSelfAttention,
+    RegionGraph,
+    Views,
+    box_positions,
+    last_state,
+    unit_channels,
+    valid_first,
+)
+from coder_plugin.heads.gpo import GPO
+from coder_plugin.heads.norm import MaskedBatchNorm
+
+Context = Literal["none", "camera", "vsrn"]
+Pooling = Literal["gpo", "mean", "max", "views", "gru"]
+
+
+class Encoded(NamedTuple):
+    """One side of a batch: features before the context stage, after it, their mask, and the pooled feature."""
+
+    locals: Tensor  # [B, L, ·]
+    tokens: Tensor  # [B, L, ·]
+    mask: Tensor  # bool [B, L]
+    pooled: Tensor  # [B, D], or [B, V, D], not normalised
+    scores: Tensor | None = None  # [B, L, V], CAMERA's
+
+
+class RegionEncoder(nn.Module):
+    """Region features -> tokens and a pooled feature.
+
+    Projection: ``FC(x)``, with ``mlp`` plus ``Linear(ReLU(BN(Linear(x))))`` (VSE-infinity). Context: none; ``camera``, gated
+    self-attention with the boxes' positions; ``vsrn``, four graph layers. Around a context stage each channel is divided by
+    its norm over the image's regions, as both released codes do. Pooling: ``gpo``, ``mean``, ``max``; CAMERA's own,
+    ``views``; VSRN's own, ``gru``: the last state of a GRU over the regions in their order.
+
+    Args:
+        region_dim: R. embed_dim: D. heads: of the attention. views: V.
+        batch_norm: VSRN's variant for Flickr30K: BatchNorm on the pooled state, and projections as they are.
+
+    Raises:
+        ValueError: options out of range.
+    """
+
+    def __init__(
+        self,
+        region_dim: int,
+        embed_dim: int,
+        *,
+        mlp: bool = True,
+        context: Context = "none",
+        pooling: Pooling = "gpo",
+        heads: int = 64,
+        views: int = 12,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if context not in get_args(Context):
+            raise ValueError(f"context must be one of {', '.join(get_args(Context))}, got {context!r}")
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"image pooling must be one of {', '.join(get_args(Pooling))}, got {pooling!r}")
+        self.context, self.pooling = context, pooling
+        self.fc = nn.Linear(region_dim, embed_dim)
+        bound = math.sqrt(6 / (region_dim + embed_dim))
+        nn.init.uniform_(self.fc.weight, -bound, bound)
+        nn.init.zeros_(self.fc.bias)
+        self.mlp = _MLP(region_dim, embed_dim // 2, embed_dim) if mlp else None
+        self.attention = GatedSelfAttention(embed_dim, heads=heads, positions=True) if context == "camera" else None
+        self.graph = nn.ModuleList(RegionGraph(embed_dim) for _ in range(4)) if context == "vsrn" else None
+        self.pool = {"gpo": lambda: GPO(), "views": lambda: Views(embed_dim, views=views)}.get(pooling, lambda: None)()
+        self.rnn = nn.GRU(embed_dim, embed_dim, batch_first=True) if pooling == "gru" else None
+        self.norm = nn.BatchNorm1d(embed_dim) if batch_norm else None
+
+    def forward(self, image: Mapping[str, Tensor]) -> Encoded:
+        """``features`` [B, L, R], bool ``mask`` [B, L] with a region at least in each row, ``boxes`` [B, L, 4] (fractions)
+        and ``aspect`` [B] where there are any."""
+        features, mask = image["features"].to(self.fc.weight.dtype), image["mask"]
+        features = torch.where(mask[..., None], features, 0)
+        projected = self.fc(features)
+        if self.mlp is not None:
+            projected = projected + self.mlp(features, mask)
+        tokens = projected
+        if self.context != "none":
+            if self.norm is None:
+                tokens = unit_channels(tokens, mask)
+            if self.attention is not None:
+                positions = box_positions(image["boxes"], image.get("aspect")) if "boxes" in image else None
+                tokens = self.attention(tokens, mask, positions)
+            for layer in self.graph or ():
+                tokens = layer(tokens, mask)
+            tokens = unit_channels(tokens, mask)
+        pooled, scores = self._pooled(tokens, mask)
+        return Encoded(projected, tokens, mask, pooled, scores)
+
+    def _pooled(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.pool, Views):
+            return self.pool(tokens, mask)
+        if self.rnn is not None:
+            rows, valid = valid_first(tokens, mask)
+            pooled = last_state(self.rnn(rows)[0], valid)
+        else:
+            pooled = pool(self.pooling, self.pool, tokens, mask)
+        return pooled if self.norm is None else self.norm(pooled), None
+
+
+class _MLP(nn.Module):
+    """``Linear(ReLU(BN(Linear(x))))`` over the valid positions."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.hidden, self.norm, self.out = nn.Linear(inputs, hidden), MaskedBatchNorm(hidden), nn.Linear(hidden, outputs)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.norm(self.hidden(x), mask).relu())
+
+
+def pool(kind: str, gpo: nn.Module | None, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Tokens [B, L, D] -> [B, D] over the valid positions, by ``gpo``, their ``mean`` or their ``max``."""
+    if gpo is not None:
+        return gpo(tokens, mask)
+    valid = mask[..., None]
+    if kind == "mean":
+        return torch.where(valid, tokens, 0).sum(1) / mask.sum(1, keepdim=True)
+    return tokens.masked_fill(~valid, -torch.inf).amax(1)

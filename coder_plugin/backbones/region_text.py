@@ -1,0 +1,294 @@
+"""Regions + BERT or BiGRU: the setup that the papers train (METHODS 6, 7, 9), under the same contract as CLIP.
+
+Shapes: B batch, L regions, R their channels, T text positions, D joint dimension, V views.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin.backbones.base import Backbone, unit
+from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
+from coder_plugin.backbones.text_encoder import BertText, BiGRUText, TextEncoder, TextPooling, load_transformer
+from coder_plugin.backbones.tokenizers import (
+    SubwordTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    build_vocabulary,
+    check_vocabulary,
+    read_vocabulary,
+)
+from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.regions.transform import RegionTransform
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import Widths
+
+#: Where :meth:`RegionText.save_config` puts a BERT's configuration and tokenizer.
+TEXT_FOLDER = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything that shapes a region model; ``--model-kwargs`` sets them by name.
+
+    Args:
+        region_dim: R; the trainer reads it off the data. embed_dim: D.
+        mlp: the residual perceptron beside the regions' projection. context: of the regions: none, camera or vsrn.
+        image_pooling: gpo, mean, max, views (CAMERA's) or gru (VSRN's). views: V. heads: of the attentions.
+        batch_norm: VSRN's variant for Flickr30K.
+        encoder: bert or bigru. text: a transformers encoder's hub name or folder. pretrained_text: its weights, not only
+            its shape. frozen_text: it is never trained.
+        text_context: none or camera. text_pooling: gpo, mean, max, or last (BiGRU's own).
+        vocabulary: of the BiGRU: a file, or the words; the trainer makes one from the training captions.
+        word_dim, text_layers, bidirectional: the BiGRU's.
+        context_length: token positions, start and end among them.
+    """
+
+    region_dim: int = 2048
+    embed_dim: int = 1024
+    mlp: bool = True
+    context: Context = "none"
+    image_pooling: Pooling = "gpo"
+    views: int = 12
+    heads: int = 64
+    batch_norm: bool = False
+    encoder: Literal["bert", "bigru"] = "bert"
+    text: str = "bert-base-uncased"
+    pretrained_text: bool = True
+    frozen_text: bool = False
+    text_context: Literal["none", "camera"] = "none"
+    text_pooling: TextPooling = "gpo"
+    vocabulary: str | Sequence[str] | None = None
+    word_dim: int = 300
+    text_layers: int = 1
+    bidirectional: bool = True
+    context_length: int = 50
+
+
+class RegionText(Backbone):
+    """Region features and texts -> joint features. ``image`` is a dict: ``features`` [B, L, R], bool ``mask`` [B, L], and
+    where the data have them ``boxes`` [B, L, 4] (fractions), ``aspect`` [B] and ``global`` [B, G].
+
+    Heads find the regions and words before the context stage (``*_locals``), after it (``*_tokens``) and pooled, before
+    normalisation (``*_pooled``). With CAMERA's pooling an image has V features, and its score is the greatest of theirs.
+    """
+
+    inside = frozenset(
+        "image_locals image_tokens image_mask image_pooled text_locals text_tokens text_mask text_pooled".split()
+    )
+
+    def __init__(self, options: Options, *, name: str, cache_dir: str | None = None) -> None:
+        super().__init__()
+        self.name, self.options = name, options
+        self.visual = RegionEncoder(
+            options.region_dim,
+            options.embed_dim,
+            mlp=options.mlp,
+            context=options.context,
+            pooling=options.image_pooling,
+            heads=options.heads,
+            views=options.views,
+            batch_norm=options.batch_norm,
+        )
+        self.text, self._tokenizer = _text_side(options, cache_dir)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+        if options.frozen_text:
+            self.lock_text_tower()
+        if options.image_pooling == "views":
+            self.inside = self.inside | {"image_views"}
+
+    def widths(self) -> Widths:
+        options = self.options
+        return Widths(
+            embed_dim=options.embed_dim,
+            image_tokens=options.embed_dim,
+            text_tokens=options.embed_dim,
+            image_locals=options.embed_dim,
+            text_locals=options.word_dim if options.encoder == "bigru" else options.embed_dim,
+            views=options.views if options.image_pooling == "views" else 1,
+            vocabulary=self._tokenizer.size,
+        )
+
+    def image_side(self, image: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not isinstance(image, Mapping) or not {"features", "mask"} <= image.keys():
+            raise CoderError(f"{self.name} reads regions: give a dict with features [B, L, R] and mask [B, L] as image")
+        if image["features"].shape[-1] != self.options.region_dim:
+            raise CoderError(
+                f"{self.name} was made for regions of {self.options.region_dim} channels, these have "
+                f"{image['features'].shape[-1]}"
+            )
+        found = self.visual(image)
+        scores = {} if found.scores is None else {"image_views": found.scores}
+        return {**_keys("image", found), **scores}
+
+    def text_side(self, text: Tensor) -> dict[str, Tensor]:
+        return _keys("text", self.text(text))
+
+    def tokenizer(self, *, word_dropout: float = 0.0) -> Tokenizer:
+        made: dict[str, Any] = {"context_length": self.options.context_length, "word_dropout": word_dropout}
+        if isinstance(self._tokenizer, SubwordTokenizer):
+            return SubwordTokenizer(self._tokenizer.tokenizer, **made)
+        return WordTokenizer(list(self._tokenizer.ids), **made)
+
+    def transform(self, *, max_regions: int = 36, region_dropout: float = 0.0) -> RegionTransform:
+        return RegionTransform(self.options.region_dim, max_regions=max_regions, dropout=region_dropout)
+
+    def example_image(self, rows: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        corner = torch.rand(rows, 8, 2, generator=generator) / 2
+        return {
+            "features": torch.randn(rows, 8, self.options.region_dim, generator=generator),
+            "mask": torch.ones(rows, 8, dtype=torch.bool),
+            "boxes": torch.cat([corner, corner + 0.25], -1),
+        }
+
+    def save_config(self, folder: Path) -> Path:
+        options = asdict(self.options)
+        if isinstance(self.text, BertText):
+            self.text.transformer.config.save_pretrained(folder / TEXT_FOLDER)
+            self._tokenizer.tokenizer.save_pretrained(folder / TEXT_FOLDER)
+            options.update(text=TEXT_FOLDER, pretrained_text=False)
+        else:
+            options["vocabulary"] = list(self._tokenizer.ids)
+        path = folder / "coder_model.json"
+        path.write_text(json.dumps({"backbone": self.name, "options": options}, indent=1))
+        return path
+
+    def lock_image_tower(self, unlocked_groups: int = 0, **_: Any) -> None:
+        if unlocked_groups:
+            raise CoderError("a region encoder has no layer groups to unlock: --lock-image-unlocked-groups 0")
+        self.visual.requires_grad_(False)
+
+    def lock_text_tower(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
+        """Freeze the transformer but for its last layers; a BiGRU as a whole. The projection and the pooling stay free."""
+        tower = self.text.transformer if isinstance(self.text, BertText) else self.text
+        tower.requires_grad_(False)
+        if unlocked_layers:
+            layers = next((m for m in tower.modules() if isinstance(m, nn.ModuleList)), None)
+            if layers is None or not isinstance(self.text, BertText):
+                raise CoderError(f"{type(tower).__name__} has no layers to unlock")
+            for layer in list(layers)[-unlocked_layers:]:
+                layer.requires_grad_(True)
+        if not freeze_layer_norm:
+            for module in tower.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.requires_grad_(True)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        if isinstance(self.text, BertText):
+            transformer = self.text.transformer
+            transformer.gradient_checkpointing_enable() if enable else transformer.gradient_checkpointing_disable()
+
+
+def _keys(side: str, found: Encoded) -> dict[str, Tensor]:
+    return {
+        f"{side}_features": unit(found.pooled),
+        f"{side}_pooled": found.pooled.mean(1) if found.pooled.ndim == 3 else found.pooled,
+        f"{side}_locals": found.locals,
+        f"{side}_tokens": found.tokens,
+        f"{side}_mask": found.mask,
+    }
+
+
+def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, Any]:
+    dim, pooling = options.embed_dim, options.text_pooling
+    if options.encoder == "bigru":
+        words = options.vocabulary
+        if words is None:
+            raise CoderError(
+                "a BiGRU needs a vocabulary: --model-kwargs vocabulary=FILE (the trainer makes one from the training captions)"
+            )
+        words = read_vocabulary(words) if isinstance(words, str) else check_vocabulary(words)
+        tokens = WordTokenizer(words, context_length=options.context_length)
+        gru = BiGRUText(
+            tokens.size,
+            dim,
+            pad=tokens.pad,
+            word_dim=options.word_dim,
+            layers=options.text_layers,
+            bidirectional=options.bidirectional,
+            pooling=pooling,
+        )
+        return gru, tokens
+    transformer, tokenizer = load_transformer(options.text, pretrained=options.pretrained_text, cache_dir=cache_dir)
+    subwords = SubwordTokenizer(tokenizer, context_length=options.context_length)
+    bert = BertText(
+        transformer, dim, pad=subwords.pad, pooling=pooling, context=options.text_context, heads=options.heads
+    )
+    return bert, subwords
+
+
+def create_region_text(
+    name: str,
+    preset: Mapping[str, Any],
+    /,
+    *,
+    cache_dir: str | None = None,
+    example: Regions | None = None,
+    captions: Callable[[], Iterable[str]] | None = None,
+    **options: Any,
+) -> RegionText:
+    """A region model of a preset's options and these over them.
+
+    Args:
+        example: an image of the data: where ``region_dim`` is not given, its regions' channels.
+        captions: the data's captions: where a BiGRU is given no ``vocabulary``, their words.
+
+    Raises:
+        CoderError: an unknown option, or one out of range.
+    """
+    known = [field.name for field in fields(Options)]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise CoderError(f"{name} has no option {', '.join(unknown)}; it has: {', '.join(known)}")
+    given = {**preset, **options}
+    if isinstance(example, Regions):
+        given.setdefault("region_dim", example.features.shape[1])
+    if captions is not None and given.get("encoder") == "bigru" and given.get("vocabulary") is None:
+        given["vocabulary"] = build_vocabulary(captions())
+    try:
+        return RegionText(Options(**given), name=name, cache_dir=cache_dir)
+    except (ValueError, TypeError) as error:
+        raise CoderError(f"{name}: {error}") from error
+
+
+#: VSE-infinity's encoders with either text side, which CODER stands on (METHODS 6).
+region_bert = partial(create_region_text, "region-bert", {})
+region_bigru = partial(create_region_text, "region-bigru", {"encoder": "bigru"})
+#: CAMERA (ACM MM 2020): frozen BERT, 32 tokens, 64 heads, 12 views, D 2048.
+region_bert_camera = partial(
+    create_region_text,
+    "region-bert-camera",
+    {
+        "embed_dim": 2048,
+        "mlp": False,
+        "context": "camera",
+        "image_pooling": "views",
+        "text_context": "camera",
+        "text_pooling": "mean",
+        "frozen_text": True,
+        "context_length": 32,
+    },
+)
+#: VSRN (ICCV 2019): graph layers and a GRU over regions, a GRU's last state over words, D 2048.
+region_bigru_vsrn = partial(
+    create_region_text,
+    "region-bigru-vsrn",
+    {
+        "embed_dim": 2048,
+        "mlp": False,
+        "context": "vsrn",
+        "image_pooling": "gru",
+        "encoder": "bigru",
+        "text_pooling": "last",
+    },
+)

@@ -1,0 +1,167 @@
+"""The text side of the region models: a BERT-like encoder or a BiGRU, context stage, pooling (METHODS 6, 9).
+
+Shapes: B batch, T token positions, D joint dimension, E the words' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from coder_plugin.backbones.context import GatedSelfAttention
+from coder_plugin.backbones.region_encoder import Encoded, pool
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.gpo import GPO
+from coder_plugin.heads.norm import MaskedBatchNorm
+
+TextPooling = Literal["gpo", "mean", "max", "last"]
+
+
+class TextEncoder(nn.Module):
+    """Token ids -> tokens and a pooled feature; what both encoders share: trimming, padding, pooling.
+
+    Padding that no text of the batch needs is cut before the encoder runs. ``last`` is the recurrent encoder's own
+    pooling: the state after the last word, of both directions averaged.
+    """
+
+    def __init__(
+        self, embed_dim: int, *, pad: int, pooling: TextPooling, context: Literal["none", "camera"], heads: int
+    ) -> None:
+        super().__init__()
+        if pooling not in get_args(TextPooling):
+            raise ValueError(f"text pooling must be one of {', '.join(get_args(TextPooling))}, got {pooling!r}")
+        self.pad, self.pooling = pad, pooling
+        self.pool = GPO() if pooling == "gpo" else None
+        self.context = _CameraText(embed_dim, heads=heads) if context == "camera" else None
+
+    def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids [B, T] -> locals [B, T, ·], tokens [B, T, D] before the context stage, and the state after the last word
+        [B, D] where there is one."""
+        raise NotImplementedError
+
+    def forward(self, text: Tensor) -> Encoded:
+        mask = self.mask(text)
+        longest = int(mask.sum(1).max())
+        text, mask = text[:, :longest], mask[:, :longest]
+        words, tokens, last = self.words(text, mask)
+        if self.context is not None:
+            tokens = self.context(tokens, mask)
+        pooled = pool(self.pooling, self.pool, tokens, mask) if last is None or self.pooling != "last" else last
+        return Encoded(words, tokens, mask, pooled)
+
+    def mask(self, text: Tensor) -> Tensor:
+        """Bool [B, T], True where a token is no padding: a text's start counts in any case."""
+        return (text != self.pad) | (torch.arange(text.shape[1], device=text.device) == 0)
+
+
+class BertText(TextEncoder):
+    """A transformers encoder, its last layer projected: tokens ``Linear(h)``, CLS and SEP among them (VSE-infinity).
+
+    Args:
+        transformer: any model whose output has ``last_hidden_state``. Without a trainable parameter it stays in eval mode.
+    """
+
+    def __init__(
+        self,
+        transformer: Any,
+        embed_dim: int,
+        *,
+        pad: int,
+        pooling: TextPooling = "gpo",
+        context: Literal["none", "camera"] = "none",
+        heads: int = 64,
+    ) -> None:
+        super().__init__(embed_dim, pad=pad, pooling=pooling, context=context, heads=heads)
+        if pooling == "last":
+            raise ValueError("text pooling 'last' is a recurrent encoder's: take gpo, mean or max with BERT")
+        self.transformer = transformer
+        self.proj = nn.Linear(transformer.config.hidden_size, embed_dim)
+
+    @property
+    def frozen(self) -> bool:
+        return not any(parameter.requires_grad for parameter in self.transformer.parameters())
+
+    def train(self, mode: bool = True) -> BertText:
+        super().train(mode)
+        if self.frozen:  # it computes what it will in evaluation: no dropout
+            self.transformer.eval()
+        return self
+
+    def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            hidden = self.transformer(input_ids=text, attention_mask=mask.long()).last_hidden_state
+        projected = self.proj(hidden.to(self.proj.weight.dtype))
+        return projected, projected, None
+
+
+class BiGRUText(TextEncoder):
+    """Word vectors and a GRU over them; both directions averaged (VSE-infinity), or one alone (VSRN).
+
+    Args:
+        words: size of the vocabulary. word_dim: E. layers: of the GRU.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        embed_dim: int,
+        *,
+        pad: int = 0,
+        word_dim: int = 300,
+        layers: int = 1,
+        bidirectional: bool = True,
+        pooling: TextPooling = "gpo",
+    ) -> None:
+        super().__init__(embed_dim, pad=pad, pooling=pooling, context="none", heads=1)
+        self.embed = nn.Embedding(words, word_dim)
+        nn.init.uniform_(self.embed.weight, -0.1, 0.1)
+        self.rnn = nn.GRU(word_dim, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
+
+    def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        vectors = self.embed(text)
+        packed = pack_padded_sequence(vectors, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+        output, ends = self.rnn(packed)
+        states, _ = pad_packed_sequence(output, batch_first=True)
+        directions = 2 if self.rnn.bidirectional else 1
+        return vectors, states.unflatten(-1, (directions, -1)).mean(-2), ends[-directions:].mean(0)
+
+
+class _CameraText(nn.Module):
+    """CAMERA's context stage over words: gated self-attention, then a two-layer perceptron with BatchNorm, both residual."""
+
+    def __init__(self, dim: int, *, heads: int) -> None:
+        super().__init__()
+        self.attention = GatedSelfAttention(dim, heads=heads)
+        self.hidden, self.out, self.norm = nn.Linear(dim, dim), nn.Linear(dim, dim), MaskedBatchNorm(dim)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        attended = self.attention(tokens, mask)
+        return attended + self.norm(self.out(F.relu(self.hidden(attended))), mask)
+
+
+def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | None = None) -> tuple[Any, Any]:
+    """A transformers encoder and its tokenizer, by hub name or folder; without ``pretrained`` its shape, fresh weights.
+
+    Raises:
+        CoderError: neither a folder nor a name that can be loaded here.
+    """
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
+        if pretrained:
+            model = AutoModel.from_pretrained(name, cache_dir=cache_dir)
+        else:
+            model = AutoModel.from_config(AutoConfig.from_pretrained(name, cache_dir=cache_dir))
+    except Exception as error:  # what the hub, transformers and their readers raise has no end
+        raise CoderError(
+            f"text encoder {name!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}; "
+            "give a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
+        ) from error
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None  # nothing reads it, and DDP refuses parameters without gradient
+    return model, tokenizer

@@ -1,0 +1,146 @@
+"""From captions to token ids for the region models: any transformers tokenizer, or words of a vocabulary.
+
+In training words are dropped as VSE-infinity does (METHODS 6): of the chosen ones half become the mask token, a tenth a
+random token, the rest are deleted. A word is masked or deleted with all its pieces; an empty text stays possible.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.errors import CoderError
+
+_WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
+#: The first ids of every vocabulary, in SCAN's order.
+SPECIAL = ("<pad>", "<start>", "<end>", "<unk>")
+
+
+class Tokenizer:
+    """Texts -> ids int64 [B, T], started, ended, cut to T and padded.
+
+    Args:
+        context_length: T. word_dropout: share of the words that are dropped, in [0, 1): 0 outside training.
+    """
+
+    start: int
+    end: int
+    pad: int
+    mask: int
+    size: int
+
+    def __init__(self, *, context_length: int, word_dropout: float = 0.0) -> None:
+        if context_length < 3:
+            raise CoderError(f"context length must be 3 at least (start, a token, end), got {context_length}")
+        if not 0 <= word_dropout < 1:
+            raise CoderError(f"word dropout must be in [0, 1), got {word_dropout}")
+        self.context_length, self.word_dropout = context_length, word_dropout
+
+    def words(self, texts: list[str]) -> list[list[list[int]]]:
+        """Each text's words, each as its pieces' ids."""
+        raise NotImplementedError
+
+    def __call__(self, texts: str | list[str]) -> Tensor:
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        out = torch.full((len(texts), self.context_length), self.pad, dtype=torch.long)
+        for row, words in zip(out, self.words(texts), strict=True):
+            pieces = [piece for word in words for piece in self._kept(word)]
+            ids = [self.start, *pieces[: self.context_length - 2], self.end]
+            row[: len(ids)] = torch.tensor(ids)
+        return out
+
+    def _kept(self, word: list[int]) -> list[int]:
+        if not self.word_dropout or random.random() >= self.word_dropout:
+            return word
+        chance = random.random()
+        if chance < 0.5:
+            return [self.mask] * len(word)
+        if chance < 0.6:
+            return [random.randrange(self.size) for _ in word]
+        return []
+
+
+class SubwordTokenizer(Tokenizer):
+    """A transformers tokenizer (a fast one: it knows which pieces make a word)."""
+
+    def __init__(self, tokenizer: Any, *, context_length: int, word_dropout: float = 0.0) -> None:
+        super().__init__(context_length=context_length, word_dropout=word_dropout)
+        if not tokenizer.is_fast:
+            raise CoderError(f"{type(tokenizer).__name__} is not a fast tokenizer: it does not tell words from pieces")
+        self.tokenizer = tokenizer
+        start, end = tokenizer.cls_token_id, tokenizer.sep_token_id
+        self.start = tokenizer.bos_token_id if start is None else start
+        self.end = tokenizer.eos_token_id if end is None else end
+        self.pad, self.size = tokenizer.pad_token_id, len(tokenizer)
+        self.mask = tokenizer.unk_token_id if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+        if None in (self.start, self.end, self.pad):
+            raise CoderError(f"{type(tokenizer).__name__} has no start, end or padding token: not a BERT-like encoder's")
+
+    def words(self, texts: list[str]) -> list[list[list[int]]]:
+        encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
+        out = []
+        for number, ids in enumerate(encoded["input_ids"]):
+            words: dict[int | None, list[int]] = {}
+            for piece, word in zip(ids, encoded.word_ids(number), strict=True):
+                words.setdefault(word, []).append(piece)
+            out.append(list(words.values()))
+        return out
+
+
+class WordTokenizer(Tokenizer):
+    """Lower-case words of a vocabulary, whose first four are :data:`SPECIAL`; any other word is ``<unk>``."""
+
+    def __init__(self, vocabulary: Sequence[str], *, context_length: int, word_dropout: float = 0.0) -> None:
+        super().__init__(context_length=context_length, word_dropout=word_dropout)
+        self.ids = {word: number for number, word in enumerate(check_vocabulary(vocabulary))}
+        self.pad, self.start, self.end, self.mask = range(4)
+        self.size = len(self.ids)
+
+    def words(self, texts: list[str]) -> list[list[list[int]]]:
+        return [[[self.ids.get(word, self.mask)] for word in split_words(text)] for text in texts]
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text in lower case, digits and apostrophes inside them included, punctuation left out."""
+    return _WORD.findall(text.lower())
+
+
+def build_vocabulary(captions: Iterable[str], *, least: int = 4) -> list[str]:
+    """:data:`SPECIAL`, then the words that occur ``least`` times (SCAN's and VSRN's 4), the most frequent first."""
+    counts = Counter(word for caption in captions for word in split_words(caption))
+    words = sorted((word for word, count in counts.items() if count >= least), key=lambda word: (-counts[word], word))
+    if not words:
+        raise CoderError(f"no word occurs {least} times in the captions: too few of them for a vocabulary")
+    return [*SPECIAL, *words]
+
+
+def read_vocabulary(path: str) -> list[str]:
+    """A vocabulary file: a JSON list of words, or SCAN's and VSRN's ``{"word2idx": …}``."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CoderError(f"vocabulary {path} cannot be read: {error}") from error
+    if isinstance(content, dict) and isinstance(content.get("word2idx"), dict):
+        places: dict[str, Any] = content["word2idx"]
+        if sorted(places.values()) != list(range(len(places))):
+            raise CoderError(f"vocabulary {path}: the ids of word2idx are not 0 to {len(places) - 1}, each once")
+        content = sorted(places, key=places.__getitem__)
+    if not (isinstance(content, list) and all(isinstance(word, str) for word in content)):
+        raise CoderError(f"vocabulary {path} is neither a list of words nor SCAN's word2idx")
+    return check_vocabulary(content)
+
+
+def check_vocabulary(words: Sequence[str]) -> list[str]:
+    if tuple(words[:4]) != SPECIAL:
+        raise CoderError(f"a vocabulary begins with {', '.join(SPECIAL)}; this one with {', '.join(words[:4])}")
+    if len(set(words)) != len(words):
+        raise CoderError(f"the vocabulary names {len(words) - len(set(words))} words twice")
+    return list(words)

@@ -1,0 +1,179 @@
+"""One image's regions as named arrays, as ``.npz`` files and LMDB values hold them, under any of the field's names.
+
+==============  ===================================================================================================
+features        ``x`` (bottom-up-attention.pytorch), ``features`` (UNITER, GQA), ``feat``: [L, R], or [R, L] where
+                ``num_bbox`` or the boxes show that L comes last, as in OpenVQA's files
+boxes           ``bbox``, ``boxes``: [L, 4] in the units of ``image_w`` and ``image_h``; left out, with a warning, where
+                these two are not there
+boxes           ``norm_bb`` (UNITER): [L, 4, 6 or 7] left, top, right, bottom (, width, height (, area)) as fractions
+whole           ``whole``: [G]
+extras          every other array but scalars and ``info``
+==============  ===================================================================================================
+
+L regions of an image, R channels, G of the whole image. Pickled arrays (dtype object) are never unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Mapping
+from typing import BinaryIO
+
+import numpy as np
+
+from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.regions.keyed import exactly, warn_once
+
+_FEATURES = ("x", "features", "feat")
+_BOXES = ("bbox", "boxes", "norm_bb")
+_KNOWN = {*_FEATURES, *_BOXES, "num_bbox", "num_boxes", "image_w", "image_h", "whole", "info"}
+
+#: In place of an array that is a pickle.
+PICKLED = np.empty(0, object)
+
+
+def to_arrays(regions: Regions) -> dict[str, np.ndarray]:
+    """Under bottom-up-attention.pytorch's names; ``ValueError`` where an extra has one of those or holds objects."""
+    for name, array in regions.extras.items():
+        if name in _KNOWN or array.dtype.hasobject:
+            raise ValueError(f"a further array cannot be called {name!r} or hold Python objects: {array.dtype}")
+    arrays = {"x": regions.features, "num_bbox": np.asarray(len(regions)), **regions.extras}
+    if regions.boxes is not None:
+        arrays["bbox"] = exactly("boxes", regions.boxes, "<f4")
+    if regions.whole is not None:
+        arrays["whole"] = regions.whole
+    return {**arrays, "image_w": np.asarray(float(regions.size[0])), "image_h": np.asarray(float(regions.size[1]))}
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
+    """What :func:`to_arrays`, or one of the field's tools, has made; warnings name the file ``path``."""
+    for name, array in arrays.items():
+        if array.dtype.hasobject and (name in _KNOWN - {"info"}):
+            raise ValueError(f"{name!r} is pickled (dtype object), which is never unpickled; save it as plain numbers")
+    features_name = _one(arrays, _FEATURES)
+    boxes_name = _one(arrays, _BOXES)
+    if features_name is None:
+        raise ValueError(f"no features: none of {', '.join(_FEATURES)} in {', '.join(arrays) or 'an empty entry'}")
+    features = arrays[features_name]
+    boxes = arrays[boxes_name] if boxes_name else None
+    count = _count(arrays, boxes)
+    if features.ndim == 2 and count is not None and len(features) != count:
+        if features.shape[1] != count:
+            raise ValueError(f"{features_name} has shape {list(features.shape)}, where there are {count} boxes")
+        features = features.T
+    size = None
+    if boxes is not None and boxes_name == "norm_bb":
+        if boxes.ndim != 2 or boxes.shape[1] not in (4, 6, 7):
+            raise ValueError(f"norm_bb has shape {list(boxes.shape)}, not [regions, 4, 6 or 7]")
+        boxes, size = boxes[:, :4], (1.0, 1.0)
+    elif "image_w" in arrays and "image_h" in arrays:
+        size = _scalar(arrays, "image_w"), _scalar(arrays, "image_h")
+    elif boxes is not None:
+        warn_once(path, f"boxes are left out: {boxes_name} comes without image_w and image_h, so its unit is not known")
+        boxes = None
+    if boxes is not None and boxes.dtype.kind not in "fiu":
+        raise ValueError(f"{boxes_name} is {boxes.dtype}, not numbers")
+    pickled = sorted(name for name, array in arrays.items() if array.dtype.hasobject)
+    if pickled:
+        warn_once(path, f"left out, as it is pickled and never unpickled: {', '.join(pickled)}")
+    return Regions(
+        features=native(features),
+        boxes=None if boxes is None else np.array(boxes, np.float32),
+        size=size or (1.0, 1.0),
+        whole=arrays.get("whole"),
+        extras={
+            name: array
+            for name, array in arrays.items()
+            if name not in _KNOWN and array.ndim and not array.dtype.hasobject
+        },
+    )
+
+
+def npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """What ``np.savez`` writes, for arrays of any name: one called "file" would be its own argument."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
+    """Every array of an ``.npz`` file, :data:`PICKLED` where it is one of objects. NumPy and zipfile raise nearly anything
+    on damaged files; here it becomes ``ValueError``."""
+    if file.read(4) not in (b"PK\3\4", b"PK\5\6"):  # NumPy takes anything else for a pickle
+        raise ValueError("not an .npz file (no ZIP archive)")
+    file.seek(0)
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            return {name: _member(archive, name) for name in archive.files}
+    except (OSError, ValueError):
+        raise
+    except Exception as exc:
+        raise ValueError(f"damaged .npz file: {type(exc).__name__}: {exc}") from exc
+
+
+def read_npy(path: str) -> np.ndarray:
+    """An ``.npy`` file, with the same errors as :func:`read_npz`."""
+    with open(path, "rb") as file:
+        if file.read(6) != b"\x93NUMPY":
+            raise ValueError(f"{os.path.basename(path)} is not an .npy file")
+        file.seek(0)
+        try:
+            return np.load(file, allow_pickle=False)
+        except OSError:
+            raise
+        except Exception as exc:
+            if _is_pickled(exc):
+                raise ValueError(
+                    f"{os.path.basename(path)} is pickled (dtype object), which is never unpickled; save it as plain numbers"
+                ) from None
+            raise ValueError(f"damaged .npy file {os.path.basename(path)}: {type(exc).__name__}: {exc}") from exc
+
+
+def _member(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    try:
+        array = archive[name]
+    except ValueError as exc:
+        if _is_pickled(exc):
+            return PICKLED
+        raise
+    if not isinstance(array, np.ndarray):  # NumPy gives the bytes of members that are not .npy
+        raise ValueError(f"{name!r} in the .npz file is not an array")
+    return array
+
+
+def _is_pickled(exc: Exception) -> bool:
+    return "Object arrays cannot be loaded" in str(exc)  # NumPy's words for it; it has no exception of its own
+
+
+def _one(arrays: Mapping[str, np.ndarray], names: tuple[str, ...]) -> str | None:
+    there = [name for name in names if name in arrays]
+    if len(there) > 1:
+        raise ValueError(f"{' and '.join(there)} are both there, and either could be meant")
+    return there[0] if there else None
+
+
+def _count(arrays: Mapping[str, np.ndarray], boxes: np.ndarray | None) -> int | None:
+    """How many regions the entry says it has."""
+    counts = {int(_scalar(arrays, name)) for name in ("num_bbox", "num_boxes") if name in arrays}
+    if boxes is not None and boxes.ndim:
+        counts.add(len(boxes))
+    if len(counts) > 1:
+        raise ValueError(f"num_bbox and the boxes disagree: {' and '.join(map(str, sorted(counts)))} regions")
+    return counts.pop() if counts else None
+
+
+def _scalar(arrays: Mapping[str, np.ndarray], name: str) -> float:
+    array = arrays[name]
+    if array.size != 1 or array.dtype.kind not in "fiu" or not np.isfinite(array).all():
+        raise ValueError(f"{name} is {array.dtype} of shape {list(array.shape)}, not one finite number")
+    return float(array.reshape(()))
+
+
+def native(array: np.ndarray) -> np.ndarray:
+    """In this machine's byte order, which PyTorch needs, and C-contiguous."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

@@ -1,0 +1,293 @@
+"""Pictures to regions through a detector, unit by unit, so that a run that is killed goes on where it stopped.
+
+A unit is ``shard_size`` images in the source's order: one region shard, written aside and renamed, and then a note of
+it. Units are dealt to processes in turn; a batch never crosses a unit, so nothing depends on when a run was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from coder_plugin.data.regions.ahead import ahead
+from coder_plugin.data.regions.base import Record
+from coder_plugin.data.regions.batches import Batch, Batches, as_it_is
+from coder_plugin.data.regions.precomp_write import write as write_precomp
+from coder_plugin.data.regions.processes import meet, spawn
+from coder_plugin.data.regions.shards import ShardFile, write_shard
+from coder_plugin.data.source import BadImages
+from coder_plugin.detectors.base import Detector
+from coder_plugin.errors import CoderError
+
+TO = ("shards", "precomp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is extracted from what, and where it goes; it can be pickled, for processes.
+
+    Args:
+        source: whose pictures; its captions travel along.
+        detector: ``detector(device=…)``, called in each process.
+        folder: of the result: shards ``{split}-000000.tar`` …, or a precomp folder, which is written from shards when
+            all are there. Below it is ``{split}.extraction``: the settings, a note for each unit, and precomp's shards.
+        settings: what a restart must agree with, as JSON values.
+        shard_size, batch_size: images of a unit and of a call of the detector.
+        workers: processes that decode, for each process that detects; 0: none.
+        device: ``cuda`` gives process i the device i modulo their number.
+        max_bad: pictures that may be undecodable.
+        captions_per_image: keep the first so many in a precomp folder, where all must have equally many.
+    """
+
+    source: Any
+    detector: Callable[..., Detector]
+    folder: Path
+    to: str = "shards"
+    split: str = "train"
+    settings: dict[str, Any] = field(default_factory=dict)
+    shard_size: int = 1000
+    batch_size: int = 8
+    workers: int = 2
+    device: str = "cpu"
+    max_bad: int = 100
+    captions_per_image: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.to not in TO:
+            raise CoderError(f"--to is {self.to!r}; it must be one of {', '.join(TO)} (convert makes others of these)")
+        for name, least in (
+            ("shard_size", 1),
+            ("batch_size", 1),
+            ("workers", 0),
+            ("max_bad", 0),
+            ("captions_per_image", 1),
+        ):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise CoderError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
+
+    @property
+    def notes(self) -> Path:
+        return self.folder / f"{self.split}.extraction"
+
+    @property
+    def shards(self) -> Path:
+        return self.folder if self.to == "shards" else self.notes
+
+    def note(self, unit: int) -> Path:
+        return self.notes / f"{unit:06d}.json"
+
+    def shard(self, unit: int) -> Path:
+        return self.shards / f"{self.split}-{unit:06d}.tar"
+
+    @property
+    def precomp(self) -> Path:
+        """The last file that writing a precomp split makes."""
+        return self.folder / f"{self.split}_ims.npy"
+
+    def done(self) -> dict[int, dict[str, Any]]:
+        """The notes of the units that are finished."""
+        notes = {int(path.stem): _read(path) for path in sorted(self.notes.glob("[0-9]*.json"))}
+        converted = self.to == "precomp" and self.precomp.exists()
+        return {
+            unit: note for unit, note in notes.items() if converted or not note["images"] or self.shard(unit).exists()
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """Images written in all, those that could not be decoded with the reasons, and this run's share and seconds."""
+
+    images: int
+    bad: list[tuple[str, str]]
+    new: int
+    seconds: float
+
+
+def extract(job: Job, *, processes: int = 1) -> Report:
+    """Do what is left of a job and return what there is then.
+
+    ``processes`` of this machine share the units; under ``accelerate launch`` or torchrun its ranks do instead.
+
+    Raises:
+        CoderError: a folder begun with other settings (says which), too many undecodable pictures, an empty source.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and processes > 1:
+        raise CoderError(f"--processes {processes} beside {world} ranks of a launcher; give one of them")
+    if processes < 1:
+        raise CoderError(f"--processes is {processes}; it must be 1 or more")
+    job.notes.mkdir(parents=True, exist_ok=True)
+    start, before = time.perf_counter(), job.done()
+    if world > 1:
+        work(job, rank, world)
+        meet()
+    elif processes > 1:
+        spawn(partial(work, job), processes)
+    else:
+        work(job, 0, 1)
+    notes = job.done()
+    bad = [(key, reason) for note in notes.values() for key, reason in note["bad"]]
+    images = sum(note["images"] for note in notes.values())
+    if len(bad) > job.max_bad:
+        raise CoderError(f"{job.source.name}: {len(bad)} images cannot be decoded, more than max_bad={job.max_bad}")
+    if not images:
+        raise CoderError(f"{job.source.name}: no image that can be decoded")
+    if rank == 0:
+        _finish(job, notes)
+    new = sum(note["images"] for unit, note in notes.items() if unit not in before)
+    return Report(images, bad, new, time.perf_counter() - start)
+
+
+def work(job: Job, part: int, parts: int) -> None:
+    """Do the units ``part``, ``part + parts``, … that are not done."""
+    detector = job.detector(device=_device(job.device, part))
+    begin(job, detector.checksum())
+    done = job.done()
+    bad = BadImages(job.source.name, job.max_bad)
+    bad.restore([key for note in done.values() for key, _ in note["bad"]])
+    loader: DataLoader[Batch] = DataLoader(
+        Batches(
+            job.source,
+            detector.preprocess,
+            shard_size=job.shard_size,
+            batch_size=job.batch_size,
+            skip=set(done),
+            part=part,
+            parts=parts,
+        ),
+        batch_size=None,
+        collate_fn=as_it_is,  # type: ignore[arg-type]  # without batch_size it is given single items
+        num_workers=job.workers,
+        prefetch_factor=4 if job.workers else None,
+    )
+    batches = iter(loader)  # forks its workers here, before there are threads
+    total = job.source.num_images if parts == 1 else None
+    if total is not None:
+        total -= sum(note["images"] + len(note["bad"]) for note in done.values())
+    with (
+        ahead(partial(_detected, detector, batches, torch.get_num_threads()), size=4) as found,
+        tqdm(total=total, desc="regions", unit=" images", position=part, disable=None) as bar,
+    ):
+        flow = _Flow(found, bad, bar)
+        while (unit := flow.unit) is not None:
+            _write_unit(job, unit, flow)
+
+
+def begin(job: Job, checksum: str) -> None:
+    """Note a job's settings in its folder, or compare them with those of the run that began it."""
+    path = job.notes / "extraction.json"
+    sizes = {"shard_size": job.shard_size, "batch_size": job.batch_size, "to": job.to}
+    device = {"device": job.device.partition(":")[0]}  # numbers differ in their last bits
+    settings = json.loads(json.dumps({**job.settings, **sizes, **device, "checksum of the weights": checksum}))
+    if not path.exists():
+        _write(path, settings)
+    known = _read(path)
+    for name in sorted(set(known) | set(settings)):
+        if known.get(name) != settings.get(name):
+            raise CoderError(
+                f"{job.folder}: was begun with {name} {_told(known.get(name))}, not {_told(settings.get(name))}; "
+                f"give the same options, another folder, or delete {job.notes} to begin anew"
+            )
+
+
+class _Flow:
+    """Detected batches, cut where a unit ends."""
+
+    def __init__(self, found: Iterator[tuple[Batch, list[Record]]], bad: BadImages, bar: tqdm) -> None:
+        self._found, self._bad, self._bar = found, bad, bar
+        self._next = next(found, None)
+
+    @property
+    def unit(self) -> int | None:
+        return self._next[0].unit if self._next else None
+
+    def records(self, bad: list[tuple[str, str]]) -> Iterator[Record]:
+        """The records of the unit at hand; its undecodable pictures are appended to ``bad``."""
+        unit = self.unit
+        while self._next and self.unit == unit:
+            batch, records = self._next
+            for key, reason in batch.bad:
+                self._bad.add(key, reason)
+            bad += batch.bad
+            yield from records
+            self._bar.update(len(records) + len(batch.bad))
+            self._next = next(self._found, None)
+
+
+def _detected(detector: Detector, batches: Iterator[Batch], threads: int) -> Iterator[tuple[Batch, list[Record]]]:
+    torch.set_num_threads(threads)  # OpenMP keeps the number for each of our threads
+    for batch in batches:
+        try:
+            regions = detector.detect(batch.pictures) if batch.pictures else []
+        except CoderError:
+            raise
+        except ValueError as exc:  # of Regions: NaN in the features, above all
+            raise CoderError(f"the detector's regions of one of {', '.join(batch.names)} are no good: {exc}") from exc
+        yield (
+            batch._replace(pictures=[]),
+            [Record(*each) for each in zip(batch.names, regions, batch.captions, strict=True)],
+        )
+
+
+def _write_unit(job: Job, unit: int, flow: _Flow) -> None:
+    """The shard of a unit, if any of its pictures could be decoded, and then the note that it is done."""
+    bad: list[tuple[str, str]] = []
+    records = flow.records(bad)
+    images = 0
+    if (first := next(records, None)) is not None:
+        images = write_shard(str(job.shard(unit)), chain([first], records))
+    _write(job.note(unit), {"images": images, "bad": bad})
+
+
+def _finish(job: Job, notes: dict[int, dict[str, Any]]) -> None:
+    """What is made of all units: the note of the shards' sizes, or the precomp split; and what killed runs left goes."""
+    for folder, names in ((job.folder, f".{job.split}[-_]*.part"), (job.notes, ".*.part")):
+        for path in folder.glob(names):
+            path.unlink()
+    if job.to == "shards":
+        sizes = {job.shard(unit).name: note["images"] for unit, note in notes.items() if note["images"]}
+        path = job.folder / "sizes.json"
+        _write(path, {**(_read(path) if path.exists() else {}), **sizes})
+        return
+    if not job.precomp.exists():
+        file = ShardFile(str(job.shards), split=job.split)
+        records = (Record(name, file[name], file.captions.get(name, ())[: job.captions_per_image]) for name in file)
+        bar = tqdm(records, total=len(file), desc="precomp", disable=None)
+        write_precomp(str(job.folder), bar, split=job.split)
+    for unit in notes:
+        job.shard(unit).unlink(missing_ok=True)
+
+
+def _device(name: str, part: int) -> str:
+    if name != "cuda":
+        return name
+    local = int(os.environ.get("LOCAL_RANK", part))
+    return f"cuda:{local % max(1, torch.cuda.device_count())}"
+
+
+def _told(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _write(path: Path, content: Any) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise CoderError(f"{path}: cannot be read: {exc}; delete it to have its images extracted again") from exc

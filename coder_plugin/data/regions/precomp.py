@@ -1,0 +1,297 @@
+"""SCAN's "precomp" folders, which VSE++, VSRN, CAMERA, VSE∞ and many others train on.
+
+A split is ``{split}_ims.npy`` [N, L, R], ``{split}_caps.txt`` (a caption a line, those of an image one after the other) and
+``{split}_ids.txt`` (a line a row of ``ims``, or a line a caption: COCO's numbers, Flickr30K's places in Karpathy's list,
+or anyone's names). Beside them may be
+- CAMERA's ``{split}_boxes.npy`` [N, L, 4] and ``{split}_img_sizes.npy`` [N, 2]: pixels, and (width, height) in pixels,
+- ours: ``{split}_counts.npy`` [N], how many of the L rows are regions (the others are padding), and
+  ``{split}_whole.npy`` [N, G], features of the whole images,
+- VSE∞'s ``id_mapping.json``, here or in the folder above: what the ids' images are called.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coder_plugin.data.item import Item
+from coder_plugin.data.regions.base import RegionFormat, Regions
+from coder_plugin.data.regions.npy import NpyRows
+from coder_plugin.data.regions.precomp_text import lines_of, mapping_of
+from coder_plugin.data.regions.precomp_write import write
+from coder_plugin.errors import CoderError
+
+if TYPE_CHECKING:
+    from coder_plugin.data.source import ItemSource
+
+log = logging.getLogger(__name__)
+
+
+def open_precomp(spec: str, *, split: str = "train") -> ItemSource:
+    """One split of a precomp folder, or of the folder that has it as ``precomp``, with its captions; ``val`` is ``dev``
+    where there is no ``val``.
+
+    An image's key is its name by ``id_mapping.json``, else its id; ids that only count (0, 1, 2 …) would be the same in
+    every split, and there, as without ids, the key is the split and the image's place in it.
+    """
+    from coder_plugin.data.source import ItemSource  # imports torch, which reading files alone does not need
+
+    file = PrecompFile(spec, split=split)
+    if not file.captions:
+        raise CoderError(f"{file.path('caps.txt')}: missing; its images have no captions to train on or to evaluate")
+    items = [
+        Item(file.image_keys[place], file.captions[name], partial(file.read, place), file.other_names(place))
+        for place, name in enumerate(file)
+    ]
+    return ItemSource(items, name=f"{spec} ({file.split})")
+
+
+class PrecompFile(Mapping[str, Regions]):
+    """The images of a split by name. See :data:`~coder_plugin.data.regions.base.RegionFile`.
+
+    ``captions`` maps the names to captions and is empty where there is no ``caps.txt``; ``image_keys`` are names by
+    which images differ between splits, too. An image is also found by its id and by its name without folders.
+    """
+
+    def __init__(self, path: str, *, split: str = "train") -> None:
+        self.folder = _folder(path)
+        self.split = _split(self.folder, split)
+        self._rows = NpyRows(self.path("ims.npy"), kinds="f", ndim=3)
+        if not len(self._rows):
+            raise CoderError(f"{self._rows.path}: no images")
+        lines = lines_of(self.path("caps.txt"))
+        ids = lines_of(self.path("ids.txt"))
+        self._repeat = self._rows_per_image(lines, ids)
+        number = len(self._rows) // self._repeat
+        self._boxes, self._sizes = self._extra("boxes.npy", 3), self._extra("img_sizes.npy", 2)
+        self._counts, self._whole = self._extra("counts.npy", 1, "iu"), self._extra("whole.npy", 2)
+        self._check_extras()
+        self._ids = None if ids is None else self._one_each(ids, number)
+        self._names, self.image_keys = self._name(number)
+        self._places = self._find_places()
+        captions = lines or []
+        each = len(captions) // number
+        self.captions: dict[str, tuple[str, ...]] = {
+            name: tuple(captions[place * each : (place + 1) * each]) for place, name in enumerate(self._names) if each
+        }
+        self._warn_of_testall(number)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __getitem__(self, name: str) -> Regions:
+        return self.read(self._places[name])
+
+    def path(self, ending: str) -> str:
+        return os.path.join(self.folder, f"{self.split}_{ending}")
+
+    def read(self, place: int) -> Regions:
+        """The regions of the image at a place; ValueError where they are damaged."""
+        features = self._rows[place * self._repeat]
+        count = len(features) if self._counts is None else int(_row(self._counts, place, len(self)))
+        try:
+            boxes = None if self._boxes is None else _row(self._boxes, place, len(self))[:count].astype(np.float32)
+            width, height = (1.0, 1.0) if self._sizes is None else map(float, _row(self._sizes, place, len(self)))
+            whole = None if self._whole is None else _row(self._whole, place, len(self))
+            return Regions(features[:count], boxes, (width, height), whole)
+        except ValueError as exc:
+            raise ValueError(f"{self._rows.path}: image {self._names[place]!r}, number {place}: {exc}") from exc
+
+    def resolve(self, name: str) -> str:
+        """The name that an image is listed by, given any that it is found by."""
+        return self._names[self._places[name]]
+
+    def other_names(self, place: int) -> tuple[str, ...]:
+        """What the image at a place is called beside its key."""
+        names = [self._names[place], *(self._ids or ())[place : place + 1]]
+        return tuple(dict.fromkeys(name for name in names if name != self.image_keys[place]))
+
+    def _rows_per_image(self, captions: list[str] | None, ids: list[str] | None) -> int:
+        """1, or how often each image is repeated: VSE++ has files with a row for each caption."""
+        rows, path = len(self._rows), self._rows.path
+        if captions is not None and (not captions or len(captions) % rows):
+            raise CoderError(
+                f"{self.path('caps.txt')}: {len(captions)} captions for the {rows} images of {os.path.basename(path)}: "
+                "every image needs the same number; are both of one split, and whole?"
+            )
+        if captions is not None and len(captions) > rows:
+            return 1
+        run = _run(_Contents(self._rows))  # no detector gives two images the same numbers
+        if ids is None or len(ids) != rows:
+            return run
+        by_ids = _run(ids)
+        if by_ids > 1 and by_ids != run:
+            raise CoderError(
+                f"{self.path('ids.txt')}: {by_ids} lines each are of one image, but their rows in {path} differ"
+            )
+        if by_ids < run:
+            log.warning("%s: every %d rows are the same, yet ids.txt calls them different images", path, run)
+        return by_ids
+
+    def _extra(self, ending: str, ndim: int, kinds: str = "iuf") -> NpyRows | None:
+        path = self.path(ending)
+        if not os.path.exists(path):
+            return None
+        array = NpyRows(path, kinds=kinds, ndim=ndim)
+        if len(array) not in (len(self._rows), len(self._rows) // self._repeat):
+            raise CoderError(
+                f"{path}: {len(array)} rows beside {len(self._rows)} in {os.path.basename(self._rows.path)}"
+            )
+        return array
+
+    def _check_extras(self) -> None:
+        regions = self._rows.shape[1]
+        if self._boxes is not None and self._boxes.shape[1:] != (regions, 4):
+            raise CoderError(f"{self._boxes.path}: has shape {list(self._boxes.shape)}; it must be [.., {regions}, 4]")
+        if self._sizes is not None and self._sizes.shape[1] != 2:
+            raise CoderError(
+                f"{self._sizes.path}: has shape {list(self._sizes.shape)}; it must be [.., 2], width and height"
+            )
+        if (self._boxes is None) != (self._sizes is None):
+            there, missing = ("boxes", "img_sizes") if self._sizes is None else ("img_sizes", "boxes")
+            raise CoderError(
+                f"{self.path(there + '.npy')}: of no use without {self.path(missing + '.npy')}, which is missing"
+            )
+        if self._counts is not None:
+            counts = self._counts.all()
+            wrong = np.flatnonzero((counts < 1) | (counts > regions))
+            if len(wrong):
+                raise CoderError(
+                    f"{self._counts.path}: number {wrong[0]} is {counts[wrong[0]]}; counts must be 1 to {regions}"
+                )
+
+    def _name(self, number: int) -> tuple[list[str], list[str]]:
+        """The images' names in this file, and their names among all splits."""
+        places = [f"{self.split}_{place}" for place in range(number)]
+        if self._ids is None:
+            return places, places
+        names = self._ids
+        if mapping := mapping_of(self.folder):
+            known = set(mapping.values())
+            for place, name in enumerate(names):
+                if name not in mapping and name not in known:
+                    raise CoderError(
+                        f"{self.path('ids.txt')}: image {place} has id {name!r}, which id_mapping.json lacks"
+                    )
+            names = [mapping.get(name, name) for name in names]
+        first: dict[str, int] = {}
+        for place, name in enumerate(names):
+            if first.setdefault(name, place) != place:
+                raise CoderError(f"{self.path('ids.txt')}: images {first[name]} and {place} are both {name!r}")
+        counting = not mapping and any(names == [str(place + start) for place in range(number)] for start in (0, 1))
+        return names, places if counting else names
+
+    def _find_places(self) -> dict[str, int]:
+        places = {name: place for place, name in enumerate(self._names)}
+        for names in (self._ids or [], map(os.path.basename, self._names)):
+            other: dict[str, int | None] = {}
+            for place, name in enumerate(names):
+                other[name] = None if name in other else place  # images of one name: none of them has it
+            for name, found in other.items():
+                if found is not None:
+                    places.setdefault(name, found)
+        return places
+
+    def _one_each(self, ids: list[str], number: int) -> list[str] | None:
+        """The ids of the images; None where each caption has an id of its own, which names no image."""
+        path = self.path("ids.txt")
+        if not ids or len(ids) % number:
+            raise CoderError(
+                f"{path}: {len(ids)} lines for {number} images; it must have one for each image or caption"
+            )
+        each = len(ids) // number
+        if each > 1 and len(set(ids)) == len(ids):
+            return None
+        for place, name in enumerate(ids):
+            if name != ids[place - place % each]:
+                raise CoderError(
+                    f"{path}: line {place + 1} is {name!r} where line {place - place % each + 1} is "
+                    f"{ids[place - place % each]!r}: {each} lines are of one image here, as {number} images have {len(ids)}"
+                )
+        return ids[::each]
+
+    def _warn_of_testall(self, number: int) -> None:
+        path = os.path.join(self.folder, "testall_ims.npy")
+        if self.split != "test" or not os.path.exists(path):
+            return
+        whole = len(NpyRows(path, kinds="f", ndim=3)) // self._repeat
+        if whole > number:
+            folds = whole // number
+            log.warning(
+                "%s: test holds %s of testall's %s images; the papers' 1K figure is the mean over %d folds of testall: "
+                "--split testall --folds %d",
+                *(self.folder, f"{number:,}", f"{whole:,}", folds, folds),
+            )
+
+
+def matches(path: str) -> bool:
+    """A folder with ``*_ims.npy`` in it or in its ``precomp``; of a path that is yet to be made, one named precomp."""
+    if not os.path.isdir(path) or not os.listdir(path):
+        name = os.path.basename(os.path.normpath(path))
+        return not os.path.isfile(path) and (name == "precomp" or name.endswith("_precomp"))
+    return bool(_splits(path) or _splits(os.path.join(path, "precomp")))
+
+
+def _splits(folder: str) -> list[str]:
+    if not os.path.isdir(folder):
+        return []
+    return sorted(name.removesuffix("_ims.npy") for name in os.listdir(folder) if name.endswith("_ims.npy"))
+
+
+def _folder(path: str) -> str:
+    for folder in (path, os.path.join(path, "precomp")):
+        if _splits(folder):
+            return folder
+    if not os.path.isdir(path):
+        raise CoderError(f"{path}: not a folder; precomp features are a folder with train_ims.npy, train_caps.txt …")
+    raise CoderError(f"{path}: no *_ims.npy in it, nor in {os.path.join(path, 'precomp')}")
+
+
+def _split(folder: str, split: str) -> str:
+    there = _splits(folder)
+    for name in (split, "dev") if split == "val" else (split,):
+        if name in there:
+            return name
+    raise CoderError(f"{folder}: no {split}_ims.npy; splits present: {', '.join(there)}")
+
+
+class _Contents(Sequence[bytes]):
+    """Rows as their bytes, to be compared."""
+
+    def __init__(self, rows: NpyRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row):  # type: ignore[no-untyped-def]
+        return self._rows[row].tobytes()
+
+
+def _run(values: Sequence[object]) -> int:
+    """How many equal values stand together: k where the first, middle and last k are one each and k divides all; else 1."""
+    k = next((place for place in range(1, len(values)) if values[place] != values[0]), len(values))
+    if len(values) % k:
+        return 1
+    groups = len(values) // k
+    starts = [group * k for group in {0, groups // 2, groups - 1}]
+    alike = all(values[start + place] == values[start] for start in starts for place in range(k))
+    return k if alike else 1
+
+
+def _row(array: NpyRows, place: int, number: int) -> np.ndarray:
+    return array[place * (len(array) // number)]
+
+
+PRECOMP = RegionFormat(open=PrecompFile, write=write, matches=matches)

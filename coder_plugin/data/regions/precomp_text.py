@@ -1,0 +1,57 @@
+"""The text files of precomp folders: lists of captions and ids, and what the ids' images are called."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from coder_plugin.errors import CoderError
+
+
+def lines_of(path: str) -> list[str] | None:
+    """The lines of a file, without the blanks around them; None where there is no file."""
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as exc:
+        raise CoderError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    texts = []
+    for number, line in enumerate(lines):
+        try:
+            texts.append(_plain(line.decode("utf-8").strip()))
+        except UnicodeDecodeError as exc:
+            raise CoderError(f"{path}: line {number + 1} is not UTF-8 text") from exc
+        if not texts[-1]:
+            raise CoderError(f"{path}: line {number + 1} is empty")
+    return texts
+
+
+def _plain(line: str) -> str:
+    """Some copies have captions as Python prints bytes: ``b'a dog'``."""
+    if not line.startswith(("b'", 'b"')):
+        return line
+    from coder_plugin.data.captions import _plain as plain
+
+    return plain(line) or ""
+
+
+def mapping_of(folder: str) -> dict[str, str]:
+    """What ``id_mapping.json`` says, here or one folder up; empty where there is none."""
+    for place in (folder, os.path.dirname(os.path.abspath(folder))):
+        path = os.path.join(place, "id_mapping.json")
+        if not os.path.exists(path):
+            continue
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
+        except (OSError, ValueError) as exc:
+            raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
+        if not isinstance(content, dict) or not all(isinstance(name, str) and name for name in content.values()):
+            raise CoderError(f"{path}: must be an object that gives each id a file name")
+        return content
+    return {}

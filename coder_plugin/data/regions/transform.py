@@ -1,0 +1,67 @@
+"""From an image's regions to what region models read: tensors of one shape, padded and masked.
+
+Shapes: M most regions, R channels, G channels of the whole image.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.data.regions.base import Regions
+from coder_plugin.errors import CoderError
+
+log = logging.getLogger(__name__)
+
+
+class RegionTransform:
+    """Regions -> ``features`` float32 [M, R] and bool ``mask`` [M]; ``boxes`` [M, 4] (fractions) with ``aspect`` [], and
+    ``global`` [G], where the data have them.
+
+    Args:
+        region_dim: R, checked. max_regions: M: the first M of the file's order are kept, fewer are padded.
+        dropout: share of the regions that are left out at random, in training (VSE-infinity's 0.2); one always stays.
+    """
+
+    def __init__(self, region_dim: int, *, max_regions: int = 36, dropout: float = 0.0) -> None:
+        if max_regions < 1:
+            raise CoderError(f"max regions must be 1 or more, got {max_regions}")
+        if not 0 <= dropout < 1:
+            raise CoderError(f"region dropout must be in [0, 1), got {dropout}")
+        self.region_dim, self.max_regions, self.dropout = region_dim, max_regions, dropout
+        self._warned = False
+
+    def __call__(self, regions: Any) -> dict[str, Tensor]:
+        if not isinstance(regions, Regions):
+            raise CoderError("this model reads regions and the data are pictures: extract regions and name them: --regions")
+        if regions.features.shape[1] != self.region_dim:
+            raise CoderError(f"regions have {regions.features.shape[1]} channels; the model was made for {self.region_dim}")
+        if len(regions) > self.max_regions and not self._warned:
+            log.warning("an image has %d regions, the first %d are read (--max-regions)", len(regions), self.max_regions)
+            self._warned = True
+        kept = self._kept(min(len(regions), self.max_regions))
+        out = {
+            "features": self._padded(regions.features, kept),
+            "mask": torch.arange(self.max_regions) < len(kept),
+        }
+        fractions = regions.fractions
+        if fractions is not None:
+            out["boxes"] = self._padded(fractions, kept)
+            out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
+        if regions.whole is not None:
+            out["global"] = torch.as_tensor(regions.whole).float()
+        return out
+
+    def _kept(self, count: int) -> Tensor:
+        if not self.dropout:
+            return torch.arange(count)
+        kept = (torch.rand(count) >= self.dropout).nonzero().squeeze(1)
+        return kept if len(kept) else torch.randint(count, (1,))
+
+    def _padded(self, rows: Any, kept: Tensor) -> Tensor:
+        out = torch.zeros(self.max_regions, rows.shape[1])
+        out[: len(kept)] = torch.as_tensor(rows[kept.numpy()])
+        return out

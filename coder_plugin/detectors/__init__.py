@@ -1,0 +1,1 @@
+"""Detectors: from pictures to the regions that retrieval models read (entry points of ``coder_plugin.detectors``)."""

@@ -1,0 +1,136 @@
+"""``coder-plugin regions extract``: its flags, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.errors import CoderError
+
+_SHOWN = 10
+_DETECTOR = {  # option of a detector: its flag's type and help
+    "model": (str, "the detector's model: a Faster-RCNN of torchvision, any model of timm"),
+    "weights": (str, "a .pth or .safetensors file, or default: the model's own, downloaded"),
+    "regions": (int, "regions of an image at most [36]"),
+    "nms": (float, "overlap above which the lower of two boxes of a class is dropped [0.3]"),
+    "min_score": (float, "leave out regions below it, but the best --min-regions [0]"),
+    "min_regions": (int, "[10]"),
+    "proposals": (int, "c4: proposals of an image [300]"),
+    "grid": (int, "timm: cells a side [the model's map as it is]"),
+    "image_size": (int, "timm: side of the square that images are squashed to; c4: their short side"),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments; ``--dataset-type`` and other reading flags are the caller's to add."""
+    parser.add_argument("images", metavar="IMAGES", help="a folder of pictures, shards, or a data set with captions")
+    parser.add_argument("output", metavar="OUTPUT", help="folder to write; a run that was stopped goes on there")
+    parser.add_argument("--detector", default="torchvision", help="torchvision, timm, c4 or a plugin's [torchvision]")
+    for option, (kind, text) in _DETECTOR.items():
+        flag = "--detector-model" if option == "model" else f"--{option.replace('_', '-')}"
+        parser.add_argument(flag, dest=option, type=kind, help=text)
+    for option in ("image_mean", "image_std"):
+        flag = f"--{option.replace('_', '-')}"
+        parser.add_argument(flag, type=float, nargs=3, metavar=("R", "G", "B"), help="timm: of inputs in [0, 1]")
+    parser.add_argument("--allow-random", action="store_true", help="untrained weights where none are given")
+    parser.add_argument("--whole", metavar="timm:MODEL", help="also a feature of the whole image, by a model of timm")
+    parser.add_argument("--whole-weights", metavar="FILE", help="its weights, or default")
+    parser.add_argument("--to", choices=("shards", "precomp"), default="shards", help="what to write [shards]")
+    parser.add_argument(
+        "--captions-per-image", type=int, metavar="N", help="precomp: keep the first N captions of each image [all]"
+    )
+    parser.add_argument("--split", default="train", help="split of the data set [train]")
+    parser.add_argument("--to-split", metavar="SPLIT", help="what the split is called in OUTPUT [--split]")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes that detect, a GPU each where there are [1]"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="processes that decode, for each of these [2]")
+    parser.add_argument("--batch-size", type=int, default=8, help="images a call of the detector [8]")
+    parser.add_argument("--shard-size", type=int, default=1000, help="images a shard, and between restarts [1000]")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 … [cuda where there is one]")
+    parser.add_argument("--max-bad-images", type=int, default=100, help="images that may be undecodable [100]")
+
+
+def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
+    """Extract what the arguments ask for; returns the report.
+
+    ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``images`` …
+    """
+    import torch
+
+    from coder_plugin.data.regions.extract import Job, extract
+
+    options = {name: getattr(arguments, name) for name in (*_DETECTOR, "image_mean", "image_std")}
+    options["allow_random"] = arguments.allow_random or None
+    given = {name: value for name, value in options.items() if value is not None}
+    whole = _whole(arguments)
+    detector = partial(build, arguments.detector, given, whole)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source = open_images(arguments.images, split=arguments.split, **reading)
+    job = Job(
+        source=source,
+        detector=detector,
+        folder=Path(arguments.output),
+        to=arguments.to,
+        split=arguments.to_split or arguments.split,
+        settings={
+            "detector": arguments.detector,
+            **{name: value for name, value in given.items() if name != "weights"},
+            "whole": None if whole is None else whole[0],
+            "source": source.name,
+            "images": source.num_images,
+        },
+        shard_size=arguments.shard_size,
+        batch_size=arguments.batch_size,
+        workers=arguments.workers,
+        device=device,
+        max_bad=arguments.max_bad_images,
+        captions_per_image=arguments.captions_per_image,
+    )
+    report = extract(job, processes=arguments.processes)
+    lines = [f"images: {report.images}, {report.new} of them now, in {report.seconds:.1f} s"]
+    if report.new:
+        lines[0] += f" ({report.new / report.seconds:.1f} images/s)"
+    if report.bad:
+        lines.append(f"undecodable: {len(report.bad)}")
+        lines += [f"  {key}: {reason}" for key, reason in report.bad[:_SHOWN]]
+        if len(report.bad) > _SHOWN:
+            lines.append(f"  … and {len(report.bad) - _SHOWN} more: {job.notes}")
+    return "\n".join([*lines, f"written: {arguments.output}, settings in {job.notes / 'extraction.json'}"])
+
+
+def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
+    """A folder of pictures, or any data set of :func:`coder_plugin.data.open_source`."""
+    from coder_plugin.data import open_source
+    from coder_plugin.data.regions.pictures import Pictures
+
+    if os.path.isdir(spec) and not {name: value for name, value in reading.items() if value not in (None, "auto")}:
+        return Pictures(spec)
+    return open_source(spec, split=split, **reading)
+
+
+def build(name: str, options: dict[str, Any], whole: tuple[str, str | None, bool] | None, *, device: str) -> Any:
+    """A detector by name, with a second network for the whole picture where ``whole`` is (model, weights, random)."""
+    from coder_plugin.detectors.base import WithWhole, make_detector
+
+    detector = make_detector(name, device=device, **options)
+    if whole is None:
+        return detector
+    from coder_plugin.detectors.timm_ import Trunk
+
+    model, weights, allow_random = whole
+    return WithWhole(detector, Trunk(model, weights=weights, allow_random=allow_random, device=device))
+
+
+def _whole(arguments: argparse.Namespace) -> tuple[str, str | None, bool] | None:
+    if arguments.whole is None:
+        if arguments.whole_weights is not None:
+            raise CoderError("--whole-weights without --whole: give --whole timm:MODEL, too")
+        return None
+    kind, _, model = arguments.whole.partition(":")
+    if kind != "timm" or not model:
+        raise CoderError(f"--whole is {arguments.whole!r}; it must be timm:MODEL, such as timm:resnet152")
+    return model, arguments.whole_weights, arguments.allow_random

@@ -1,0 +1,35 @@
+"""BatchNorm over the valid positions of padded sets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class MaskedBatchNorm(nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` over positions [..., C] of which some are padding: these count in no statistic."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Positions [..., C] and bool mask [...], True where valid -> [..., C]; what padding becomes means nothing."""
+        if mask is None or not self.training:
+            return super().forward(input.reshape(-1, input.shape[-1])).view_as(input)
+        with torch.autocast(input.device.type, enabled=False):
+            values, valid = input.float(), mask[..., None]
+            values = torch.where(valid, values, 0)  # padding may hold anything
+            over = tuple(range(values.ndim - 1))
+            count = mask.sum()
+            mean = values.sum(over) / count
+            centred = torch.where(valid, values - mean, 0)
+            variance = centred.square().sum(over) / count
+            if self.track_running_stats:
+                self._follow(mean, variance * count / (count - 1).clamp(min=1))
+            out = centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias
+        return out.to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked += 1

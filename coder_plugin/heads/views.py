@@ -1,0 +1,27 @@
+"""How much the views of CAMERA's summarisation look at the same regions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coder_plugin.heads.base import Head, Widths
+
+
+class Views(Head):
+    """``coder_view_overlap`` [B]: ``||A^T A - I||_F^2`` of an image's scores A [L, V], each view's of unit length over the
+    regions (CAMERA, released)."""
+
+    requires = ("image_views",)
+    provides = ("coder_view_overlap",)
+
+    def __init__(self, widths: Widths) -> None:
+        super().__init__()
+
+    def forward(self, image_views: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(image_views.device.type, enabled=False):
+            scores = F.normalize(image_views.float(), dim=1)
+            overlap = scores.transpose(1, 2) @ scores
+            overlap = overlap - torch.eye(overlap.shape[-1], device=overlap.device)
+            return {"coder_view_overlap": overlap.square().sum((1, 2))}

@@ -1,0 +1,331 @@
+"""Region and text encoders: the authors' formulas on sets without padding, padding, order, gradients, BatchNorm over masks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from coder_plugin.backbones import released
+from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions, unit_channels
+from coder_plugin.backbones.region_encoder import RegionEncoder
+from coder_plugin.backbones.text_encoder import BertText, BiGRUText
+from coder_plugin.heads.norm import MaskedBatchNorm
+from tests.backbones import releases
+from tests.references import camera, gpo, vse_infinity, vsrn
+from tests.references.layers import batch_norm, unit
+
+REGIONS, DIM, HEADS, VIEWS = 5, 8, 2, 3
+PEERS = ("vse", "camera", "vsrn", "vsrn bn")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "vse": {},
+    "camera": {"mlp": False, "context": "camera", "pooling": "views", "heads": HEADS, "views": VIEWS},
+    "vsrn": {"mlp": False, "context": "vsrn", "pooling": "gru"},
+    "vsrn bn": {"mlp": False, "context": "vsrn", "pooling": "gru", "batch_norm": True},
+}
+LENGTHS = [[6, 6, 6], [6, 2, 4], [1, 5, 3], [1, 1], [4], [1]]
+SIZES = [(640.0, 480.0), (333.0, 500.0), (200.0, 200.0)]
+
+
+class Bert(nn.Module):
+    """Stands for a transformers encoder: a vector a token, whatever the others are."""
+
+    config = SimpleNamespace(hidden_size=6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.Embedding(20, 6)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return SimpleNamespace(last_hidden_state=self.vectors(input_ids))
+
+
+def made(kind: str) -> tuple[RegionEncoder, dict[str, Tensor]]:
+    """One of the encoders in float64, and its weights under the authors' names."""
+    torch.manual_seed(0)
+    bert = Bert()
+    image = {
+        "vse": lambda: releases.vse_infinity(REGIONS, DIM),
+        "camera": lambda: releases.camera(REGIONS, DIM, bert, heads=HEADS, views=VIEWS),
+        "vsrn": lambda: releases.vsrn(REGIONS, DIM, batch_norm=False),
+        "vsrn bn": lambda: releases.vsrn(REGIONS, DIM, batch_norm=True),
+    }[kind]()[0]
+    image = {name: value.double() if value.is_floating_point() else value for name, value in image.items()}
+    encoder = RegionEncoder(REGIONS, DIM, **OPTIONS[kind]).double()
+    load(encoder, image, released._IMAGE, "visual.")
+    return encoder, image
+
+
+def load(module: nn.Module, state: dict[str, Tensor], table: Any, prefix: str) -> None:
+    ours = {name.removeprefix(prefix): value for name, value in released._renamed("-", state, table).items()}
+    module.load_state_dict({n: v.squeeze(2) if n.startswith("graph.") and v.ndim == 3 else v for n, v in ours.items()})
+
+
+def pictures(lengths: list[int], *, fill: float = torch.nan) -> dict[str, Tensor]:
+    """Images of so many regions; what stands at the padding is ``fill``."""
+    generator = torch.Generator().manual_seed(0)
+    rows, places = len(lengths), max(lengths)
+    mask = torch.arange(places) < torch.tensor(lengths)[:, None]
+    corner, size = (torch.rand(rows, places, 2, generator=generator, dtype=torch.float64) / 2 for _ in range(2))
+    features = torch.randn(rows, places, REGIONS, generator=generator, dtype=torch.float64)
+    boxes = torch.cat([corner, corner + size + 0.1], -1)
+    aspect = torch.tensor([width / height for width, height in SIZES], dtype=torch.float64)[:rows]
+    padding = ~mask[..., None]
+    return {
+        "features": features.masked_fill(padding, fill),
+        "mask": mask,
+        "boxes": boxes.masked_fill(padding, fill),
+        "aspect": aspect,
+    }
+
+
+def expected(kind: str, batch: dict[str, Tensor], state: dict[str, Tensor], training: bool) -> Tensor:
+    """What the authors' formulas give for the same images without their padding."""
+    rows = [x[mask] for x, mask in zip(batch["features"], batch["mask"], strict=True)]
+    if kind == "camera":
+        boxes = [x[mask] for x, mask in zip(batch["boxes"], batch["mask"], strict=True)]
+        pixels = [box * torch.tensor(size * 2) for box, size in zip(boxes, SIZES, strict=False)]
+        return torch.stack(camera.image(rows, pixels, SIZES[: len(rows)], state, training=training)[0])
+    if kind == "vse":
+        return torch.stack(vse_infinity.image(rows, state, training=training))
+    return torch.stack(vsrn.image(rows, state, training=training)[0])
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+def normed(pooled: Tensor) -> Tensor:
+    return nn.functional.normalize(pooled, dim=-1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kind", PEERS)
+def test_images_are_the_authors(kind: str, lengths: list[int], training: bool) -> None:
+    if training and kind == "vsrn bn" and len(lengths) == 1:
+        pytest.skip("BatchNorm over a batch of one")
+    encoder, state = made(kind)
+    batch = pictures(lengths)
+    close(normed(encoder.train(training)(batch).pooled), expected(kind, batch, state, training))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", PEERS)
+def test_padding_means_nothing(kind: str, training: bool) -> None:
+    found = []
+    for fill, longest in [(0.0, 6), (torch.nan, 6), (torch.inf, 9), (-3.0, 14)]:
+        encoder, _ = made(kind)
+        encoded = encoder.train(training)(_longer(fill, longest))
+        found.append((encoded.pooled, encoded.tokens[encoded.mask], encoder.state_dict()))
+    for pooled, tokens, state in found[1:]:
+        close(pooled, found[0][0])
+        close(tokens, found[0][1])
+        for name, value in found[0][2].items():  # the statistics of BatchNorm among it
+            close(state[name].double(), value.double())
+
+
+def _longer(fill: float, longest: int) -> dict[str, Tensor]:
+    batch = pictures([6, 2, 4], fill=fill)
+    extra = longest - 6
+    pad = {"features": (0, 0, 0, extra), "boxes": (0, 0, 0, extra)}
+    out = {name: nn.functional.pad(batch[name], sizes, value=fill) for name, sizes in pad.items()}
+    return {**batch, **out, "mask": nn.functional.pad(batch["mask"], (0, extra))}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("vse", {}),
+        ("vse", {"pooling": "mean"}),
+        ("vse", {"pooling": "max"}),
+        ("vsrn", {}),
+        ("camera", {"pooling": "gpo"}),
+    ],
+)
+def test_padding_may_stand_anywhere(kind: str, options: dict[str, Any], training: bool) -> None:
+    torch.manual_seed(0)
+    encoder = RegionEncoder(REGIONS, DIM, **{**OPTIONS[kind], **options}).double().train(training)
+    batch = pictures([6, 2, 4], fill=0.0)
+    places = torch.tensor(
+        [[0, 1, 2, 3, 4, 5], [2, 0, 3, 4, 1, 5], [4, 0, 1, 5, 2, 3]]
+    )  # the valid ones keep their order
+    moved = {**batch, "mask": batch["mask"].gather(1, places)}
+    for name in ("features", "boxes"):
+        moved[name] = batch[name].gather(1, places[..., None].expand_as(batch[name]))
+        moved[name] = moved[name].masked_fill(~moved["mask"][..., None], torch.nan)
+    close(encoder(moved).pooled, encoder(batch).pooled)
+
+
+@pytest.mark.parametrize("kind", PEERS)
+def test_gradients(kind: str) -> None:
+    encoder, _ = made(kind)
+    batch = pictures([3, 1])
+
+    def run(features: Tensor) -> Tensor:
+        rows = torch.full_like(batch["features"], torch.nan).masked_scatter(batch["mask"][..., None], features)
+        return encoder.train()({**batch, "features": rows}).pooled
+
+    valid = batch["features"][batch["mask"]].requires_grad_()
+    assert torch.autograd.gradcheck(run, valid)
+    features = batch["features"].clone().requires_grad_()
+    encoder({**batch, "features": features}).pooled.square().sum().backward()
+    assert features.grad is not None and (features.grad[~batch["mask"]] == 0).all()
+    assert features.grad[0, :3].abs().sum() > 0
+    for name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("lengths", [[6, 6, 6], [6, 2, 4], [1, 3], [4], [1]], ids=str)
+def test_texts_are_the_authors(lengths: list[int], training: bool) -> None:
+    ids = torch.randint(1, 20, (len(lengths), 8), generator=torch.Generator().manual_seed(0))
+    ids = ids.masked_fill(torch.arange(8) >= torch.tensor(lengths)[:, None], 0)
+    for kind in ("vse", "camera"):
+        torch.manual_seed(0)
+        bert = Bert()
+        if kind == "vse":
+            text, module = releases.vse_infinity(REGIONS, DIM, bert)[1], BertText(bert, DIM, pad=0)
+        else:
+            text = releases.camera(REGIONS, DIM, bert, heads=HEADS, views=VIEWS)[1]
+            module = BertText(bert, DIM, pad=0, pooling="mean", context="camera", heads=HEADS)
+        text = {name: value.double() if value.is_floating_point() else value for name, value in text.items()}
+        load(module.double(), text, released._TEXT, "text.")
+        hidden = [bert.vectors(row[:length]).detach() for row, length in zip(ids, lengths, strict=True)]
+        wanted = camera.text(hidden, text, training=training) if kind == "camera" else vse_infinity.text(hidden, text)
+        close(normed(module.train(training)(ids).pooled), torch.stack(wanted))
+
+
+def test_a_bigru() -> None:
+    """Both directions averaged, then GPO; and the state after the last word, of one direction or of both."""
+    torch.manual_seed(0)
+    lengths, ids = [5, 1, 3], torch.tensor([[1, 7, 8, 9, 2, 0], [1, 0, 0, 0, 0, 0], [1, 4, 2, 0, 0, 0]])
+    for bidirectional in (True, False):
+        pooled = BiGRUText(14, 4, word_dim=3, bidirectional=bidirectional).double()
+        last = BiGRUText(14, 4, word_dim=3, bidirectional=bidirectional, pooling="last").double()
+        last.load_state_dict({name: v for name, v in pooled.state_dict().items() if not name.startswith("pool.")})
+        found, ends, states = pooled(ids), last(ids).pooled, {k: v.tolist() for k, v in pooled.rnn.state_dict().items()}
+        parameters = {name: value.tolist() for name, value in pooled.pool.state_dict().items()}
+        assert found.tokens.shape == (3, 5, 4) and found.mask.sum(1).tolist() == lengths
+        for row, length in enumerate(lengths):
+            words = pooled.embed(ids[row, :length]).tolist()
+            directions = [torch.tensor(_gru(words, states, ""), dtype=torch.float64)]
+            if bidirectional:
+                directions.append(torch.tensor(_gru(words[::-1], states, "_reverse"), dtype=torch.float64))
+            close(ends[row], torch.stack([states_of[-1] for states_of in directions]).mean(0))
+            mixed = torch.stack([d if i == 0 else d.flip(0) for i, d in enumerate(directions)]).mean(0)
+            close(found.tokens[row, :length], mixed)
+            (wanted,) = gpo.pool([mixed.tolist()], [[True] * length], parameters, d_pe=32)
+            close(found.pooled[row], torch.tensor(wanted, dtype=torch.float64))
+
+
+def _gru(words: list[Any], states: dict[str, Any], end: str) -> list[Any]:
+    return gpo.gru(words, *(states[f"{name}_l0{end}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")))
+
+
+def test_views_start_with_the_valid_regions() -> None:
+    """The convolutions see an edge where the padding begins, as in an image that has no more regions."""
+    torch.manual_seed(0)
+    views, tokens = Views(DIM, views=VIEWS).double(), torch.randn(1, 9, DIM, dtype=torch.float64)
+    mask = torch.arange(9)[None] < 4
+    found, scores = views(tokens, mask)
+    wanted, wanted_scores = views(tokens[:, :4], mask[:, :4])
+    close(found, wanted)
+    close(scores[:, :4], wanted_scores)
+    assert (scores[:, 4:] == 0).all()
+
+
+def test_positions_of_boxes() -> None:
+    boxes = torch.tensor(
+        [[[0.0, 0.1, 0.5, 0.6], [0.25, 0.25, 1.0, 0.5]], [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.75, 1.0]]]
+    )
+    boxes = boxes.double()
+    found = box_positions(boxes, torch.tensor([640 / 480, 0.666], dtype=torch.float64))
+    for row, size in enumerate([(640.0, 480.0), (333.0, 500.0)]):
+        close(found[row], camera.positions(boxes[row] * torch.tensor(size * 2), *size))
+    close(box_positions(boxes)[1, 1], torch.tensor([0.5, 0.5, 0.25, 0.5, 0.5, 0.125], dtype=torch.float64))
+    assert box_positions(torch.zeros(1, 2, 4)).isfinite().all()
+
+
+def test_unit_channels_of_one_region_are_signs() -> None:
+    tokens, mask = torch.tensor([[[2.0, -3.0, 0.0], [9.0, torch.nan, 9.0]]]), torch.tensor([[True, False]])
+    assert unit_channels(tokens, mask).tolist() == [[[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]]
+
+
+def test_a_fresh_graph_layer_is_the_identity() -> None:
+    tokens, mask = torch.randn(2, 4, DIM), torch.ones(2, 4, dtype=torch.bool)
+    assert torch.equal(RegionGraph(DIM)(tokens, mask), tokens)
+
+
+def test_bad_options() -> None:
+    for options, message in [
+        ({"context": "scan"}, "context must be one of none, camera, vsrn"),
+        ({"pooling": "sum"}, "image pooling must be one of"),
+        ({"context": "camera", "heads": 3}, "heads must divide the dimension 8, got 3"),
+        ({"pooling": "views", "views": 0}, "views must be >= 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            RegionEncoder(REGIONS, DIM, **options)
+    with pytest.raises(ValueError, match="recurrent encoder's"):
+        BertText(Bert(), DIM, pad=0, pooling="last")
+    with pytest.raises(ValueError, match="needs the regions' boxes"):
+        GatedSelfAttention(DIM, heads=2, positions=True)(torch.ones(1, 2, DIM), torch.ones(1, 2, dtype=torch.bool))
+
+
+def _norms(channels: int) -> tuple[MaskedBatchNorm, nn.BatchNorm1d]:
+    torch.manual_seed(0)
+    ours, theirs = MaskedBatchNorm(channels).double(), nn.BatchNorm1d(channels).double()
+    with torch.no_grad():
+        for value in [*theirs.parameters(), theirs.running_mean, theirs.running_var]:
+            assert value is not None
+            value.uniform_(0.5, 2)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=5), st.booleans(), st.floats(-99, 99)
+)
+def test_a_masked_batch_norm_is_one_of_the_valid_rows(rows: list[list[bool]], training: bool, shift: float) -> None:
+    mask = torch.tensor(rows)
+    if mask.sum() < 2:
+        mask[0, :2] = True
+    ours, theirs = _norms(3)
+    x = torch.randn(*mask.shape, 3, dtype=torch.float64) * 3 + shift
+    given_x = x.masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    valid = x[mask].requires_grad_()
+    found, wanted = ours.train(training)(given_x, mask), theirs.train(training)(valid)
+    close(found[mask], wanted)
+    weight = torch.randn_like(wanted)
+    (found[mask] * weight).sum().backward()
+    (wanted * weight).sum().backward()
+    assert given_x.grad is not None and valid.grad is not None
+    close(given_x.grad[mask], valid.grad)
+    assert (given_x.grad[~mask] == 0).all() or not training
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None, name
+        close(one.grad, other.grad)
+    for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+        close(one.double(), other.double())
+
+
+def test_a_masked_batch_norm_without_a_mask_and_by_the_loop() -> None:
+    ours, theirs = _norms(3)
+    state = {f"n.{name}": value for name, value in ours.state_dict().items()}
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    close(ours(x).flatten(0, 1), theirs(x.flatten(0, 1)))
+    ours, _ = _norms(3)
+    mask = torch.tensor([[True, True, False, False], [True, False, False, False]])
+    (one, two) = batch_norm([x[0, :2], x[1, :1]], state, "n", True)
+    close(ours(x, mask)[mask], torch.cat([one, two]))
+
+
+def test_the_references_unit() -> None:
+    close(unit(torch.tensor([3.0, 4.0], dtype=torch.float64)), torch.tensor([0.6, 0.8], dtype=torch.float64))

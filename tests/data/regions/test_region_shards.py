@@ -1,0 +1,276 @@
+"""Region shards: found by name, trained on as a stream, and damage named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from coder_plugin.data.regions.base import Record, Regions
+from coder_plugin.data.regions.npz import decode_npz, encode_npz
+from coder_plugin.data.regions.shards import SHARDS, write, write_shard
+from coder_plugin.data.shards import open_shards, scan
+from coder_plugin.data.source import Plan
+from coder_plugin.errors import CoderError
+
+
+def record(name: str, value: float = 1, captions=("one", "two")) -> Record:
+    return Record(name, Regions(np.full((2, 3), value, np.float32)), tuple(captions))
+
+
+def records(number: int = 7) -> list[Record]:
+    return [record(f"val2014/{k}.jpg", k) for k in range(number)]
+
+
+def tar_of(path: Path, fields: dict[str, bytes]) -> str:
+    with tarfile.open(path, "w") as tar:
+        for name, data in fields.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return str(path)
+
+
+def fault(call, *args, **options) -> str:
+    with pytest.raises(CoderError) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+finite = {"allow_nan": False, "allow_infinity": False}
+
+
+@st.composite
+def region_sets(draw):
+    dtype, rows = draw(st.sampled_from(["float16", "float32", "float64"])), draw(st.integers(1, 4))
+    width = int(dtype[5:])
+    values = draw(arrays(dtype, (rows, draw(st.integers(1, 3))), elements=st.floats(width=width, **finite)))
+    boxes, size, extras = None, (1.0, 1.0), {}
+    if draw(st.booleans()):
+        boxes = draw(arrays("float32", (rows, 4), elements=st.floats(width=32, **finite)))
+        size = (draw(st.floats(0.1, 1e4)), draw(st.floats(0.1, 1e4)))
+    if draw(st.booleans()):
+        extras = {"objects_id": draw(arrays("int64", rows)), "file": draw(arrays("float32", (rows, 2)))}
+    whole = draw(st.none() | arrays(dtype, 3, elements=st.floats(width=width, **finite)))
+    return Regions(values, boxes, size, whole, extras)
+
+
+def same(one: Regions, other: Regions) -> bool:
+    def equal(left, right):
+        if left is None or right is None:
+            return left is right
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+
+    parts = all(equal(getattr(one, name), getattr(other, name)) for name in ("features", "boxes", "whole"))
+    extras = set(one.extras) == set(other.extras) and all(equal(one.extras[n], other.extras[n]) for n in one.extras)
+    return parts and extras and one.size == other.size
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(region_sets())
+def test_npz_is_read_back_to_the_bit_and_always_the_same(regions):
+    data = encode_npz(regions)
+    assert same(decode_npz(data), regions) and encode_npz(decode_npz(data)) == data
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+captions = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3).map(tuple)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(names, st.tuples(region_sets(), captions), min_size=1, max_size=5))
+def test_what_is_written_is_found_by_any_name(tmp_path_factory, found):
+    path = str(tmp_path_factory.mktemp("shards"))
+    assert write(path, (Record(name, *each) for name, each in found.items()), split="dev", shard_size=2) == len(found)
+    file = SHARDS.open(path, split="dev")
+    assert list(file) == list(found)
+    assert all(same(file[name], regions) for name, (regions, _) in found.items())
+    assert file.captions == {name: texts for name, (_, texts) in found.items() if texts}
+
+
+def test_files_and_their_sizes(tmp_path):
+    write(str(tmp_path), records(7), split="train", shard_size=3)
+    write(str(tmp_path), records(2), split="dev")
+    assert sorted(os.listdir(tmp_path)) == [
+        "dev-000000.tar",
+        "sizes.json",
+        "train-000000.tar",
+        "train-000001.tar",
+        "train-000002.tar",
+    ]
+    sizes = json.loads((tmp_path / "sizes.json").read_text())
+    assert sizes == {"train-000000.tar": 3, "train-000001.tar": 3, "train-000002.tar": 1, "dev-000000.tar": 2}
+    assert [scan(str(tmp_path / name)) for name in sizes] == list(sizes.values())
+    assert len(SHARDS.open(str(tmp_path), split="train")) == 7 and len(SHARDS.open(str(tmp_path), split="dev")) == 2
+
+
+@pytest.mark.parametrize("noted", [b"{", b"[1]", b'{"gone.tar": 3}'])
+def test_sizes_that_are_no_use_are_written_anew(tmp_path, noted):
+    (tmp_path / "sizes.json").write_bytes(noted)
+    write(str(tmp_path), records(2), split="dev")
+    assert json.loads((tmp_path / "sizes.json").read_text()) == {"dev-000000.tar": 2}
+
+
+@pytest.mark.parametrize(
+    "spec", ["train-{000000..000002}.tar", "train-*.tar", "train-000000.tar::{}/train-00000[12].tar"]
+)
+def test_shards_named_one_by_one(tmp_path, spec):
+    write(str(tmp_path), records(7), split="train", shard_size=3)
+    file = SHARDS.open(f"{tmp_path}/{spec.replace('{}', str(tmp_path))}", split="anything")
+    assert list(file) == [each.name for each in records(7)]
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path, monkeypatch):
+    write_shard(str(tmp_path / "a.tar"), records())
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    assert write_shard(str(tmp_path / "b.tar"), iter(records())) == 7
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+
+
+def test_the_training_reader_gives_regions_under_the_same_names(tmp_path):
+    write(str(tmp_path), records(7), split="train", shard_size=3)
+    source, file = open_shards(f"{tmp_path}/train-*.tar"), SHARDS.open(str(tmp_path), split="train")
+    assert source.num_images == 7 and source.samples("all") == 14
+    items = [item for _, item in source.items()]
+    assert [item.key for item in items] == list(file)
+    assert all(same(item.load(), file[item.key]) and item.captions == ("one", "two") for item in items)
+    (tmp_path / "sizes.json").unlink()
+    assert open_shards(f"{tmp_path}/train-*.tar").num_images == 7
+    plan = Plan(seed=1, epoch=0, batch_size=4)
+    assert sorted(item.key for chunk in source.chunks(plan) for item in chunk) == sorted(file)
+
+
+def test_shards_of_others_are_named_by_their_samples(tmp_path):
+    data = encode_npz(records(1)[0].regions)
+    path = tar_of(tmp_path / "x.tar", {"a/17.npz": data, "b/17.npz": data, "b/17.txt": b"dog", "c.cls": b"1"})
+    assert list(SHARDS.open(path)) == ["a/17", "b/17"]
+
+
+def test_the_file_can_be_pickled(tmp_path):
+    write(str(tmp_path), records(3), split="train")
+    file = pickle.loads(pickle.dumps(SHARDS.open(str(tmp_path))))
+    assert file["val2014/2.jpg"].features[0, 0] == 2
+    assert "nothing" not in file
+    with pytest.raises(KeyError):
+        file["nothing"]
+
+
+# what is refused
+
+
+@pytest.mark.parametrize("cut", [1, 600, 3000])
+def test_a_truncated_shard(tmp_path, cut):
+    write_shard(path := str(tmp_path / "x.tar"), records())
+    os.truncate(path, os.path.getsize(path) // 2 + cut)
+    assert "x.tar" in fault(SHARDS.open, path)
+
+
+def npz(**members: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **members)
+    return file.getvalue()
+
+
+BOXED = {"features": np.ones((1, 2)), "boxes": np.ones((1, 4))}
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (b"", "not a .npz"),
+        (b"PK\x03\x04" + bytes(90), "not a .npz"),
+        (encode_npz(records(1)[0].regions)[:-9], "not a .npz"),
+        (npz(feats=np.ones((1, 2))), "no array 'features' in its npz field, only: feats"),
+        (npz(features=np.array([None])), "not a .npz file of numbers: Object arrays"),
+        (npz(features=np.array([[np.nan]])), "1 of 1 numbers"),
+        (npz(**BOXED, size=np.ones(3)), "width and height"),
+        (npz(**BOXED, size=np.zeros(2)), "must be > 0"),
+        (npz(features=np.ones((2, 2)), boxes=np.array([["a"]])), "boxes and size must be numbers"),
+    ],
+)
+def test_a_damaged_entry_fails_its_image_alone(tmp_path, data, words):
+    path = tar_of(tmp_path / "x.tar", {"a.npz": encode_npz(records(1)[0].regions), "b.npz": data, "b.json": b"{}"})
+    file = SHARDS.open(path)
+    file["a"]
+    with pytest.raises(ValueError, match="x.tar: image 'b': .*" + words):
+        file["b"]
+
+
+def test_a_single_array_is_no_npz():
+    file = io.BytesIO()
+    np.save(file, np.ones(3))
+    with pytest.raises(ValueError, match="single array"):
+        decode_npz(file.getvalue())
+
+
+def test_a_flipped_bit_is_noticed():
+    data = bytearray(encode_npz(Regions(np.ones((9, 9)))))
+    data[400] ^= 1
+    with pytest.raises(ValueError, match="not a .npz"):
+        decode_npz(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"a.jpg": b"x"}, ["no regions", "npz"]),
+        ({"a.npz": b"x", "a.json": b"{"}, ["sample 'a'", "not JSON"]),
+        ({"a.npz": b"x", "a.json": b'{"captions": "dog"}'}, ["sample 'a'", "'captions'"]),
+        ({"a.npz": b"", "a.json": b'{"image_id": 3}', "b.npz": b"", "b.json": b'{"image_id": "3"}'}, ["'3'", "twice"]),
+    ],
+)
+def test_faults_of_a_shard(tmp_path, fields, words):
+    message = fault(SHARDS.open, tar_of(tmp_path / "x.tar", fields))
+    assert all(word in message for word in ["x.tar", *words]), message
+
+
+def test_an_image_in_two_shards(tmp_path):
+    for name in ("a", "b"):
+        write_shard(str(tmp_path / f"{name}.tar"), [record("same")])
+    message = fault(SHARDS.open, f"{tmp_path}/*.tar")
+    assert "b.tar: image 'same' is in" in message and "a.tar, too" in message
+
+
+def test_splits_and_specs_that_are_not_there(tmp_path):
+    assert "none" in fault(SHARDS.open, str(tmp_path))
+    write(str(tmp_path), records(1), split="dev")
+    assert "splits present: dev" in fault(SHARDS.open, str(tmp_path), split="train")
+    assert "missing" in fault(SHARDS.open, str(tmp_path / "x.tar"))
+    assert "local" in fault(SHARDS.open, "https://host/x.tar")
+
+
+def test_writing_refuses_and_leaves_nothing(tmp_path):
+    assert "folder" in fault(write, str(tmp_path / "x-{000000..000001}.tar"), records())
+    assert "no images" in fault(write, str(tmp_path), [])
+    assert "'a' comes twice" in fault(write, str(tmp_path), [record("a"), record("b"), record("a")], shard_size=1)
+    assert not os.listdir(tmp_path)
+    write(str(tmp_path), records(1))
+    assert "train-000000.tar" in fault(write, str(tmp_path), records(2))
+
+
+def test_a_shard_is_aside_until_it_is_whole(tmp_path):
+    def failing():
+        yield record("a")
+        assert not (tmp_path / "x.tar").exists()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_shard(str(tmp_path / "x.tar"), failing())
+    assert not os.listdir(tmp_path)
+
+
+def test_matches(tmp_path):
+    assert all(map(SHARDS.matches, ["x.tar", "a::b", "x-{0..3}.tar", "coco-shards", "/x/shards/"]))
+    assert not any(map(SHARDS.matches, ["x.tsv", "coco_precomp", "x.lmdb", str(tmp_path)]))
+    write(str(tmp_path), records(1))
+    assert SHARDS.matches(str(tmp_path))

@@ -1,0 +1,353 @@
+"""COCO's annotations, SCAN's caption lists and img2dataset's folders: what they give, and what they leave out or refuse."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from coder_plugin.data import guess_kind
+from coder_plugin.data.captions import open_caps, open_coco, open_img2dataset
+from coder_plugin.data.source import ItemSource
+from coder_plugin.data.tables import open_karpathy
+from coder_plugin.errors import CoderError
+
+
+def fault(call, *args, **options) -> str:
+    with pytest.raises(CoderError) as caught:
+        call(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def rows(data: ItemSource) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    return [(item.key, item.captions, item.names) for _, item in data.items()]
+
+
+def picture(path: Path, size: tuple[int, int] = (6, 4)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size).save(path)
+
+
+# COCO
+
+IMAGES = [{"id": 42, "file_name": "b.jpg"}, {"id": 7, "file_name": "a.jpg"}]
+ANNOTATIONS = [
+    {"id": 9, "image_id": 7, "caption": "a nine"},
+    {"id": 3, "image_id": 42, "caption": "b three"},
+    {"id": 1, "image_id": 7, "caption": "a one"},
+]
+
+
+def coco(folder: Path, images=IMAGES, annotations=ANNOTATIONS, name: str = "captions_train2014.json") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps({"info": {"year": 2014}, "images": images, "licenses": [], "annotations": annotations}))
+    return str(path)
+
+
+def test_coco_images_and_captions_in_the_order_of_the_file(tmp_path):
+    assert rows(open_coco(coco(tmp_path))) == [
+        ("b.jpg", ("b three",), ("42",)),
+        ("a.jpg", ("a nine", "a one"), ("7",)),
+    ]
+
+
+@given(st.dictionaries(st.integers(0, 10**6), st.lists(st.text(min_size=1).filter(str.strip), max_size=3), min_size=1))
+def test_coco_every_caption_comes_back_at_its_image(tmp_path_factory, captions):
+    entries = [(image, text) for image, texts in captions.items() for text in texts]
+    random.Random(0).shuffle(entries)
+    expected = {str(image): tuple(text for each, text in entries if each == image) for image in captions}
+    spec = coco(
+        tmp_path_factory.mktemp("coco"),
+        [{"id": image, "file_name": f"{image}.jpg"} for image in captions],
+        [{"id": n, "image_id": image, "caption": text} for n, (image, text) in enumerate(entries)],
+    )
+    if not entries:
+        assert "has a caption" in fault(open_coco, spec)
+        return
+    assert {names[0]: texts for _, texts, names in rows(open_coco(spec))} == {k: v for k, v in expected.items() if v}
+
+
+@pytest.mark.parametrize("place", ["given", "train2014", "images/train2014", "annotations/images", "annotations"])
+def test_coco_folder_of_the_pictures(tmp_path, place):
+    picture(tmp_path / place / "b.jpg")
+    spec = coco(tmp_path / "annotations")
+    images = str(tmp_path / "given") if place == "given" else None
+    assert next(open_coco(spec, images=images).items())[1].load().size == (6, 4)
+    assert "nowhere" in fault(open_coco, spec, images=str(tmp_path / "nowhere"))
+
+
+def test_coco_without_pictures(tmp_path):
+    data = open_coco(coco(tmp_path), images="nowhere", pictures=False)
+    item = pickle.loads(pickle.dumps(next(data.items())[1]))
+    assert item.names == ("42",)
+    with pytest.raises(ValueError, match="no picture: 'b.jpg'"):
+        item.load()
+
+
+def test_coco_images_without_captions_are_counted_and_named_once(tmp_path, caplog):
+    more = [{"id": n, "file_name": f"{n}.jpg"} for n in range(100, 103)]
+    data = open_coco(coco(tmp_path, IMAGES + more))
+    assert data.num_images == 2
+    (record,) = caplog.records
+    assert "left out 3 of 5 images without captions" in record.message and "'100.jpg'" in record.message
+    message = fault(open_coco, coco(tmp_path, annotations=[]))
+    assert "none of the 2 images" in message and "test" in message
+
+
+def changed(number: int, **changes: object) -> list[dict[str, object]]:
+    return [{**each, **(changes if n == number else {})} for n, each in enumerate(ANNOTATIONS)]
+
+
+@pytest.mark.parametrize(
+    "images, annotations, words",
+    [
+        (IMAGES[:1], ANNOTATIONS, ["not in 'images': 2, the first: annotations[0], id 9, of image 7"]),
+        (IMAGES, changed(1, image_id=[42]), ["not in 'images': 1", "annotations[1]"]),
+        (IMAGES, changed(1, image_id="42"), ["not in 'images': 1", "of image '42'"]),
+        (IMAGES, changed(2, caption=" "), ["'caption' is absent, empty or not text: 1", "annotations[2], id 1"]),
+        (IMAGES, changed(0, caption=["a"]), ["not text: 1", "annotations[0]"]),
+        (IMAGES, [{"id": 1, "image_id": 7, "bbox": [0, 0, 1, 1]}] * 2, ["absent, empty or not text: 2"]),
+        (IMAGES, changed(2, id=3), ["annotations that share their 'id' with another: 1, the first: 3"]),
+        ([*IMAGES, {"id": 7, "file_name": "c.jpg"}], ANNOTATIONS, ["share their 'id'", ": 1, the first: 7"]),
+        ([*IMAGES, {"id": 8, "file_name": "a.jpg"}], ANNOTATIONS, ["share their 'file_name'", ": 1, the first: 'a.jpg'"]),
+        ([*IMAGES, {"id": 8}, {"file_name": "c"}], ANNOTATIONS, ["without an 'id' or a 'file_name': 2", "images[2]"]),
+        (["a.jpg"], ANNOTATIONS, ["no list 'images' of objects"]),
+        (IMAGES, None, ["no list 'annotations' of objects"]),
+        ([], [], ["none of the 0 images"]),
+    ],
+)
+def test_coco_faults(tmp_path, images, annotations, words):
+    spec = coco(tmp_path, images, annotations)
+    message = fault(open_coco, spec)
+    assert all(word in message for word in [spec, *words]), message
+
+
+def test_coco_truncated_absent_or_of_another_kind(tmp_path):
+    spec = Path(coco(tmp_path))
+    spec.write_bytes(spec.read_bytes()[:-20])
+    message = fault(open_coco, str(spec))
+    assert str(spec) in message and "cannot be read as JSON" in message
+    spec.write_text("[]")
+    assert "no list 'images'" in fault(open_coco, str(spec))
+    assert "absent.json" in fault(open_coco, str(tmp_path / "absent.json"))
+
+
+# SCAN
+
+
+def caps(folder: Path, captions: list[str], ids: list[object] | None = None, name: str = "train_caps.txt") -> str:
+    path = folder / name
+    path.write_text("".join(f"{each}\n" for each in captions), encoding="utf-8", newline="\n")
+    if ids is not None:
+        (folder / name.replace("caps", "ids")).write_text("".join(f"{each}\n" for each in ids))
+    return str(path)
+
+
+def test_caps_five_lines_an_image_without_ids(tmp_path):
+    lines = [f"line {n}" for n in range(10)]
+    spec = caps(tmp_path, lines)
+    assert rows(open_caps(spec)) == [("train_0", tuple(lines[:5]), ("0",)), ("train_1", tuple(lines[5:]), ("1",))]
+    assert [len(texts) for _, texts, _ in rows(open_caps(spec, captions_per_image=2))] == [2] * 5
+
+
+def test_caps_of_two_splits_do_not_share_keys(tmp_path):
+    keys = [rows(open_caps(caps(tmp_path, ["x"] * 5, name=f"{split}_caps.txt")))[0][0] for split in ("train", "dev")]
+    assert keys == ["train_0", "dev_0"]
+
+
+def test_caps_an_id_an_image(tmp_path):
+    spec = caps(tmp_path, list("abcdef"), [391895, "x.jpg"])
+    assert rows(open_caps(spec, captions_per_image=5)) == [
+        ("391895", ("a", "b", "c"), ()),
+        ("x.jpg", ("d", "e", "f"), ()),
+    ]
+
+
+def test_caps_an_id_a_caption_need_not_be_sorted(tmp_path):
+    spec = caps(tmp_path, list("abcd"), [7, 5, 7, 7])
+    assert rows(open_caps(spec)) == [("7", ("a", "c", "d"), ()), ("5", ("b",), ())]
+
+
+def test_caps_have_no_pictures(tmp_path):
+    item = pickle.loads(pickle.dumps(next(open_caps(caps(tmp_path, ["a"] * 5)).items())[1]))
+    with pytest.raises(ValueError, match="no picture: 'train_0'"):
+        item.load()
+
+
+def test_caps_only_a_line_feed_ends_a_line(tmp_path):
+    path = tmp_path / "x_caps.txt"
+    path.write_bytes("\ufeffone\rstill \u2028one\r\ntwo".encode())  # no line feed at the end
+    assert rows(open_caps(str(path), captions_per_image=1)) == [
+        ("x_0", ("one\rstill \u2028one",), ("0",)),
+        ("x_1", ("two",), ("1",)),
+    ]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
+def test_caps_bytes_literals_are_the_text_they_stand_for(tmp_path_factory, text):
+    spec = caps(tmp_path_factory.mktemp("caps"), [str(text.encode())])
+    assert rows(open_caps(spec, captions_per_image=1))[0][1] == (text.strip(),)
+
+
+@pytest.mark.parametrize(
+    "line", ["b'", "b'ees' and b'irds'", "b''s hive", "b'a' b'c'", "b'\\q'", "b'é'", "a b'c'", "\\x41", "b'\0'"]
+)
+def test_caps_other_lines_are_left_as_they_are(tmp_path, line):
+    assert rows(open_caps(caps(tmp_path, [line]), captions_per_image=1))[0][1] == (line,)
+
+
+@pytest.mark.parametrize(
+    "captions, ids, words",
+    [
+        (["a", "", "c", " \t"], None, ["train_caps.txt: empty captions: 2, the first: line 2"]),
+        (["b''"], None, ["empty captions: 1, the first: line 1"]),
+        (["a", r"b'\xff'"], None, ["bytes that are not UTF-8: 1, the first: line 2"]),
+        (["a"] * 7, None, ["7 captions", "captions_per_image=5"]),
+        (["a"] * 7, [1, 2, 3], ["7 captions", "3 ids in train_ids.txt"]),
+        (["a"] * 2, [], ["2 captions", "0 ids"]),
+        (["a"] * 2, [1, 2, 3], ["2 captions", "3 ids"]),
+        (["a"] * 6, [1, 2, 1], ["train_ids.txt: ids of two images or more: 1, the first: '1'"]),
+        (["a"] * 2, [1, ""], ["train_ids.txt: lines without an id: 1, the first: line 2"]),
+        ([], None, ["no images"]),
+    ],
+)
+def test_caps_faults(tmp_path, captions, ids, words):
+    message = fault(open_caps, caps(tmp_path, captions, ids))
+    assert all(word in message for word in [str(tmp_path), *words]), message
+
+
+def test_caps_absent_not_text_or_a_number_of_captions_that_cannot_be(tmp_path):
+    assert "absent_caps.txt" in fault(open_caps, str(tmp_path / "absent_caps.txt"))
+    (tmp_path / "x_caps.txt").write_bytes(b"\xff\xfe\n")
+    assert "x_caps.txt: cannot be read" in fault(open_caps, str(tmp_path / "x_caps.txt"))
+    assert "captions_per_image=0" in fault(open_caps, caps(tmp_path, ["a"]), captions_per_image=0)
+
+
+# img2dataset
+
+
+def downloaded(folder: Path, key: str, **changes: object) -> None:
+    """An image as img2dataset writes it; a change to None leaves the file out."""
+    note = {"url": "https://x/y", "key": key, "status": "success", "caption": f"json {key}", "sha256": "0", "uid": f"u{key}"}
+    files = {"txt": f"text {key}\n", "json": json.dumps(note), **changes}
+    place = folder / key[:5] / key
+    picture(place.with_suffix(".jpg"))
+    if "jpg" in changes:
+        place.with_suffix(".jpg").unlink()
+    for ending in ("txt", "json"):
+        if files[ending] is not None:
+            place.with_suffix(f".{ending}").write_text(str(files[ending]), encoding="utf-8")
+
+
+def test_img2dataset_captions_keys_and_pictures(tmp_path):
+    keys = ["000000000", "000000001", *(f"{shard:05d}0000" for shard in range(1, 12))]
+    for key in keys[::2] + keys[1::2]:
+        downloaded(tmp_path, key)
+    for name in ("00000.parquet", "00000_stats.json", "00001/.DS_Store", "00001/readme"):
+        (tmp_path / name).write_text("{}")
+    data = open_img2dataset(str(tmp_path))
+    assert rows(data) == [(f"{key[:5]}/{key}", (f"text {key}",), (key, f"u{key}")) for key in keys]
+    assert pickle.loads(pickle.dumps(next(data.items())[1])).load().size == (6, 4)
+
+
+def test_img2dataset_captions_from_json_where_there_is_no_txt_and_no_json_at_all(tmp_path):
+    downloaded(tmp_path, "000000000", txt=None)
+    downloaded(tmp_path, "000000001", json=None)
+    (tmp_path / "00000/000000001.jpg").rename(tmp_path / "00000/000000001.PNG")
+    assert rows(open_img2dataset(str(tmp_path))) == [
+        ("00000/000000000", ("json 000000000",), ("000000000", "u000000000")),
+        ("00000/000000001", ("text 000000001",), ("000000001",)),
+    ]
+
+
+def test_img2dataset_what_is_left_out_is_counted_and_named(tmp_path, caplog):
+    downloaded(tmp_path, "000000000")
+    downloaded(tmp_path, "000000001", json=json.dumps({"status": "failed_to_download"}), jpg=None)
+    downloaded(tmp_path, "000000002", json=json.dumps({"status": "failed_to_resize"}))
+    downloaded(tmp_path, "000000003", jpg=None)
+    downloaded(tmp_path, "000000004", txt=" \n")
+    downloaded(tmp_path, "000010005", txt=None, json=json.dumps({"caption": None}))
+    assert [key for key, _, _ in rows(open_img2dataset(str(tmp_path)))] == ["00000/000000000"]
+    told = [record.message.removeprefix(f"{tmp_path}: left out ") for record in caplog.records]
+    assert told == [
+        "2 images that were not downloaded (status), the first: '00000/000000001'",
+        "1 images without a picture, the first: '00000/000000003'",
+        "2 images without a caption, the first: '00000/000000004'",
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"json": '{"status": "succ'}, ["000000001.json", "cannot be read as JSON"]),
+        ({"json": "[]"}, ["000000001.json", "not an object"]),
+        ({"json": '{"caption": 3}', "txt": None}, ["000000001.json", "'caption' is not text"]),
+    ],
+)
+def test_img2dataset_faults(tmp_path, changes, words):
+    downloaded(tmp_path, "000000000")
+    downloaded(tmp_path, "000000001", **changes)
+    message = fault(open_img2dataset, str(tmp_path))
+    assert all(word in message for word in words), message
+
+
+def test_img2dataset_text_that_is_none_nothing_left_and_other_output(tmp_path):
+    downloaded(tmp_path / "a", "000000000")
+    (tmp_path / "a/00000/000000000.txt").write_bytes(b"\xff\xff")
+    assert "000000000.txt: cannot be read as text" in fault(open_img2dataset, str(tmp_path / "a"))
+    downloaded(tmp_path / "b", "000000000", jpg=None)
+    assert "no images; left out 1 images without a picture" in fault(open_img2dataset, str(tmp_path / "b"))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/00000.parquet").touch()
+    message = fault(open_img2dataset, str(tmp_path / "c"))
+    assert "*.tar" in message and "parquet" in message
+    assert "absent" in fault(open_img2dataset, str(tmp_path / "absent"))
+
+
+# told apart by name or content
+
+
+def test_json_files_are_told_apart_by_their_starts(tmp_path):
+    many = [{"id": n, "file_name": f"COCO_{n:012d}.jpg"} for n in range(4000)]
+    notes = [{"id": n, "image_id": n, "caption": 'about "sentences"'} for n in range(4000)]
+    long = coco(tmp_path, many, notes)
+    assert Path(long).stat().st_size > 3 * 65536 and guess_kind(long) == "coco"
+    assert guess_kind(coco(tmp_path)) == "coco"
+    (tmp_path / "turned.json").write_text(json.dumps({"annotations": notes, "images": many}))
+    assert guess_kind(str(tmp_path / "turned.json")) == "coco"
+
+    karpathy = tmp_path / "dataset.json"
+    sentences = [{"raw": 'a "file_name"', "tokens": ["annotations", "image_id"], "imgid": 0}]
+    images = [{"filepath": "val2014", "filename": f"{n}.jpg", "split": "train", "sentences": sentences} for n in range(2000)]
+    for content in ({"images": images, "dataset": "coco"}, {"dataset": "coco", "images": images[:1]}):
+        karpathy.write_text(json.dumps(content))
+        assert guess_kind(str(karpathy)) == "karpathy"
+    assert open_karpathy(str(karpathy)).num_images == 1
+    for unknown in ("absent.json", "empty.json"):
+        (tmp_path / "empty.json").touch()
+        assert guess_kind(str(tmp_path / unknown)) == "karpathy"
+
+
+@pytest.mark.parametrize(
+    "spec, kind",
+    [("x/dev_caps.txt", "caps"), ("X_CAPS.TXT", "caps"), ("caps.txt", "csv"), ("a.tsv", "csv"), ("a.tar", "webdataset")],
+)
+def test_tables_are_told_apart_by_their_endings(spec, kind):
+    assert guess_kind(spec) == kind
+
+
+def test_folders_are_told_apart_by_what_is_in_them(tmp_path):
+    downloaded(tmp_path / "crawl [1]", "000000000")
+    assert guess_kind(str(tmp_path / "crawl [1]")) == "img2dataset"
+    (tmp_path / "set/test").mkdir(parents=True)
+    assert "*.tar" in fault(guess_kind, str(tmp_path / "set"))
+    (tmp_path / "set/test/nshards.txt").write_text("1")
+    assert guess_kind(str(tmp_path / "set")) == guess_kind(str(tmp_path / "set/test")) == "webdataset"

@@ -1,0 +1,84 @@
+"""The command's flags: what reaches the detector, the report, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coder_plugin.data.regions.shards import ShardFile
+from coder_plugin.detectors.command import add_flags, extract_command
+from coder_plugin.errors import CoderError
+
+TIMM = ["--detector", "timm", "--detector-model", "test_resnet.r160_in1k", "--allow-random", "--device", "cpu"]
+
+
+def run(*words: str, **reading) -> str:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    return extract_command(parser.parse_args([*words, "--workers", "0"]), **reading)
+
+
+def fault(*words: str) -> str:
+    with pytest.raises(CoderError) as caught:
+        run(*words)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "in/deep").mkdir(parents=True)
+    for name in ("b.jpg", "a.PNG", "deep/c.webp"):
+        Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(tmp_path / "in" / name)
+    (tmp_path / "in/bad.jpg").write_bytes(b"no")
+    (tmp_path / "in/notes.txt").write_text("no picture")
+    return tmp_path
+
+
+def test_a_folder_of_pictures_to_shards(folder):
+    words = [str(folder / "in"), str(folder / "out"), *TIMM, "--grid", "2", "--image-size", "96"]
+    report = run(*words)
+    file = ShardFile(str(folder / "out"))
+    assert list(file) == ["a.PNG", "b.jpg", "deep/c.webp"]
+    assert len(file["b.jpg"]) == 4 and file["b.jpg"].size == (40, 30)
+    assert "images: 3, 3 of them now" in report and "undecodable: 1\n  bad.jpg: not an image" in report
+    noted = json.loads((folder / "out/train.extraction/extraction.json").read_text())
+    assert (
+        noted["model"] == "test_resnet.r160_in1k" and noted["grid"] == 2 and len(noted["checksum of the weights"]) == 64
+    )
+    assert noted["detector"] == "timm" and noted["source"] == str(folder / "in") and noted["images"] == 4
+    assert "images: 3, 0 of them now" in run(*words)
+    assert "was begun with grid 2, not 3" in fault(*[word if word != "2" else "3" for word in words])
+
+
+def test_a_data_set_with_captions_to_precomp(folder):
+    rows = ["filepath\ttitle", *(f"{name}\ta {name}" for name in ("b.jpg", "a.PNG"))]
+    (folder / "in/table.csv").write_text("\n".join(rows) + "\n")
+    run(str(folder / "in/table.csv"), str(folder / "out"), *TIMM, "--to", "precomp", "--to-split", "dev")
+    assert (folder / "out/dev_caps.txt").read_text() == "a b.jpg\na a.PNG\n"
+    assert np.load(folder / "out/dev_ims.npy").shape[0] == 2
+
+
+def test_a_whole_image_feature(folder):
+    run(str(folder / "in"), str(folder / "out"), *TIMM, "--whole", "timm:test_efficientnet.r160_in1k")
+    assert ShardFile(str(folder / "out"))["b.jpg"].whole.ndim == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--detector", "yolo"], "'yolo'"),
+        ([*TIMM, "--nms", "0.5"], "detector 'timm' has no option 'nms'"),
+        (["--detector", "c4", "--grid", "3"], "detector 'c4' has no option 'grid'"),
+        (["--detector", "c4"], "--allow-random"),
+        ([*TIMM, "--whole", "resnet50"], "timm:MODEL"),
+        ([*TIMM, "--whole-weights", "f"], "without --whole"),
+        ([*TIMM, "--shard-size", "0"], "--shard-size is 0"),
+    ],
+)
+def test_what_is_refused(folder, words, told):
+    assert told in fault(str(folder / "in"), str(folder / "out"), *words)

@@ -7,9 +7,13 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from coder_plugin import __version__
 from coder_plugin.errors import CoderError
+
+if TYPE_CHECKING:
+    from coder_plugin.training.config import TrainConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_eval(commands)
     _add_concepts(commands)
+    _add_regions(commands)
     _add_plugins(commands)
     return parser
 
@@ -186,6 +191,115 @@ def _concepts(arguments: argparse.Namespace) -> int:
 
     print(concepts_command(arguments))
     return 0
+
+
+def _add_regions(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "regions",
+        help="region features: extract them from pictures, convert their files",
+        description="Region features for --model region-bert and its like: from pictures, or from one file layout to another.",
+    )
+    kinds = parser.add_subparsers(required=True, metavar="extract|convert")
+    _add_extract(kinds)
+    _add_convert(kinds)
+
+
+def _add_extract(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.detectors.command import add_flags as add_detector_flags
+    from coder_plugin.training.config import add_flags
+
+    parser = commands.add_parser(
+        "extract",
+        help="regions of pictures, by a detector or a grid",
+        description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards or SCAN's "
+        "precomp files. A run that was stopped goes on where it was.",
+        allow_abbrev=False,
+    )
+    add_detector_flags(parser)
+    add_flags(parser, only=_reading())
+    parser.set_defaults(run=_extract)
+
+
+def _extract(arguments: argparse.Namespace) -> int:
+    import os
+
+    from coder_plugin.data import guess_kind
+    from coder_plugin.detectors.command import extract_command
+    from coder_plugin.training.setup import reading_options
+
+    config = _reading_config(arguments)
+    reading = {}
+    try:
+        guess_kind(arguments.images)
+    except CoderError:
+        if config.dataset_type != "auto" or not os.path.isdir(arguments.images):
+            raise
+    else:
+        reading = reading_options(config, arguments.images)
+    print(extract_command(arguments, **reading))
+    return 0
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.training.config import add_flags
+
+    parser = commands.add_parser(
+        "convert",
+        help="any file of region features to any other layout",
+        description="Copy region features from one layout to another, number for number, with captions joined in where "
+        "--captions-data names some: then these say which images are written, in their order.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="file or folder of region features")
+    parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")
+    kinds = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
+    parser.add_argument("--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"SOURCE's: {kinds} [by its name]")
+    parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help="DESTINATION's, likewise [by its name]")
+    parser.add_argument("--split", default="train", help="split of SOURCE and of the captions [train]")
+    parser.add_argument("--to-split", metavar="SPLIT", help="what it is called in DESTINATION [--split]")
+    parser.add_argument("--captions-data", metavar="DATA", help="captions: a .json, _caps.txt, .csv, shards …")
+    parser.add_argument("--captions-per-image", type=int, metavar="N", help="keep the first N captions of each image [all]")
+    parser.add_argument("--missing-ok", action="store_true", help="leave out images without or with damaged regions")
+    parser.add_argument("--without-extras", action="store_true", help="leave out further arrays, such as LXMERT's labels")
+    add_flags(parser, only=_reading())
+    parser.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from coder_plugin.data.regions.convert import convert
+    from coder_plugin.training.setup import make_captions
+
+    captions = None
+    if arguments.captions_data is not None:
+        captions = make_captions(_reading_config(arguments), arguments.captions_data, split=arguments.split)
+    report = convert(
+        arguments.source,
+        arguments.destination,
+        from_kind=arguments.from_kind,
+        to_kind=arguments.to_kind,
+        split=arguments.split,
+        to_split=arguments.to_split,
+        captions=captions,
+        captions_per_image=arguments.captions_per_image,
+        extras=not arguments.without_extras,
+        missing_ok=arguments.missing_ok,
+    )
+    print(report)
+    return 0
+
+
+def _reading() -> list[str]:
+    """The flags that say how captions and pictures are read."""
+    from coder_plugin.training.config import READING
+
+    return [name for name in READING if not name.startswith("regions")]
+
+
+def _reading_config(arguments: argparse.Namespace) -> TrainConfig:
+    from coder_plugin.training.config import TrainConfig, read_flags
+
+    given = read_flags(arguments)
+    return TrainConfig.from_dict({name: given[name] for name in _reading() if name in given})
 
 
 def _add_plugins(commands: argparse._SubParsersAction) -> None:

@@ -20,12 +20,15 @@ FROZEN = Path(__file__).with_name("surface.txt")
 MODULES = (
     "coder_plugin",
     "coder_plugin.functional",
+    "coder_plugin.backbones.base",
+    "coder_plugin.data.regions.base",
+    "coder_plugin.detectors.base",
     "coder_plugin.heads.base",
     "coder_plugin.losses.base",
     "coder_plugin.registry",
     "coder_plugin.retrieval",
 )
-COMMANDS = ("train", "eval", "concepts", "plugins")
+COMMANDS = ("train", "eval", "concepts", "plugins", "regions extract", "regions convert")
 
 #: The promise (DESIGN, "Public surface"): these parameters, in this order, with these defaults; beside them at most
 #: others with a default. What does not exist yet is not looked at, and may not disappear from surface.txt once it does.
@@ -110,7 +113,11 @@ def _command_line() -> Iterator[str]:
     yield from sorted(commands.choices)
     for command in COMMANDS:
         yield from ("", f"[coder-plugin {command}]")
-        yield from sorted(_flag(action) for action in commands.choices[command]._actions)
+        found = parser
+        for word in command.split():
+            (commands,) = (action for action in found._actions if isinstance(action, argparse._SubParsersAction))
+            found = commands.choices[word]
+        yield from sorted(_flag(action) for action in found._actions)
 
 
 def _flag(action: argparse.Action) -> str:

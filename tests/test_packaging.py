@@ -207,7 +207,7 @@ def test_help_answers_at_once() -> None:
         done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
         seconds.append(time.monotonic() - start)
     assert min(seconds) < 2
-    for subcommand in ("train", "eval", "concepts", "plugins"):
+    for subcommand in ("train", "eval", "concepts", "regions", "plugins"):
         assert f"\n    {subcommand} " in done.stdout
 
 
@@ -220,7 +220,7 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
         coder_plugin.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "concepts", "plugins"])
+@pytest.mark.parametrize("command", ["", "train", "eval", "concepts", "regions", "regions extract", "regions convert", "plugins"])
 def test_the_module_is_the_command(command: str) -> None:
     module = [sys.executable, "-m", "coder_plugin.cli", *command.split(), "--help"]
     done = subprocess.run(module, capture_output=True, text=True, timeout=60)

@@ -238,7 +238,7 @@ def test_unknown_group_lists_the_known_and_the_nearest(call: Callable[[str], obj
         call(group)
     message = str(caught.value)
     assert "plugin group: 'loses'" in message and "did you mean 'losses'?" in message
-    assert "known: losses, heads, negatives, positives, backbones, detectors, readers, recipes" in message
+    assert "known: losses, heads, negatives, positives, backbones, detectors, readers, regions, recipes" in message
 
 
 def test_discovery_is_cached_until_refresh(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

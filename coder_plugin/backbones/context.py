@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.norm import MaskedBatchNorm
 
 
@@ -87,8 +88,8 @@ class Views(nn.Module):
         x = rows.transpose(1, 2)
         found = torch.cat([convolution(x).relu() for convolution in self.convolutions], 1).transpose(1, 2)
         scores = self.score(found)
-        weights = scores.float().masked_fill(~mask[..., None], -torch.inf).softmax(1)
-        return weights.transpose(1, 2) @ rows.float(), torch.where(mask[..., None], scores, 0)
+        weights = raise_precision(scores).masked_fill(~mask[..., None], -torch.inf).softmax(1)
+        return weights.transpose(1, 2) @ raise_precision(rows), torch.where(mask[..., None], scores, 0)
 
 
 class RegionGraph(nn.Module):

@@ -51,7 +51,7 @@ def find(name: str) -> Found | None:
 
 def create(found: Found, *, pretrained: str | None = None, device: Any = None, **options: Any) -> Backbone:
     """The backbone with an export's options, and these over them; ``pretrained`` is a file of weights."""
-    model = found.factory(**{**found.options, **{key: value for key, value in options.items() if value is not None}})
+    model = found.factory(**{**found.options, **options})
     if pretrained is not None:
         load(model, pretrained)
     return model if device is None else model.to(device)

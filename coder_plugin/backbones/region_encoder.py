@@ -96,7 +96,8 @@ class RegionEncoder(nn.Module):
             if self.norm is None:
                 tokens = unit_channels(tokens, mask)
             if self.attention is not None:
-                positions = box_positions(image["boxes"], image.get("aspect")) if "boxes" in image else None
+                boxes = torch.where(mask[..., None], image["boxes"], 0) if "boxes" in image else None
+                positions = None if boxes is None else box_positions(boxes, image.get("aspect"))
                 tokens = self.attention(tokens, mask, positions)
             for layer in self.graph or ():
                 tokens = layer(tokens, mask)

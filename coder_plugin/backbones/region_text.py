@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,20 @@ class Options:
     bidirectional: bool = True
     context_length: int = 50
 
+    def __post_init__(self) -> None:
+        choices = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_origin(hint) is Literal}
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if name in choices:
+                if value not in choices[name]:
+                    raise ValueError(f"{name} must be one of {', '.join(choices[name])}, got {value!r}")
+            elif option.default is not None and type(value) is not type(option.default):
+                raise ValueError(f"{name} must be {type(option.default).__name__}, got {value!r}")
+            elif type(value) is int and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if self.encoder == "bigru" and self.text_context != "none":
+            raise ValueError(f"text_context {self.text_context} is of BERT alone: with bigru take text_context=none")
+
 
 class RegionText(Backbone):
     """Region features and texts -> joint features. ``image`` is a dict: ``features`` [B, L, R], bool ``mask`` [B, L], and
@@ -105,6 +119,7 @@ class RegionText(Backbone):
             self.lock_text_tower()
         if options.image_pooling == "views":
             self.inside = self.inside | {"image_views"}
+        self.train()  # transformers loads in eval mode
 
     def widths(self) -> Widths:
         options = self.options
@@ -126,6 +141,8 @@ class RegionText(Backbone):
                 f"{self.name} was made for regions of {self.options.region_dim} channels, these have "
                 f"{image['features'].shape[-1]}"
             )
+        if self.options.context == "camera" and "boxes" not in image:
+            raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: take context=none")
         found = self.visual(image)
         scores = {} if found.scores is None else {"image_views": found.scores}
         return {**_keys("image", found), **scores}
@@ -182,6 +199,7 @@ class RegionText(Backbone):
             for module in tower.modules():
                 if isinstance(module, nn.LayerNorm):
                     module.requires_grad_(True)
+        self.text.train(self.text.training)  # what is frozen now goes into eval mode
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         if isinstance(self.text, BertText):
@@ -250,6 +268,9 @@ def create_region_text(
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise CoderError(f"{name} has no option {', '.join(unknown)}; it has: {', '.join(known)}")
+    for key in ("context", "text_context"):  # the command line reads the word as None
+        if key in options and options[key] is None:
+            options[key] = "none"
     given = {**preset, **options}
     if isinstance(example, Regions):
         given.setdefault("region_dim", example.features.shape[1])

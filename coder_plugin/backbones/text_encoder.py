@@ -54,8 +54,10 @@ class TextEncoder(nn.Module):
         return Encoded(words, tokens, mask, pooled)
 
     def mask(self, text: Tensor) -> Tensor:
-        """Bool [B, T], True where a token is no padding: a text's start counts in any case."""
-        return (text != self.pad) | (torch.arange(text.shape[1], device=text.device) == 0)
+        """Bool [B, T], True up to a text's last token that is no padding: its start in any case, and a padding token that
+        word dropout has drawn."""
+        places = torch.arange(text.shape[1], device=text.device)
+        return places <= torch.where(text != self.pad, places, 0).amax(1, keepdim=True)
 
 
 class BertText(TextEncoder):

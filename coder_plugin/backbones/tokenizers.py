@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 
-_WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
+_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
 #: The first ids of every vocabulary, in SCAN's order.
 SPECIAL = ("<pad>", "<start>", "<end>", "<unk>")
 
@@ -130,15 +130,21 @@ def read_vocabulary(path: str) -> list[str]:
         raise CoderError(f"vocabulary {path} cannot be read: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("word2idx"), dict):
         places: dict[str, Any] = content["word2idx"]
-        if sorted(places.values()) != list(range(len(places))):
+        if not all(type(place) is int for place in places.values()) or sorted(places.values()) != list(range(len(places))):
             raise CoderError(f"vocabulary {path}: the ids of word2idx are not 0 to {len(places) - 1}, each once")
         content = sorted(places, key=places.__getitem__)
     if not (isinstance(content, list) and all(isinstance(word, str) for word in content)):
         raise CoderError(f"vocabulary {path} is neither a list of words nor SCAN's word2idx")
-    return check_vocabulary(content)
+    try:
+        return check_vocabulary(content)
+    except CoderError as error:
+        raise CoderError(f"vocabulary {path}: {error}") from error
 
 
 def check_vocabulary(words: Sequence[str]) -> list[str]:
+    """The words, if they begin with :data:`SPECIAL` and each stands once; else a CoderError."""
+    if strange := [word for word in words if not isinstance(word, str)]:
+        raise CoderError(f"a vocabulary is a list of words, this one holds {strange[0]!r}")
     if tuple(words[:4]) != SPECIAL:
         raise CoderError(f"a vocabulary begins with {', '.join(SPECIAL)}; this one with {', '.join(words[:4])}")
     if len(set(words)) != len(words):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -25,7 +24,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     What can fail at once is asked first: tagging a large corpus takes minutes.
     """
     from coder_plugin.training.config import READING, TrainConfig, read_flags
-    from coder_plugin.training.setup import make_source
+    from coder_plugin.training.setup import make_captions, make_source
 
     flags = read_flags(arguments)
     config = TrainConfig.from_dict(flags)
@@ -35,8 +34,11 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     check_writable(path)
     vectors = None if arguments.vectors == "none" else WordVectors(arguments.vectors)
     stop_words = read_stop_words(arguments.stop_words)
-    source = make_source(replace(config, val_data=config.train_data), split=arguments.split)
-    if source is None:
+    if config.train_data is not None:
+        source = make_captions(config, config.train_data, split=arguments.split)
+    elif config.on_scenes:
+        source = make_source(config, split=arguments.split)
+    else:
         raise CoderError(f"--dataset-type {config.dataset_type} needs --train-data")
     vocabulary = build_vocabulary(
         _captions(source, arguments.max_captions),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from coder_plugin.functional.similarity import raise_precision
+
 
 class MaskedBatchNorm(nn.BatchNorm1d):
     """``nn.BatchNorm1d`` over positions [..., C] of which some are padding: these count in no statistic."""
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Positions [..., C] and bool mask [...], True where valid -> [..., C]; what padding becomes means nothing."""
+        if mask is not None:
+            input = torch.where(mask[..., None], input, 0)  # padding may hold anything
         if mask is None or not self.training:
             return super().forward(input.reshape(-1, input.shape[-1])).view_as(input)
         with torch.autocast(input.device.type, enabled=False):
-            values, valid = input.float(), mask[..., None]
-            values = torch.where(valid, values, 0)  # padding may hold anything
+            values, valid = raise_precision(input), mask[..., None]
             over = tuple(range(values.ndim - 1))
             count = mask.sum()
             mean = values.sum(over) / count

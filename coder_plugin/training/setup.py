@@ -6,6 +6,7 @@ import logging
 import re
 from collections import ChainMap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +29,6 @@ from coder_plugin.training.step import restored_buffers
 
 def make_recipe(config: TrainConfig) -> Recipe:
     """The recipe that ``--loss``, ``--set`` and ``--local-loss`` spell."""
-    from dataclasses import replace
-
     settings = {}
     for setting in config.set:
         path, equals, value = setting.partition("=")
@@ -303,7 +302,7 @@ _READER_FLAGS = {
     "img2dataset": {},
     "karpathy": {"image_root": "images"},
     "precomp": {},
-    "webdataset": {"dataset_resampled": "resampled"},
+    "webdataset": {},
     "scenes": {},
 }
 #: Readers that look for pictures, and need not where regions stand for them.
@@ -320,17 +319,28 @@ def make_source(config: TrainConfig, *, split: str) -> Any | None:
         spec = kind = "scenes"
     elif config.on_scenes:  # scenes to train on, other data to evaluate on
         kind = "auto"
-    kind = guess_kind(spec) if kind == "auto" else kind
+    reading = reading_options(replace(config, dataset_type=kind), spec, pictures=config.regions is None)
+    if split == "train":
+        reading["resampled"] = config.dataset_resampled or None
+    source = open_source(spec, split=split, **reading)
+    if config.regions is None:
+        return source
+    return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_images)
+
+
+def make_captions(config: TrainConfig, spec: str, *, split: str) -> Any:
+    """A data set for its captions alone: no picture is looked for."""
+    return open_source(spec, split=split, **reading_options(config, spec, pictures=False))
+
+
+def reading_options(config: TrainConfig, spec: str, *, pictures: bool = True) -> dict[str, Any]:
+    """What the flags say of how a data set is read, as options of :func:`coder_plugin.data.open_source`."""
+    kind = guess_kind(spec) if config.dataset_type == "auto" else config.dataset_type
     flags = _READER_FLAGS.get(kind, {name: given for names in _READER_FLAGS.values() for name, given in names.items()})
     options = {given: getattr(config, name) or None for name, given in flags.items()}
-    if split != "train":
-        options.pop("resampled", None)
-    if config.regions is None:
-        return open_source(spec, kind, split=split, **options)
-    if kind in _OF_PICTURES:
+    if kind in _OF_PICTURES and not pictures:
         options["pictures"] = False
-    captions = open_source(spec, kind, split=split, **options)
-    return RegionSource(captions, make_regions(config, split=split), max_missing=config.max_bad_images)
+    return {"kind": kind, **options}
 
 
 def make_regions(config: TrainConfig, *, split: str) -> RegionFile:

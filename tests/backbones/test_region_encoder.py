@@ -211,6 +211,7 @@ def test_a_bigru() -> None:
         last = BiGRUText(14, 4, word_dim=3, bidirectional=bidirectional, pooling="last").double()
         last.load_state_dict({name: v for name, v in pooled.state_dict().items() if not name.startswith("pool.")})
         found, ends, states = pooled(ids), last(ids).pooled, {k: v.tolist() for k, v in pooled.rnn.state_dict().items()}
+        assert pooled.pool is not None
         parameters = {name: value.tolist() for name, value in pooled.pool.state_dict().items()}
         assert found.tokens.shape == (3, 5, 4) and found.mask.sum(1).tolist() == lengths
         for row, length in enumerate(lengths):
@@ -264,12 +265,13 @@ def test_a_fresh_graph_layer_is_the_identity() -> None:
 
 
 def test_bad_options() -> None:
-    for options, message in [
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"context": "scan"}, "context must be one of none, camera, vsrn"),
         ({"pooling": "sum"}, "image pooling must be one of"),
         ({"context": "camera", "heads": 3}, "heads must divide the dimension 8, got 3"),
         ({"pooling": "views", "views": 0}, "views must be >= 1"),
-    ]:
+    ]
+    for options, message in bad:
         with pytest.raises(ValueError, match=message):
             RegionEncoder(REGIONS, DIM, **options)
     with pytest.raises(ValueError, match="recurrent encoder's"):
@@ -312,8 +314,8 @@ def test_a_masked_batch_norm_is_one_of_the_valid_rows(rows: list[list[bool]], tr
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None, name
         close(one.grad, other.grad)
-    for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-        close(one.double(), other.double())
+    for kept, their in zip(ours.buffers(), theirs.buffers(), strict=True):
+        close(kept.double(), their.double())
 
 
 def test_a_masked_batch_norm_without_a_mask_and_by_the_loop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections import OrderedDict
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertModel
 
 from coder_plugin import registry
 from coder_plugin.backbones import own
@@ -28,8 +29,15 @@ KINDS = ("vse", "vse without mlp", "vse bigru", "camera", "vsrn", "vsrn bn", "vs
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("bert")
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmno"]))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": True})
+    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
     BertConfig(vocab_size=20, max_position_embeddings=40, **sizes).save_pretrained(folder)
     return str(folder)
 

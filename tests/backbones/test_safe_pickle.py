@@ -8,7 +8,9 @@ import io
 import os
 import pickle
 import pickletools
+import struct
 import sys
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -56,7 +58,7 @@ def python2(path: Path) -> Path:
         operations = list(pickletools.genops(file))
         ends = [place for _, _, place in operations][1:] + [file.tell()]
         for (operation, argument, place), end in zip(operations, ends, strict=True):
-            if operation.name == "BINUNICODE":
+            if operation.name == "BINUNICODE" and argument is not None:
                 text = argument.encode("latin1")
                 out += b"U" + bytes([len(text)]) + text
             else:
@@ -233,6 +235,7 @@ def tensor(storage: bytes, offset: bytes, size: bytes, stride: bytes) -> bytes:
 
 BAD = {
     "reaches beyond": tensor(STORAGE, b"K\x01", b"K\x04\x85", b"K\x01\x85"),
+    "is empty, beyond": tensor(STORAGE, b"K\x05", b"K\x00\x85", b"K\x01\x85"),
     "is repeated": tensor(STORAGE, b"K\x00", b"M\xff\xffM\xff\xff\x86", b"K\x00K\x00\x86"),
     "negative offset": tensor(STORAGE, b"J\xff\xff\xff\xff", b"K\x02\x85", b"K\x01\x85"),
     "negative stride": tensor(STORAGE, b"K\x03", b"K\x02\x85", b"J\xff\xff\xff\xff\x85"),
@@ -284,6 +287,25 @@ def test_a_changed_archive(change: tuple[str, bytes], tmp_path: Path) -> None:
             out.writestr(name, change[1] if name.endswith(change[0]) else archive.read(name))
     with pytest.raises(CoderError, match="big-endian|bytes"):
         read_pickle(path)
+
+
+def test_the_old_formats_counts(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(3)}, tmp_path / "a.pth", "old")
+    content = path.read_bytes()
+    for count in (4, 2, -1, 2**62):
+        path.write_bytes(content[:-20] + struct.pack("<q", count) + content[-12:])
+        with pytest.raises(CoderError, match=rf"a tensor of 3 values has {count}\)"):
+            read_pickle(path)
+
+
+def test_a_forged_memo_takes_no_memory(tmp_path: Path) -> None:
+    path = wrap(b"\x80\x02Nr\x00\x00\x00\x01.", tmp_path / "a.pth", "zip")  # the 16,777,216th
+    tracemalloc.start()
+    try:
+        assert read_pickle(path) is None
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_truncation_is_an_error(tmp_path: Path, kind: str) -> None:

@@ -98,10 +98,11 @@ class Job:
     def done(self) -> dict[int, dict[str, Any]]:
         """The notes of the units that are finished."""
         notes = {int(path.stem): _read(path) for path in sorted(self.notes.glob("[0-9]*.json"))}
-        converted = self.to == "precomp" and self.precomp.exists()
-        return {
-            unit: note for unit, note in notes.items() if converted or not note["images"] or self.shard(unit).exists()
-        }
+        return {unit: note for unit, note in notes.items() if not note["images"] or self._there(unit)}
+
+    def _there(self, unit: int) -> bool:
+        # in this order: another rank may be turning the shards into precomp files
+        return self.shard(unit).exists() or self.to == "precomp" and self.precomp.exists()
 
 
 @dataclass(frozen=True)

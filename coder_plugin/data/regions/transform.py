@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class RegionTransform:
             out["boxes"] = self._padded(fractions, kept)
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
         if regions.whole is not None:
-            out["global"] = torch.as_tensor(regions.whole).float()
+            out["global"] = torch.from_numpy(regions.whole.astype(np.float32))  # a copy: the file's may be read-only
         return out
 
     def _kept(self, count: int) -> Tensor:
@@ -63,5 +64,5 @@ class RegionTransform:
 
     def _padded(self, rows: Any, kept: Tensor) -> Tensor:
         out = torch.zeros(self.max_regions, rows.shape[1])
-        out[: len(kept)] = torch.as_tensor(rows[kept.numpy()])
+        out[: len(kept)] = torch.from_numpy(rows[kept.numpy()].astype(np.float32))
         return out

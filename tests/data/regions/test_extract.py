@@ -220,7 +220,7 @@ def test_no_good_picture_at_all_is_an_error(tmp_path):
 
 class Slow(Means):
     def detect(self, pictures: list[Prepared]) -> list[Regions]:
-        time.sleep(0.02)
+        time.sleep(0.1)
         return super().detect(pictures)
 
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Flickr30K, from downloaded files to a table: CODER on Faster-RCNN regions and BERT (METHODS 6).
+#
+#   scripts/f30k.sh PRECOMP GLOVE [flags of coder-plugin train …]
+#
+# PRECOMP: SCAN's f30k_precomp folder: {train,dev,test}_{ims.npy,caps.txt,ids.txt}, 36 regions of 2048 channels an image. From
+#          other files: coder-plugin regions convert FILE PRECOMP --to precomp --captions-data dataset_flickr30k.json
+# GLOVE:   glove.840B.300d.txt or any other vectors of words.
+# Processes are accelerate's: accelerate config, or LAUNCH="--multi_gpu --num_processes 4"; their batches make the paper's 128.
+# BERT comes from the hub; another one or a folder: --model-kwargs text=FOLDER. The table: --loss coder/table2-1 … and so on.
+set -euo pipefail
+precomp=${1:?folder of f30k_precomp}
+glove=${2:?file of word vectors}
+shift 2
+runs=${RUNS:-logs}
+name=${NAME:-coder-f30k}
+concepts=$runs/$name-concepts.safetensors
+mkdir -p "$runs"
+
+if [[ ! -f $concepts ]]; then
+    coder-plugin concepts --train-data "$precomp" --vectors "$glove" --output "$concepts"
+fi
+# shellcheck disable=SC2086
+accelerate launch ${LAUNCH:-} -m coder_plugin.cli train --loss coder-f30k --concepts "$concepts" \
+    --train-data "$precomp" --val-data "$precomp" --batch-size $((128 / ${PROCESSES:-1})) \
+    --logs "$runs" --name "$name" --resume latest "$@"
+coder-plugin eval "$runs/$name" --split test --json "$runs/$name-test.json"
+coder-plugin eval "$runs/$name" --split test

@@ -1,0 +1,552 @@
+"""Region models under every recipe they serve: keys, score, gradients, padding, batches, refusals, exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from coder_plugin import create_loss, create_model
+from coder_plugin.backbones.tokenizers import SPECIAL
+from coder_plugin.data.regions.base import Regions
+from coder_plugin.errors import CoderError
+from coder_plugin.functional.similarity import cosine
+from coder_plugin.training.export import export_heads, export_model, load_heads
+
+REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
+WORDS = [*SPECIAL, "a", "red", "ball", "dog", "and", "tree", "of", "picture"]
+TEXTS = ["a red ball", "dog and a tree and a ball", "a", "red dog"]
+NAMES = ("region-bert", "region-bigru", "region-bert-camera", "region-bigru-vsrn")
+ANY = ["dcl", "triplet", "dcl + concept_dcl", "triplet + caption"]
+RECIPES = {
+    "region-bert": [*ANY, "coder", "clip"],
+    "region-bigru": [*ANY, "coder", "clip"],
+    "region-bert-camera": [*ANY, "triplet + 0.01*view_diversity(reduction='sum')"],
+    "region-bigru-vsrn": [*ANY, "coder", "clip"],
+}
+CASES = [(name, recipe) for name, recipes in RECIPES.items() for recipe in recipes]
+SMALL = {
+    "momentum.bank_size": 8,
+    "prototypes.clusters": 4,
+    "concepts.warmup": 0,
+    "captioner.hidden": 8,
+    "captioner.word_dim": 5,
+}
+
+
+def options(name: str, bert: str) -> dict[str, Any]:
+    sides = {"text": bert} if "bert" in name else {"vocabulary": WORDS, "word_dim": 7}
+    return {"region_dim": CHANNELS, "embed_dim": DIM, "context_length": 12, "heads": 4, "views": 3, **sides}
+
+
+def recipe_of(text: str) -> Any:
+    from coder_plugin.model import required_heads
+    from coder_plugin.recipe import Recipe
+
+    recipe = Recipe.parse(text)
+    heads = required_heads(recipe)
+    return recipe.with_options({key: value for key, value in SMALL.items() if key.split(".")[0] in heads})
+
+
+def made(name: str, bert: str, recipe: str = "dcl", **given: Any) -> Any:
+    """A model whose zero-initialised layers were given values, as training would: a fresh VSRN's graph is the identity."""
+    torch.manual_seed(0)
+    model = create_model(name, recipe=recipe_of(recipe), **{**options(name, bert), **given})
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key.rpartition(".")[0].rpartition(".")[2]:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for key, buffer in model.named_buffers():
+            if "running" in key:
+                buffer.add_(0.1 * torch.rand_like(buffer))
+    model.coder.attach(model)
+    return model
+
+
+def images(
+    lengths: tuple[int, ...] = (5, 2, 1, 4), *, width: int = REGIONS, fill: float = 0.0, boxes: bool = True
+) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.full((len(lengths), width, CHANNELS), fill)
+    corners = torch.full((len(lengths), width, 4), fill)
+    for row, length in enumerate(lengths):
+        generator.manual_seed(row)
+        features[row, :length] = torch.randn(length, CHANNELS, generator=generator)
+        corner = torch.rand(length, 2, generator=generator) / 2
+        corners[row, :length] = torch.cat([corner, corner + 0.3], 1)
+    image = {"features": features, "mask": torch.arange(width) < torch.tensor(lengths)[:, None]}
+    return image | ({"boxes": corners, "aspect": torch.tensor([0.5, 1.0, 1.5, 2.0])[: len(lengths)]} if boxes else {})
+
+
+def batch(model: Any) -> dict[str, Any]:
+    return {"image": images(), "text": model.tokenizer()(TEXTS), "image_id": torch.arange(ROWS)}
+
+
+def rows(image: dict[str, Tensor], which: slice) -> dict[str, Tensor]:
+    return {key: value[which] for key, value in image.items()}
+
+
+@pytest.fixture(scope="module")
+def models(bert):
+    return cache(lambda name, recipe="dcl": made(name, bert, recipe))
+
+
+# keys, score, gradients
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_keys_losses_and_gradients(models, name, recipe):
+    model = models(name, recipe).train()
+    loss = create_loss(model.coder.recipe, model=model)
+    outputs = model(**batch(model))
+    views = (3,) if "camera" in name else ()
+    assert outputs["image_features"].shape == (ROWS, *views, DIM) and outputs["text_features"].shape == (ROWS, DIM)
+    for key in ("image_features", "text_features"):
+        torch.testing.assert_close(outputs[key].norm(dim=-1), torch.ones(outputs[key].shape[:-1]))
+    assert all(key.startswith("coder_") for key in outputs.keys() - {"image_features", "text_features", "logit_scale"})
+    assert all(len(value) == ROWS for key, value in outputs.items() if key.startswith("coder_"))
+    losses = loss(**outputs)
+    assert len(losses) >= len(loss.recipe.terms) and all(torch.isfinite(value) for value in losses.values())
+
+    model.zero_grad()
+    sum(losses.values()).backward()
+    model.coder.discard()
+    assert {key for key in dead(model) if not cancels(key)} == set()
+
+
+def dead(model: Any) -> set[str]:
+    """Parameters that are to be trained and got no gradient, or nothing but rounding."""
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    return {key for key, p in trained.items() if p.grad is None or not p.grad.abs().max() > 1e-9}
+
+
+def cancels(key: str) -> bool:
+    """Biases that the authors' models have and that nothing can depend on: a BatchNorm takes them away, or a softmax."""
+    before_norm = ("mlp.hidden.bias", ".out.bias", "attention.value.bias")
+    silent = ("self.key.bias", "pool.score.bias", "prototypes.classifier.weight")  # pgc speaks when it has its centres
+    return key.endswith((*before_norm, *silent)) and not key.endswith("mlp.out.bias")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_gives_the_backbones_keys_alone(models, name):
+    model = models(name, "dcl + concept_dcl").eval()
+    outputs = model(**batch(model))
+    assert outputs.keys() == {"image_features", "text_features", "logit_scale"}
+    assert model(image=images()).keys() == {"image_features", "logit_scale"}
+    assert model(text=model.tokenizer()(TEXTS)).keys() == {"text_features", "logit_scale"}
+    with torch.no_grad():
+        image, text = images(), model.tokenizer()(TEXTS)
+        assert torch.equal(model.encode_image(image, normalize=True), outputs["image_features"])
+        assert torch.equal(model.encode_text(text, normalize=True), outputs["text_features"])
+        assert model.encode_image(image).shape == model.encode_text(text).shape == (ROWS, DIM)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_product_of_the_retrieval_vectors_is_the_score(models, name):
+    plain, blended = models(name, "dcl").eval(), models(name, "dcl + concept_dcl").eval()
+    for model in (plain, blended):
+        image, text = model.embed_image(images()), model.embed_text(model.tokenizer()(TEXTS))
+        outputs = model(**batch(model))
+        instance = torch.einsum(
+            "nvd,td->ntv", outputs["image_features"].reshape(ROWS, -1, DIM), outputs["text_features"]
+        )
+        expected = instance.amax(-1)
+        if model is blended:
+            head = model.coder.heads["concepts"]
+            known = {**model.image_side(images()), **model.text_side(model.tokenizer()(TEXTS))}
+            concepts = head(known["image_pooled"], known["text_tokens"], known["text_mask"])
+            level = concepts["coder_image_concepts"] @ concepts["coder_text_concepts"].T
+            expected = 0.9 * expected + 0.1 * level
+            torch.testing.assert_close(image.norm(dim=-1), torch.ones(image.shape[:-1]))
+        assert image.ndim == (3 if "camera" in name else 2)
+        torch.testing.assert_close(cosine(image, text), expected, rtol=1e-5, atol=1e-6)
+
+
+# padding and batches
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("training", [False, True])
+@torch.no_grad()
+def test_padding_means_nothing(models, name, training):
+    """Neither how much there is of it nor what stands there: of regions NaN, of texts none."""
+    model = models(name, "dcl + concept_dcl").train(training)
+    text = model.tokenizer()(TEXTS)
+    longer = torch.nn.functional.pad(text, (0, 9), value=model.tokenizer().pad)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    found = [
+        model(image=image, text=ids) for image, ids in ((images(), text), (images(width=9, fill=torch.nan), longer))
+    ]
+    model.load_state_dict(state)
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-4, atol=1e-5, msg=key)
+    embedded = [model.embed_image(image) for image in (images(), images(width=9, fill=torch.inf))]
+    model.load_state_dict(state)
+    torch.testing.assert_close(*embedded, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_gets_and_gives_no_gradient(models, name):
+    model = models(name, "dcl").train()
+    image = images(fill=torch.nan)
+    image["features"].requires_grad_()
+    outputs = model(image=image, text=model.tokenizer()(TEXTS))
+    sum((value * torch.arange(value.shape[-1])).sum() for value in outputs.values() if value.ndim > 1).backward()
+    gradient = image["features"].grad
+    assert (gradient[~image["mask"]] == 0).all() and torch.isfinite(gradient).all()
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_rows_of_a_batch_do_not_see_each_other_in_evaluation(models, name):
+    model = models(name, "dcl + concept_dcl").eval()
+    image, text = images(), model.tokenizer()(TEXTS)
+    together = model.embed_image(image), model.embed_text(text)
+    for row in range(ROWS):
+        one = slice(row, row + 1)
+        torch.testing.assert_close(model.embed_image(rows(image, one)), together[0][one], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.embed_text(text[one]), together[1][one], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_padding_token_inside_a_text_is_a_word(models, name):
+    """Word dropout may draw it; the text does not end there."""
+    model = models(name).eval()
+    text = model.tokenizer()(["a red ball", "a dog"])
+    text[0, 2] = model.tokenizer().pad
+    known = model.text_side(text)
+    assert known["text_mask"].tolist() == [[True] * 5, [True] * 4 + [False]]
+    other = text.clone()
+    other[0, 3] = text[1, 2]
+    assert not torch.allclose(model.embed_text(other)[0], model.embed_text(text)[0])
+    nothing = torch.full((2, 12), model.tokenizer().pad)  # not even a start: still finite
+    assert torch.isfinite(model.embed_text(nothing)).all()
+
+
+@pytest.mark.parametrize("name", ["region-bert", "region-bigru", "region-bigru-vsrn"])
+@torch.no_grad()
+def test_boxes_are_for_those_who_read_them(models, name):
+    model = models(name).eval()
+    assert torch.equal(model.embed_image(images(boxes=False)), model.embed_image(images()))
+
+
+@torch.no_grad()
+def test_camera_reads_boxes_and_their_aspect(models):
+    model = models("region-bert-camera").eval()
+    image = images()
+    moved = {**image, "boxes": image["boxes"] * 0.5}
+    wider = {**image, "aspect": image["aspect"] * 3}
+    square = {key: value for key, value in image.items() if key != "aspect"}
+    first = model.embed_image(image)
+    for other in (moved, wider, square):
+        assert not torch.allclose(model.embed_image(other), first, atol=1e-6)
+    ones = {**image, "aspect": torch.ones(ROWS)}
+    assert torch.equal(model.embed_image(square), model.embed_image(ones))
+    with pytest.raises(CoderError, match="region-bert-camera needs the boxes of regions.*context=none"):
+        model.embed_image(images(boxes=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_double_precision_keeps_the_features_in_single(models, bert, name):
+    """The towers compute in float64; features are float32 and agree with single precision."""
+    model = made(name, bert).eval()
+    image, text = images(), model.tokenizer()(TEXTS)
+    expected = model(image=image, text=text)
+    found = model.double()(image=image, text=text)
+    for key in ("image_features", "text_features"):
+        torch.testing.assert_close(found[key].float(), expected[key], rtol=1e-4, atol=1e-5)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (torch.randn(ROWS, 3, 8, 8), "region-bert reads regions: give a dict with features"),
+        ({"features": torch.randn(ROWS, REGIONS, CHANNELS)}, "region-bert reads regions"),
+        (
+            {"features": torch.randn(ROWS, 2, 9), "mask": torch.ones(ROWS, 2, dtype=torch.bool)},
+            "of 6 channels, these have 9",
+        ),
+    ],
+)
+def test_other_images_are_refused(models, image, message):
+    model = models("region-bert")
+    with pytest.raises(CoderError, match=message):
+        model(image=image, text=model.tokenizer()(TEXTS))
+    with pytest.raises(CoderError, match=message):
+        model.embed_image(image)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("region-bert", {"embed_dims": 8}, "region-bert has no option embed_dims; it has: region_dim, embed_dim"),
+        ("region-bert", {"embed_dim": 0}, "embed_dim must be 1 or more, got 0"),
+        ("region-bert", {"region_dim": -3}, "region_dim must be 1 or more, got -3"),
+        ("region-bert", {"embed_dim": "big"}, "embed_dim must be int, got 'big'"),
+        ("region-bert", {"embed_dim": 8.5}, "embed_dim must be int, got 8.5"),
+        ("region-bert", {"embed_dim": None}, "embed_dim must be int, got None"),
+        ("region-bert", {"mlp": "no"}, "mlp must be bool, got 'no'"),
+        ("region-bert", {"heads": True}, "heads must be int, got True"),
+        ("region-bert", {"context": "graph"}, "context must be one of none, camera, vsrn, got 'graph'"),
+        ("region-bert", {"image_pooling": "avg"}, "image_pooling must be one of gpo, mean, max, views, gru, got 'avg'"),
+        ("region-bert", {"text_pooling": "cls"}, "text_pooling must be one of gpo, mean, max, last, got 'cls'"),
+        ("region-bert", {"text_pooling": "last"}, "text pooling 'last' is a recurrent encoder's"),
+        ("region-bert", {"encoder": "lstm"}, "encoder must be one of bert, bigru, got 'lstm'"),
+        ("region-bert", {"text_context": "vsrn"}, "text_context must be one of none, camera, got 'vsrn'"),
+        ("region-bert", {"context": "camera", "heads": 3}, "heads must divide the dimension 16, got 3"),
+        ("region-bert", {"context_length": 2}, "context length must be 3 at least"),
+        ("region-bert", {"text": "nowhere/no-such-bert"}, "text encoder 'nowhere/no-such-bert' cannot be loaded"),
+        ("region-bigru", {"text_context": "camera"}, "text_context camera is of BERT alone"),
+        ("region-bigru", {"text_layers": 0}, "text_layers must be 1 or more"),
+        ("region-bigru", {"vocabulary": None}, "a BiGRU needs a vocabulary: --model-kwargs vocabulary=FILE"),
+        ("region-bigru", {"vocabulary": "none.json"}, "vocabulary none.json cannot be read"),
+        ("region-bigru", {"vocabulary": ["a", "dog"]}, "a vocabulary begins with <pad>"),
+        ("region-bigru", {"vocabulary": [*SPECIAL, 5]}, "a vocabulary is a list of words, this one holds 5"),
+    ],
+)
+def test_options_are_checked(bert, name, given, message):
+    with pytest.raises(CoderError, match=message) as caught:
+        create_model(name, recipe="dcl", **{**options(name, bert), **given})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_lines_none_is_the_word(bert):
+    """``--model-kwargs context=none`` arrives as None."""
+    given = {"context": None, "text_context": None, "image_pooling": "gpo"}
+    model = create_model("region-bert-camera", recipe="coder", **{**options("region-bert-camera", bert), **given})
+    assert model.visual.attention is None and model.text.context is None and model.widths().views == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("coder", "head 'momentum': a bank holds one key per image, and this model gives an image 3 features"),
+        ("clip", "loss 'clip' compares one feature of an image, and this model gives 3.*image_pooling=gpo"),
+        ("dcl + m_dcl", "a bank holds one key per image"),
+        ("dcl + pgc", "loss 'pgc' compares one feature of an image"),
+    ],
+)
+def test_views_are_refused_where_one_feature_is_compared(bert, recipe, message):
+    with pytest.raises(CoderError, match=message):
+        model = create_model("region-bert-camera", recipe=recipe, **options("region-bert-camera", bert))
+        create_loss(recipe, model=model)
+
+
+def test_siglip_needs_a_bias(bert):
+    with pytest.raises(CoderError, match="loss 'siglip' requires 'logit_bias', which neither this model"):
+        create_model("region-bert", recipe="siglip", **options("region-bert", bert))
+
+
+@pytest.mark.parametrize("name", ["region-bert", "region-bigru-vsrn"])
+def test_diversity_of_views_needs_views(bert, name):
+    with pytest.raises(CoderError, match="image_views"):
+        create_model(name, recipe="triplet + view_diversity", **options(name, bert))
+
+
+@pytest.mark.parametrize("given", [{"aggregator": "gpo"}, {"pretrained_image_path": "x.pth"}])
+def test_clips_options_are_refused(bert, given):
+    with pytest.raises(CoderError, match="region-bert pools its regions itself"):
+        create_model("region-bert", recipe="dcl", **options("region-bert", bert), **given)
+
+
+# what data decide
+
+
+def test_data_fill_what_options_leave_open(bert):
+    example = Regions(np.zeros((2, 9), np.float32))
+    found = {"example": example, "captions": lambda: iter(["a dog runs"] * 4 + ["a cat"])}
+    model = create_model("region-bigru", recipe="dcl", embed_dim=8, **found)
+    assert model.options.region_dim == 9 and list(model.options.vocabulary) == [*SPECIAL, "a", "dog", "runs"]
+    model = create_model("region-bigru", recipe="dcl", embed_dim=8, vocabulary=WORDS, region_dim=3, **found)
+    assert model.options.region_dim == 3 and model.options.vocabulary == WORDS
+    bert_model = create_model("region-bert", recipe="dcl", embed_dim=8, text=bert, **found)
+    assert bert_model.options.region_dim == 9 and bert_model.options.vocabulary is None
+    with pytest.raises(CoderError, match="no word occurs 4 times"):
+        create_model("region-bigru", recipe="dcl", **{**found, "captions": lambda: ["a dog"]})
+
+
+# frozen and adapted text
+
+
+def dropout_bert(folder: Path) -> str:
+    from tests.backbones import tiny_bert
+
+    return tiny_bert.make(folder, dropout=0.5)
+
+
+def test_a_frozen_bert_is_in_evaluation_mode_and_gets_no_gradient(tmp_path):
+    """From the first forward, whatever mode transformers loads in, and after later calls of train()."""
+    folder = dropout_bert(tmp_path)
+    for given in ({}, {"pretrained_text": False}):
+        model = create_model("region-bert-camera", recipe="dcl", **{**options("region-bert-camera", folder), **given})
+        assert model.training and model.text.proj.training and not model.text.transformer.training
+        text = model.tokenizer()(TEXTS)
+        for _ in range(2):
+            first, second = (model.text.words(text, model.text.mask(text))[1] for _ in range(2))
+            assert torch.equal(first, second) and first.requires_grad
+            model.eval().train()
+        first.sum().backward()
+        assert all(p.grad is None and not p.requires_grad for p in model.text.transformer.parameters())
+        assert model.text.proj.weight.grad is not None
+
+
+def test_a_trained_bert_is_in_training_mode_from_the_start(tmp_path):
+    model = create_model("region-bert", recipe="dcl", **options("region-bert", dropout_bert(tmp_path)))
+    assert model.text.transformer.training
+    text = model.tokenizer()(TEXTS)
+    assert not torch.equal(model.encode_text(text), model.encode_text(text))
+    model.eval()
+    assert torch.equal(model.encode_text(text), model.encode_text(text))
+    model.train().lock_text_tower()
+    assert not model.text.transformer.training and torch.equal(model.encode_text(text), model.encode_text(text))
+
+
+@pytest.mark.parametrize(("layers", "norms"), [(0, True), (1, True), (2, True), (0, False), (1, False)])
+def test_locking_leaves_the_last_layers_and_what_is_new(models, bert, layers, norms):
+    model = made("region-bert", bert)
+    model.lock_text_tower(unlocked_layers=layers, freeze_layer_norm=norms)
+    for key, parameter in model.text.named_parameters():
+        inside = key.startswith("transformer.")
+        last = any(f"layer.{number}." in key for number in range(2 - layers, 2))
+        assert parameter.requires_grad == (not inside or last or (not norms and "LayerNorm" in key)), key
+    model.train()(image=images(), text=model.tokenizer()(TEXTS))["text_features"][:, 0].sum().backward()
+    locked = [p for p in model.text.transformer.parameters() if not p.requires_grad]
+    assert locked and all(p.grad is None for p in locked)
+    assert all(p.grad is not None for p in model.text.parameters() if p.requires_grad)
+
+
+def test_locking_a_bigru_or_the_image(bert):
+    model = made("region-bigru", bert)
+    model.lock_text_tower()
+    assert not any(p.requires_grad for p in model.text.parameters()) and model.visual.fc.weight.requires_grad
+    with pytest.raises(CoderError, match="has no layers to unlock"):
+        model.lock_text_tower(unlocked_layers=1)
+    model.lock_image_tower()
+    assert not any(p.requires_grad for p in model.visual.parameters())
+    with pytest.raises(CoderError, match="no layer groups to unlock"):
+        model.lock_image_tower(unlocked_groups=1)
+
+
+def test_checkpointing_changes_no_gradient(bert):
+    gradients = []
+    for enable in (False, True):
+        model = made("region-bert", bert).train()
+        model.set_grad_checkpointing(enable)
+        model(image=images(), text=model.tokenizer()(TEXTS))["text_features"][:, 0].sum().backward()
+        gradients.append({key: p.grad for key, p in model.text.named_parameters()})
+    assert all(torch.allclose(gradients[0][key], gradients[1][key], atol=1e-6) for key in gradients[0])
+
+
+@pytest.mark.parametrize("name", ["region-bert", "region-bigru", "region-bigru-vsrn"])
+def test_momentum_copies_follow(models, bert, name):
+    """Keys are the copy's embeddings of the dict of regions; after a step it has moved by 1 - m of the way."""
+    model = made(name, bert, "dcl + m_dcl").train()
+    towers = model.coder.heads["momentum"].towers
+    outputs = model(**batch(model))
+    model.eval()
+    with torch.no_grad():
+        expected = model.embed_image(images()), model.embed_text(model.tokenizer()(TEXTS))
+    # the copy has its statistics from before this forward: only what they do not touch agrees exactly
+    torch.testing.assert_close(outputs["coder_text_keys"], expected[1], rtol=1e-4, atol=1e-5)
+    assert outputs["coder_image_keys"].shape == expected[0].shape and not outputs["coder_image_keys"].requires_grad
+    before = {key: p.clone() for key, p in towers.model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    model.coder.post_step()
+    online = dict(model.named_parameters())
+    moved = [(key, p) for key, p in towers.model.named_parameters() if online[key].requires_grad]
+    assert moved and all(torch.allclose(p, before[key] + 0.005, atol=1e-5) for key, p in moved)
+    with torch.no_grad():
+        assert torch.isfinite(towers(images(), model.tokenizer()(TEXTS))[0]).all()
+
+
+# exports
+
+
+def embeddings(model: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return model.eval().embed_image(images()), model.embed_text(model.tokenizer()(TEXTS))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("by", ["folder", "json", "local-dir"])
+def test_an_export_is_the_model_to_the_bit(tmp_path, bert, name, by):
+    own_bert = tmp_path / "bert"
+    shutil.copytree(bert, own_bert)
+    model = made(name, str(own_bert))
+    expected = embeddings(model)
+    weights = export_model(model, tmp_path / "made" / "here")
+    assert export_heads(model, weights.parent) is None  # dcl: the score is the towers' own
+    shutil.rmtree(own_bert)
+    folder = tmp_path / "moved"
+    shutil.move(weights.parent, folder)
+    names = {"folder": str(folder), "json": str(folder / "coder_model.json"), "local-dir": f"local-dir:{folder}"}
+    opened = create_model(names[by], recipe="dcl", pretrained=str(folder / weights.name))
+    assert opened.name == name and all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
+    texts = ["a red xylophone", "dog", ""]
+    assert torch.equal(opened.tokenizer()(texts), model.tokenizer()(texts))
+    other = create_model(names[by], recipe="dcl")  # without weights: the same shape, fresh
+    assert other.state_dict().keys() == opened.state_dict().keys()
+    again = export_model(opened, tmp_path / "again")  # an export of an export
+    opened = create_model(str(again.parent), recipe="dcl", pretrained=str(again))
+    assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["region-bert", "region-bert-camera"])
+def test_the_scoring_head_goes_beside_an_export(tmp_path, models, bert, name):
+    model = made(name, bert, "dcl + concept_dcl")
+    expected = embeddings(model)
+    weights = export_model(model, tmp_path)
+    heads = export_heads(model, tmp_path)
+    assert heads is not None
+    opened = create_model(str(tmp_path), recipe=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
+    load_heads(opened, heads)
+    assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
+
+
+def test_options_over_an_exports(tmp_path, bert):
+    weights = export_model(made("region-bigru", bert), tmp_path)
+    longer = create_model(str(tmp_path), recipe="dcl", pretrained=str(weights), context_length=20)
+    assert longer.tokenizer()(["a"]).shape == (1, 20)
+    with pytest.raises(CoderError, match="does not fit RegionText.*of another shape.*--model-kwargs"):
+        create_model(str(tmp_path), recipe="dcl", pretrained=str(weights), embed_dim=8)
+    with pytest.raises(CoderError, match="tensors missing.*made with other --model-kwargs"):
+        create_model("region-bert", recipe="dcl", pretrained=str(weights), **options("region-bert", bert))
+
+
+def test_what_is_no_export(tmp_path, bert):
+    weights = export_model(made("region-bigru", bert), tmp_path)
+    with pytest.raises(CoderError, match="weights nowhere.safetensors do not exist"):
+        create_model(str(tmp_path), recipe="dcl", pretrained="nowhere.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(CoderError, match="coder_model.safetensors cannot be read"):
+        create_model(str(tmp_path), recipe="dcl", pretrained=str(weights))
+    path = tmp_path / "coder_model.json"
+    made_of = json.loads(path.read_text())
+    path.write_text(json.dumps({**made_of, "backbone": "region-bort"}))
+    with pytest.raises(CoderError, match="region-bort"):
+        create_model(str(path), recipe="dcl")
+    path.write_text(json.dumps({**made_of, "options": {"depth": 3}}))
+    with pytest.raises(CoderError, match="has no option depth"):
+        create_model(str(path), recipe="dcl")
+    path.write_text("{")
+    with pytest.raises(CoderError, match="coder_model.json cannot be read"):
+        create_model(str(path), recipe="dcl")

@@ -1,0 +1,234 @@
+"""What VSRN and CAMERA add: the captioner against a step-by-step reference, the overlap of views against its formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coder_plugin.heads.base import Widths
+from coder_plugin.heads.captioner import Captioner
+from coder_plugin.heads.views import Views
+from coder_plugin.losses.caption import Caption
+from coder_plugin.losses.view_diversity import ViewDiversity
+from tests import gloo
+
+CHANNELS, HIDDEN, WORDS, SIZE = 5, 6, 4, 11
+WIDTHS = Widths(embed_dim=CHANNELS, image_tokens=CHANNELS, vocabulary=SIZE)
+
+
+def captioner(dropout: float = 0.0, **options: int) -> Captioner:
+    torch.manual_seed(0)
+    return Captioner(WIDTHS, **{"hidden": HIDDEN, "word_dim": WORDS, **options}, dropout=dropout)
+
+
+def inputs(lengths: list[int], texts: list[int], *, seed: int = 0) -> dict[str, Tensor]:
+    """Images of so many tokens, texts of so many words; a padding word counts nowhere."""
+    generator = torch.Generator().manual_seed(seed)
+    places, positions = max(lengths), max(texts)
+    mask = torch.arange(positions) < torch.tensor(texts)[:, None]
+    text = torch.randint(1, SIZE, (len(texts), positions), generator=generator)
+    return {
+        "image_tokens": torch.randn(len(lengths), places, CHANNELS, generator=generator, dtype=torch.float64),
+        "image_mask": torch.arange(places) < torch.tensor(lengths)[:, None],
+        "text": text.masked_fill(~mask, 0),
+        "text_mask": mask,
+    }
+
+
+# the reference: one image, one step, one sum at a time
+
+
+def gate(weight: Tensor, bias: Tensor, x: Tensor) -> list[Tensor]:
+    return list((weight @ x + bias).chunk(3))
+
+
+def gru(state: dict[str, Tensor], ending: str, x: Tensor, hidden: Tensor) -> Tensor:
+    r, z, n = gate(state[f"weight_ih{ending}"], state[f"bias_ih{ending}"], x)
+    hr, hz, hn = gate(state[f"weight_hh{ending}"], state[f"bias_hh{ending}"], hidden)
+    reset, update = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
+    return (1 - update) * torch.tanh(n + reset * hn) + update * hidden
+
+
+def reference(head: Captioner, tokens: Tensor, text: list[int]) -> Tensor:
+    """-log p(text | tokens [L, C]) with the attention's two-layer perceptron over [state ; hidden] as VSRN writes it."""
+    weights = {key: value.detach().double() for key, value in head.state_dict().items()}
+
+    def part(name: str) -> dict[str, Tensor]:
+        return {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+
+    encoder, decoder, attend = part("encoder"), part("decoder"), part("attend")
+    hidden = torch.zeros(len(weights["weigh.weight"][0]), dtype=torch.float64)
+    states = []
+    for token in tokens:
+        hidden = gru(encoder, "_l0", weights["project.weight"] @ token + weights["project.bias"], hidden)
+        states.append(hidden)
+    total = torch.zeros((), dtype=torch.float64)
+    for now, following in zip(text, text[1:], strict=False):
+        scores = [
+            weights["weigh.weight"][0] @ torch.tanh(attend["weight"] @ torch.cat([state, hidden]) + attend["bias"])
+            for state in states
+        ]
+        shares = torch.stack(scores).softmax(0)
+        context = sum(share * state for share, state in zip(shares, states, strict=True))
+        hidden = gru(decoder, "", torch.cat([weights["embed.weight"][now], context]), hidden)
+        logits = weights["out.weight"] @ hidden + weights["out.bias"]
+        total = total - logits.log_softmax(0)[following]
+    return total
+
+
+def expected(head: Captioner, given: dict[str, Tensor]) -> Tensor:
+    found = []
+    for tokens, valid, text, words in zip(*given.values(), strict=True):
+        found.append(reference(head, tokens[valid], text[words].tolist()))
+    return torch.stack(found)
+
+
+CASES = [([3], [4]), ([1, 4, 2], [2, 5, 7]), ([6, 6], [3, 3]), ([2, 1], [2, 2])]
+
+
+@pytest.mark.parametrize(("lengths", "texts"), CASES)
+def test_nll_is_the_references(lengths, texts):
+    head, given = captioner().double(), inputs(lengths, texts)
+    found = head(**given)["coder_caption_nll"]
+    assert found.shape == (len(lengths),)
+    torch.testing.assert_close(found.double(), expected(head, given), rtol=1e-5, atol=1e-5)
+
+
+def test_nll_in_single_precision_and_under_autocast():
+    head, given = captioner(), inputs(*CASES[1])
+    wanted = expected(head, given).float()
+    given["image_tokens"] = given["image_tokens"].float()
+    torch.testing.assert_close(head(**given)["coder_caption_nll"], wanted, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head(**given)["coder_caption_nll"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_masked_tokens_may_stand_anywhere_and_hold_anything(data):
+    rows = data.draw(st.integers(1, 3))
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=rows, max_size=rows))
+    texts = data.draw(st.lists(st.integers(2, 5), min_size=rows, max_size=rows))
+    head, made = captioner(), inputs(lengths, texts)
+    made["image_tokens"] = made["image_tokens"].float()
+    wanted = head(**made)["coder_caption_nll"]
+    places = max(lengths) + data.draw(st.integers(0, 3))
+    tokens = torch.full((rows, places, CHANNELS), torch.nan)
+    mask = torch.zeros(rows, places, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        chosen = sorted(data.draw(st.permutations(range(places)))[:length])
+        tokens[row, chosen] = made["image_tokens"][row, :length]
+        mask[row, chosen] = True
+    text = torch.nn.functional.pad(made["text"], (0, 3), value=SIZE - 1)  # beyond the mask's positions: not read
+    tokens.requires_grad_()
+    found = head(tokens, mask, text, made["text_mask"])["coder_caption_nll"]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert (tokens.grad[~mask] == 0).all() and (tokens.grad[mask].abs().amax(-1) > 0).all()
+
+
+def test_every_parameter_learns_and_a_caption_can_be_learnt():
+    """Two images, each its own caption, by heart: possible only if the images are read."""
+    head = captioner(hidden=32)
+    made = inputs([3, 3], [6, 6])
+    made["image_tokens"] = made["image_tokens"].float()
+    optimizer = torch.optim.Adam(head.parameters(), lr=2e-2)
+    first = float(head(**made)["coder_caption_nll"].mean())
+    for step in range(120):
+        optimizer.zero_grad()
+        Caption()(head(**made)["coder_caption_nll"]).backward()
+        if not step:
+            assert all(p.grad is not None and p.grad.abs().max() > 0 for p in head.parameters())
+        optimizer.step()
+    assert first > 8 and float(head(**made)["coder_caption_nll"].max()) < 0.3
+    swapped = {**made, "image_tokens": made["image_tokens"].flip(0)}
+    assert float(head(**swapped)["coder_caption_nll"].min()) > 3
+
+
+def test_dropout_is_for_training():
+    head, made = captioner(0.5), inputs([3, 2], [4, 4])
+    made["image_tokens"] = made["image_tokens"].float()
+    assert not torch.equal(*(head(**made)["coder_caption_nll"] for _ in range(2)))
+    head.eval()
+    assert torch.equal(*(head(**made)["coder_caption_nll"] for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("widths", "options", "message"),
+    [
+        (Widths(embed_dim=4, image_tokens=4), {}, "does not tell its size"),
+        (WIDTHS, {"hidden": 0}, "hidden and word_dim must be >= 1"),
+        (WIDTHS, {"word_dim": 0}, "hidden and word_dim must be >= 1"),
+        (WIDTHS, {"dropout": 1.0}, r"dropout in \[0, 1\)"),
+    ],
+)
+def test_options_of_the_captioner(widths, options, message):
+    with pytest.raises(ValueError, match=message):
+        Captioner(widths, **options)
+
+
+# views
+
+
+def test_overlap_is_the_formula():
+    """||A^T A - I||_F^2 with A's columns of unit length, summed entry by entry."""
+    scores = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = Views(WIDTHS)(scores)["coder_view_overlap"]
+    for row, each in zip(scores, found, strict=True):
+        total = 0.0
+        for v in range(4):
+            for w in range(4):
+                product = sum(float(row[r, v] * row[r, w]) for r in range(5))
+                product /= float(row[:, v].square().sum().sqrt() * row[:, w].square().sum().sqrt())
+                total += (product - (v == w)) ** 2
+        assert float(each) == pytest.approx(total, rel=1e-5)
+
+
+def test_overlap_of_views_apart_and_alike():
+    apart, alike = torch.eye(4)[None, :, :3] * 7, torch.ones(1, 4, 3)
+    assert Views(WIDTHS)(apart)["coder_view_overlap"].item() == pytest.approx(0)
+    assert Views(WIDTHS)(alike)["coder_view_overlap"].item() == pytest.approx(3 * 2)  # each pair of views, both ways
+    padded = torch.cat([apart, torch.zeros(1, 3, 3)], 1)
+    assert Views(WIDTHS)(padded)["coder_view_overlap"].item() == pytest.approx(0)
+    nothing = torch.zeros(1, 4, 3, requires_grad=True)  # no direction: finite all the same
+    Views(WIDTHS)(nothing)["coder_view_overlap"].sum().backward()
+    assert torch.isfinite(nothing.grad).all()
+
+
+# reductions
+
+
+def test_reductions_in_one_process():
+    values = torch.tensor([1.0, 2.0, 6.0])
+    assert Caption()(values).item() == 3 and ViewDiversity()(values).item() == 3
+    assert ViewDiversity(reduction="sum")(values).item() == 9
+    with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum', got 'max'"):
+        ViewDiversity(reduction="max")  # type: ignore[arg-type]
+
+
+def shares(values: Tensor) -> dict[str, Any]:
+    """Of each term its value on this rank, and the gradient as DDP averages it."""
+    own = values.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+    found = {}
+    for name, term in {"mean": ViewDiversity(), "sum": ViewDiversity(reduction="sum"), "caption": Caption()}.items():
+        loss = term(own)
+        (gradient,) = torch.autograd.grad(loss, own)
+        found[name] = (loss.item(), (gradient / dist.get_world_size()).tolist())
+    return found
+
+
+def test_two_ranks_are_one_joint_batch():
+    values = torch.tensor([1.0, 2.0, 6.0, 4.0])
+    results = gloo.run(shares, values, ranks=2)
+    for name, whole, each in (("mean", 3.25, 0.25), ("sum", 13.0, 1.0), ("caption", 3.25, 0.25)):
+        found = [result[name] for result in results]
+        assert sum(loss for loss, _ in found) / 2 == pytest.approx(whole), name
+        assert [gradient for _, part in found for gradient in part] == pytest.approx([each] * 4), name

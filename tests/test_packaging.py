@@ -220,7 +220,9 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
         coder_plugin.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "concepts", "regions", "regions extract", "regions convert", "plugins"])
+@pytest.mark.parametrize(
+    "command", ["", "train", "eval", "concepts", "regions", "regions extract", "regions convert", "plugins"]
+)
 def test_the_module_is_the_command(command: str) -> None:
     module = [sys.executable, "-m", "coder_plugin.cli", *command.split(), "--help"]
     done = subprocess.run(module, capture_output=True, text=True, timeout=60)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
-__all__ = ["CoderError", "create_loss", "create_model", "list_plugins"]
+__all__ = ["CoderError", "create_loss", "create_model", "list_plugins", "load_model"]
 
 if TYPE_CHECKING:
     from coder_plugin.errors import CoderError
     from coder_plugin.model import create_loss, create_model
     from coder_plugin.registry import list_plugins
+    from coder_plugin.training.export import load_model
 
 _HOME = {
     "CoderError": "errors",
     "create_loss": "model",
     "create_model": "model",
     "list_plugins": "registry",
+    "load_model": "training.export",
 }
 
 

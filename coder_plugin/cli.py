@@ -78,7 +78,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"\n{format_table(rows)}")
         print(f"chance R@1: {100 / result['last']['images']:.2f} %   images: {result['last']['images']}")
     if trainer.log.main:
-        print(f"checkpoints, exports for open_clip and metrics: {result['folder']}")
+        print(f"checkpoints, exports and metrics: {result['folder']}")
     return 0
 
 

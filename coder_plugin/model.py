@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -214,6 +215,7 @@ def create_model(
     resolution = resolve(recipe, clip.available_keys(model), inside)
     if inference:
         resolution = resolution.of_heads([name for name in resolution.heads if registry.load("heads", name).scores])
+        recipe = replace(recipe, heads=tuple(options for options in recipe.heads if options[0] in resolution.heads))
     if found is not None:
         model.coder = Coder(recipe, resolution, model.widths()).to(next(model.parameters()).device)
     else:

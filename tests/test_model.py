@@ -30,7 +30,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.losses.base import Term
 from coder_plugin.recipe import Recipe
-from coder_plugin.training.export import export_model, plain_state
+from coder_plugin.training.export import export_model, load_model, plain_state
 
 B, T, VOCABULARY, EOT = 3, 16, 120, 119
 TOKEN_KEYS = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")
@@ -768,6 +768,16 @@ def test_a_plain_checkpoint_starts_a_run(make: Make, tmp_path: Path, name: str, 
 def _with_weights(model: nn.Module, plain: nn.Module) -> nn.Module:
     model.load_state_dict(plain.state_dict(), strict=False)
     return model
+
+
+@torch.no_grad()
+def test_load_model_embeds_as_the_model_that_was_exported(make: Make, tmp_path: Path) -> None:
+    model = make("vit", "dcl").eval()
+    image, text = batch("vit")
+    export_model(model, tmp_path / "export" / "best")
+    opened = load_model(tmp_path)
+    assert torch.equal(opened.embed_image(image), model.embed_image(image))
+    assert torch.equal(opened.embed_text(text), model.embed_text(text)) and not opened.training
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -12,14 +12,18 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import Widths
+
+#: The file of an export that says how its model is made.
+CONFIG = "coder_model.json"
 
 
 class Backbone(nn.Module):
     """Base of the entry points of ``coder_plugin.backbones``: a callable of keyword options that returns one of these.
 
     Among its options are ``cache_dir``, and in a trainer ``example``, an image as the data load it, and ``captions``, a
-    callable that iterates over the data's captions.
+    callable that iterates over the data's captions. The callable may have ``training``, defaults of training options.
 
     A subclass gives the two sides, their widths and what reads its data; ``create_model`` puts the heads under ``coder``.
     """
@@ -54,17 +58,24 @@ class Backbone(nn.Module):
         """A made-up batch of images, on the CPU."""
         raise NotImplementedError
 
+    def config(self) -> dict[str, Any]:
+        """``{"backbone": name, "options": …}``, all that ``create_model`` needs to make it again; for JSON."""
+        raise NotImplementedError
+
     def save_config(self, folder: Path) -> Path:
         """Write what, with the weights beside it, ``create_model(FOLDER)`` opens again; returns the configuration's path."""
         raise NotImplementedError
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower, but for its last so many groups of layers."""
         raise NotImplementedError
 
     def lock_text_tower(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
+        """Freeze the text tower's encoder, but for its last so many layers and, if asked for, its LayerNorms."""
         raise NotImplementedError
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute activations of the towers' layers in the backward pass."""
         raise NotImplementedError
 
     def forward(
@@ -113,5 +124,5 @@ RETURNED = frozenset({"image_features", "text_features", "logit_scale"})
 
 
 def unit(features: Tensor) -> Tensor:
-    """Float32, L2-normalised over the last dimension, also under autocast."""
-    return F.normalize(features.float(), dim=-1)
+    """L2-normalised over the last dimension, in float32 or better, also under autocast."""
+    return F.normalize(raise_precision(features), dim=-1)

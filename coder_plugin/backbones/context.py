@@ -88,8 +88,9 @@ class Views(nn.Module):
         x = rows.transpose(1, 2)
         found = torch.cat([convolution(x).relu() for convolution in self.convolutions], 1).transpose(1, 2)
         scores = self.score(found)
-        weights = raise_precision(scores).masked_fill(~mask[..., None], -torch.inf).softmax(1)
-        return weights.transpose(1, 2) @ raise_precision(rows), torch.where(mask[..., None], scores, 0)
+        with torch.autocast(tokens.device.type, enabled=False):
+            weights = raise_precision(scores).masked_fill(~mask[..., None], -torch.inf).softmax(1)
+            return weights.transpose(1, 2) @ raise_precision(rows), torch.where(mask[..., None], scores, 0)
 
 
 class RegionGraph(nn.Module):
@@ -109,22 +110,3 @@ class RegionGraph(nn.Module):
         relation = self.theta(tokens) @ self.phi(tokens).transpose(1, 2) / mask.sum(1)[:, None, None]
         message = relation @ torch.where(mask[..., None], self.g(tokens), 0)
         return self.norm(self.out(message), mask) + tokens
-
-
-def unit_channels(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Each channel divided by its norm over the set's valid positions, as VSRN's and CAMERA's released codes do it."""
-    rows = torch.where(mask[..., None], tokens, 0)
-    return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
-
-
-def last_state(states: Tensor, mask: Tensor) -> Tensor:
-    """A recurrent layer's states [B, L, D] -> the one at each row's last valid position [B, D]."""
-    places = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, places, 0).amax(1)
-    return states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1])).squeeze(1)
-
-
-def valid_first(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same sets with their valid positions in front, in order: what a recurrent layer may run over."""
-    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    return tokens.gather(1, order[..., None].expand_as(tokens)), mask.gather(1, order)

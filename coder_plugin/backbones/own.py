@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from coder_plugin import registry
-from coder_plugin.backbones.base import Backbone
+from coder_plugin.backbones.base import CONFIG, Backbone
 from coder_plugin.errors import CoderError
 
-#: An export's files: what :func:`find` reads, and the weights beside it.
-CONFIG = "coder_model.json"
+#: The weights beside an export's configuration.
 WEIGHTS = "coder_model.safetensors"
 
 
@@ -26,6 +25,11 @@ class Found:
     name: str
     factory: Callable[..., Backbone]
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """Defaults of training options that go with the backbone."""
+        return getattr(self.factory, "training", {})
 
 
 def find(name: str) -> Found | None:

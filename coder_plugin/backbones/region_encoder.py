@@ -12,15 +12,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.backbones.context import (
-    GatedSelfAttention,
-    RegionGraph,
-    Views,
-    box_positions,
-    last_state,
-    unit_channels,
-    valid_first,
-)
+from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
+from coder_plugin.functional.sets import greatest, last_state, mean, unit_channels, valid_first
 from coder_plugin.heads.gpo import GPO
 from coder_plugin.heads.norm import MaskedBatchNorm
 
@@ -131,7 +124,4 @@ def pool(kind: str, gpo: nn.Module | None, tokens: Tensor, mask: Tensor) -> Tens
     """Tokens [B, L, D] -> [B, D] over the valid positions, by ``gpo``, their ``mean`` or their ``max``."""
     if gpo is not None:
         return gpo(tokens, mask)
-    valid = mask[..., None]
-    if kind == "mean":
-        return torch.where(valid, tokens, 0).sum(1) / mask.sum(1, keepdim=True)
-    return tokens.masked_fill(~valid, -torch.inf).amax(1)
+    return mean(tokens, mask) if kind == "mean" else greatest(tokens, mask)

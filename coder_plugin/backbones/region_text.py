@@ -9,14 +9,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.backbones.base import Backbone, unit
+from coder_plugin.backbones.base import CONFIG, Backbone, unit
 from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText, TextEncoder, TextPooling, load_transformer
 from coder_plugin.backbones.tokenizers import (
@@ -90,7 +89,7 @@ class Options:
 
 class RegionText(Backbone):
     """Region features and texts -> joint features. ``image`` is a dict: ``features`` [B, L, R], bool ``mask`` [B, L], and
-    where the data have them ``boxes`` [B, L, 4] (fractions), ``aspect`` [B] and ``global`` [B, G].
+    for a context stage that reads them ``boxes`` [B, L, 4] (fractions) with ``aspect`` [B].
 
     Heads find the regions and words before the context stage (``*_locals``), after it (``*_tokens``) and pooled, before
     normalisation (``*_pooled``). With CAMERA's pooling an image has V features, and its score is the greatest of theirs.
@@ -142,7 +141,7 @@ class RegionText(Backbone):
                 f"{image['features'].shape[-1]}"
             )
         if self.options.context == "camera" and "boxes" not in image:
-            raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: take context=none")
+            raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: take --model-kwargs context=none")
         found = self.visual(image)
         scores = {} if found.scores is None else {"image_views": found.scores}
         return {**_keys("image", found), **scores}
@@ -157,7 +156,10 @@ class RegionText(Backbone):
         return WordTokenizer(list(self._tokenizer.ids), **made)
 
     def transform(self, *, max_regions: int = 36, region_dropout: float = 0.0) -> RegionTransform:
-        return RegionTransform(self.options.region_dim, max_regions=max_regions, dropout=region_dropout)
+        options = self.options
+        return RegionTransform(
+            options.region_dim, max_regions=max_regions, dropout=region_dropout, boxes=options.context == "camera"
+        )
 
     def example_image(self, rows: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -168,16 +170,18 @@ class RegionText(Backbone):
             "boxes": torch.cat([corner, corner + 0.25], -1),
         }
 
+    def config(self) -> dict[str, Any]:
+        vocabulary = {} if isinstance(self.text, BertText) else {"vocabulary": list(self._tokenizer.ids)}
+        return {"backbone": self.name, "options": {**asdict(self.options), **vocabulary}}
+
     def save_config(self, folder: Path) -> Path:
-        options = asdict(self.options)
+        made = self.config()
         if isinstance(self.text, BertText):
             self.text.transformer.config.save_pretrained(folder / TEXT_FOLDER)
             self._tokenizer.tokenizer.save_pretrained(folder / TEXT_FOLDER)
-            options.update(text=TEXT_FOLDER, pretrained_text=False)
-        else:
-            options["vocabulary"] = list(self._tokenizer.ids)
-        path = folder / "coder_model.json"
-        path.write_text(json.dumps({"backbone": self.name, "options": options}, indent=1))
+            made["options"].update(text=TEXT_FOLDER, pretrained_text=False)
+        path = folder / CONFIG
+        path.write_text(json.dumps(made, indent=1))
         return path
 
     def lock_image_tower(self, unlocked_groups: int = 0, **_: Any) -> None:
@@ -199,12 +203,17 @@ class RegionText(Backbone):
             for module in tower.modules():
                 if isinstance(module, nn.LayerNorm):
                     module.requires_grad_(True)
-        self.text.train(self.text.training)  # what is frozen now goes into eval mode
+        if isinstance(self.text, BertText):
+            self.text.frozen = not any(parameter.requires_grad for parameter in tower.parameters())
+            self.text.train(self.text.training)  # what is frozen now goes into eval mode
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         if isinstance(self.text, BertText):
             transformer = self.text.transformer
-            transformer.gradient_checkpointing_enable() if enable else transformer.gradient_checkpointing_disable()
+            if enable:
+                transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            else:
+                transformer.gradient_checkpointing_disable()
 
 
 def _keys(side: str, found: Encoded) -> dict[str, Tensor]:
@@ -225,6 +234,8 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
             raise CoderError(
                 "a BiGRU needs a vocabulary: --model-kwargs vocabulary=FILE (the trainer makes one from the training captions)"
             )
+        if not isinstance(words, (str, list, tuple)):
+            raise CoderError(f"vocabulary must be a file or a list of words, got {words!r}")
         words = read_vocabulary(words) if isinstance(words, str) else check_vocabulary(words)
         tokens = WordTokenizer(words, context_length=options.context_length)
         gru = BiGRUText(
@@ -245,49 +256,60 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
     return bert, subwords
 
 
-def create_region_text(
-    name: str,
-    preset: Mapping[str, Any],
-    /,
-    *,
-    cache_dir: str | None = None,
-    example: Regions | None = None,
-    captions: Callable[[], Iterable[str]] | None = None,
-    **options: Any,
-) -> RegionText:
-    """A region model of a preset's options and these over them.
+@dataclass(frozen=True)
+class Preset:
+    """An entry point: region models of these options, and what the trainer does with them where nothing else is said.
+
+    ``preset(**options)`` is a :class:`RegionText` of the preset's options and these over them. Besides :class:`Options`':
 
     Args:
+        cache_dir: where transformers keeps downloads.
         example: an image of the data: where ``region_dim`` is not given, its regions' channels.
         captions: the data's captions: where a BiGRU is given no ``vocabulary``, their words.
 
     Raises:
         CoderError: an unknown option, or one out of range.
     """
-    known = [field.name for field in fields(Options)]
-    unknown = sorted(options.keys() - set(known))
-    if unknown:
-        raise CoderError(f"{name} has no option {', '.join(unknown)}; it has: {', '.join(known)}")
-    for key in ("context", "text_context"):  # the command line reads the word as None
-        if key in options and options[key] is None:
-            options[key] = "none"
-    given = {**preset, **options}
-    if isinstance(example, Regions):
-        given.setdefault("region_dim", example.features.shape[1])
-    if captions is not None and given.get("encoder") == "bigru" and given.get("vocabulary") is None:
-        given["vocabulary"] = build_vocabulary(captions())
-    try:
-        return RegionText(Options(**given), name=name, cache_dir=cache_dir)
-    except (ValueError, TypeError) as error:
-        raise CoderError(f"{name}: {error}") from error
 
+    name: str
+    options: Mapping[str, Any]
+    training: Mapping[str, Any]
+
+    def __call__(
+        self,
+        *,
+        cache_dir: str | None = None,
+        example: Regions | None = None,
+        captions: Callable[[], Iterable[str]] | None = None,
+        **options: Any,
+    ) -> RegionText:
+        known = [field.name for field in fields(Options)]
+        unknown = sorted(options.keys() - set(known))
+        if unknown:
+            raise CoderError(f"{self.name} has no option {', '.join(unknown)}; it has: {', '.join(known)}")
+        for key in ("context", "text_context"):  # the command line reads the word as None
+            if key in options and options[key] is None:
+                options[key] = "none"
+        given = {**self.options, **options}
+        if isinstance(example, Regions):
+            given.setdefault("region_dim", example.features.shape[1])
+        if captions is not None and given.get("encoder") == "bigru" and given.get("vocabulary") is None:
+            given["vocabulary"] = build_vocabulary(captions())
+        try:
+            return RegionText(Options(**given), name=self.name, cache_dir=cache_dir)
+        except (ValueError, TypeError) as error:
+            raise CoderError(f"{self.name}: {error}") from error
+
+
+#: VSE-infinity's augmentation and its rate for BERT (METHODS 6); CAMERA and VSRN have none.
+_VSE_INFINITY = {"region_dropout": 0.2, "word_dropout": 0.2}
+_BERT = {"text_lr_scale": 0.1}
 
 #: VSE-infinity's encoders with either text side, which CODER stands on (METHODS 6).
-region_bert = partial(create_region_text, "region-bert", {})
-region_bigru = partial(create_region_text, "region-bigru", {"encoder": "bigru"})
+region_bert = Preset("region-bert", {}, {**_VSE_INFINITY, **_BERT})
+region_bigru = Preset("region-bigru", {"encoder": "bigru"}, _VSE_INFINITY)
 #: CAMERA (ACM MM 2020): frozen BERT, 32 tokens, 64 heads, 12 views, D 2048.
-region_bert_camera = partial(
-    create_region_text,
+region_bert_camera = Preset(
     "region-bert-camera",
     {
         "embed_dim": 2048,
@@ -299,10 +321,10 @@ region_bert_camera = partial(
         "frozen_text": True,
         "context_length": 32,
     },
+    _BERT,
 )
 #: VSRN (ICCV 2019): graph layers and a GRU over regions, a GRU's last state over words, D 2048.
-region_bigru_vsrn = partial(
-    create_region_text,
+region_bigru_vsrn = Preset(
     "region-bigru-vsrn",
     {
         "embed_dim": 2048,
@@ -312,4 +334,5 @@ region_bigru_vsrn = partial(
         "encoder": "bigru",
         "text_pooling": "last",
     },
+    {},
 )

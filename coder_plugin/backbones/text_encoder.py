@@ -64,7 +64,8 @@ class BertText(TextEncoder):
     """A transformers encoder, its last layer projected: tokens ``Linear(h)``, CLS and SEP among them (VSE-infinity).
 
     Args:
-        transformer: any model whose output has ``last_hidden_state``. Without a trainable parameter it stays in eval mode.
+        transformer: any model whose output has ``last_hidden_state``. While :attr:`frozen` it stays in eval mode and
+            keeps no graph.
     """
 
     def __init__(
@@ -81,11 +82,9 @@ class BertText(TextEncoder):
         if pooling == "last":
             raise ValueError("text pooling 'last' is a recurrent encoder's: take gpo, mean or max with BERT")
         self.transformer = transformer
+        #: Set by whoever locks all of the transformer. A momentum copy, without gradient too, may be in training mode.
+        self.frozen = False
         self.proj = nn.Linear(transformer.config.hidden_size, embed_dim)
-
-    @property
-    def frozen(self) -> bool:
-        return not any(parameter.requires_grad for parameter in self.transformer.parameters())
 
     def train(self, mode: bool = True) -> BertText:
         super().train(mode)
@@ -166,4 +165,4 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
         ) from error
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # nothing reads it, and DDP refuses parameters without gradient
-    return model, tokenizer
+    return model.float(), tokenizer  # a file of half precision would be trained in it

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 
-_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
+_CLITIC = re.compile(r"(?<=\w)(n't|'(?:s|m|d|ll|re|ve))\b")
+_WORD = re.compile(r"n't\b|'(?:s|m|d|ll|re|ve)\b|[^\W_]+(?:[.,]\d+)*(?:-[^\W_]+)*|[^\w\s]")
 #: The first ids of every vocabulary, in SCAN's order.
 SPECIAL = ("<pad>", "<start>", "<end>", "<unk>")
 
@@ -108,8 +109,9 @@ class WordTokenizer(Tokenizer):
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text in lower case, digits and apostrophes inside them included, punctuation left out."""
-    return _WORD.findall(text.lower())
+    """The words and signs of a text in lower case, as the Treebank's rules part them, which the released vocabularies follow:
+    ``man's`` is ``man 's``, ``don't`` ``do n't``; ``t-shirt`` and ``3.5`` are one word each."""
+    return _WORD.findall(_CLITIC.sub(r" \1", text.lower()))
 
 
 def build_vocabulary(captions: Iterable[str], *, least: int = 4) -> list[str]:

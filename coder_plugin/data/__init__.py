@@ -52,9 +52,12 @@ def guess_kind(spec: str) -> str:
         return _json_kind(spec)
     if ".tar" in spec.lower() or any(sign in spec for sign in "{*?["):
         return "webdataset"
+    if not os.path.exists(spec):
+        raise CoderError(f"{spec!r}: no such file or folder")
     raise CoderError(
         f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, a _caps.txt, "
-        "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset or CLIP_benchmark, or 'scenes', or name the kind"
+        "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset or CLIP_benchmark, or 'scenes', or name the "
+        "kind (--dataset-type)"
     )
 
 

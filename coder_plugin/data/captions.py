@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.data.item import Item
+from coder_plugin.data.regions.precomp_text import counting
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import (
     is_name,
@@ -58,7 +59,7 @@ def open_coco(spec: str, *, split: str = "train", images: str | None = None, pic
     if bare:
         log.warning("%s: left out %d of %d images without captions, the first: %r", spec, len(bare), len(files), bare[0])
     items = [
-        Item(name, tuple(captions[number]), loader(root, name), other_names(name, number))
+        Item(name, tuple(captions[number]), loader(root, name), other_names(number))
         for number, name in files.items()
         if number in captions
     ]
@@ -117,9 +118,9 @@ def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -
 
     The file holds one split, so ``split`` is not looked at. If there is a ``{split}_ids.txt`` beside it, it says whose the
     captions are: an id a caption, or an id an image with as many captions for each. Otherwise ``captions_per_image`` lines
-    follow each other, and image n of ``train_caps.txt`` has the key ``train_n``, being also known as ``n``. Lines that
-    Python 3 wrote as bytes (``b'a dog'``) are read as the text they stand for. There are no pictures: features come from
-    elsewhere.
+    follow each other, and image n of ``train_caps.txt`` has the key ``train_n``, being also known as ``n``; so it has where
+    ids only count (0, 1, 2 …), which are the same in every split, being also known by its id. Lines that Python 3 wrote as
+    bytes (``b'a dog'``) are read as the text they stand for. There are no pictures: features come from elsewhere.
 
     Raises:
         CoderError: empty lines, ids named twice, numbers of lines that do not fit each other.
@@ -132,10 +133,11 @@ def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -
     grouped: dict[str, list[str]] = {}
     for owner, caption in zip(owners, captions, strict=True):
         grouped.setdefault(owner, []).append(caption)
-    items = [
-        Item(key, tuple(texts), partial(no_picture, key), () if named else (key.rpartition("_")[2],))
-        for key, texts in grouped.items()
-    ]
+    counted = counting(list(grouped))
+    items = []
+    for place, (owner, texts) in enumerate(grouped.items()):
+        key = f"{path.stem.removesuffix('_caps')}_{place}" if counted else owner
+        items.append(Item(key, tuple(texts), partial(no_picture, key), (owner,) if counted else ()))
     return ItemSource(items, name=spec)
 
 
@@ -158,8 +160,7 @@ def _numbers(path: Path, captions: int, each: int) -> list[str]:
             f"{path}: {captions} captions are not captions_per_image={each} for every image; give another number, "
             "or put a file of ids beside it"
         )
-    stem = path.stem.removesuffix("_caps")
-    return [f"{stem}_{line // each}" for line in range(captions)]
+    return [str(line // each) for line in range(captions)]
 
 
 def _lines(path: Path, empty: str) -> list[str]:
@@ -255,5 +256,5 @@ def _img2dataset_item(key: str, files: dict[str, Path]) -> Item | str:
         raise CoderError(f"{files['json']}: 'caption' is not text")
     if caption is None or not caption.strip():
         return "without a caption"
-    names = other_names(key, picture.stem, note.get("key"), note.get("uid"))
+    names = other_names(picture.stem, note.get("key"), note.get("uid"))
     return Item(key, (caption.strip(),), loader(picture.parent, picture.name), names)

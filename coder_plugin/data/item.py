@@ -25,13 +25,14 @@ class Item:
 
     ``key`` names the image within its data set (a file name, a WebDataset key); ``load()`` gives its RGB picture or its
     regions, and raises ``OSError`` or ``ValueError`` where that is impossible. ``names`` are others that it is known by,
-    such as its number in COCO: a file of regions may have it under any of them.
+    such as its number in COCO: a file of regions may have it under any of them. A place in ``names`` holds the same kind of
+    name for all images of a data set, and None where an image has none.
     """
 
     key: str
     captions: tuple[str, ...]
     load: Callable[[], Image | Regions]
-    names: tuple[str, ...] = ()
+    names: tuple[str | None, ...] = ()
 
     @property
     def image_id(self) -> int:

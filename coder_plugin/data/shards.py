@@ -2,34 +2,43 @@
 
 Fields are open_clip's: an image in ``jpg;png;jpeg;webp`` and a caption in ``txt``; a list ``captions`` in ``json``
 replaces the latter; ``npz`` has an image's regions in place of its picture
-(:mod:`coder_plugin.data.regions.shards`). img2dataset's tars hold the same fields. open_clip 3.3's own reader does not
-run on webdataset 1.x (KeyError ``fname``: it groups files itself and does not know the end-of-shard marker); here the
-library's public ``tarfile_to_samples`` groups them.
+(:mod:`coder_plugin.data.regions.shards`), and is not read where there are pictures or other arrays. img2dataset's tars
+hold the same fields. open_clip 3.3's own reader does not run on webdataset 1.x (KeyError ``fname``: it groups files itself
+and does not know the end-of-shard marker); here the library's public ``tarfile_to_samples`` groups them.
 """
 
 from __future__ import annotations
 
 import glob
+import io
 import json
 import logging
 import os
 import random
-import tarfile
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import webdataset as wds
 from PIL.Image import Image
 
 from coder_plugin.data.item import Item, stable_hash
+from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.regions.npz import decode_npz
 from coder_plugin.data.source import Plan, check_captions, check_mode, decode_image, draw_caption, one_caption
 from coder_plugin.data.tables import other_names
+from coder_plugin.data.tars import (
+    IMAGE_FIELDS,
+    REGIONS,
+    ImageField,
+    has_features,
+    is_local,
+    local_path,
+    scan,
+    unreadable,
+)
 from coder_plugin.errors import CoderError
 
-IMAGE_FIELDS = ("jpg", "png", "jpeg", "webp", "npz")
 _FIELDS = {*IMAGE_FIELDS, "txt", "json"}
 CAPTION_KEY = "captions"
 NSHARDS = "nshards.txt"
@@ -162,17 +171,25 @@ class ShardSource:
         if is_local(shard) and shard not in self._sound:
             scan(shard)
             self._sound.add(shard)
+        image = ImageField(shard)
+
+        def wanted(name: str) -> bool:
+            field = (wds.tariterators.base_plus_ext(name)[1] or "").lower()
+            return field in _FIELDS and not (field == REGIONS and image.regions is False)
+
         try:
             # select_files keeps what nobody asked for (arrays, videos) out of memory
-            stream = wds.tarfile_to_samples(select_files=_wanted)([{"url": shard}])
+            stream = wds.tarfile_to_samples(select_files=wanted)([{"url": shard}])
             for sample in stream:
-                yield self._item(shard, sample)
+                ask = image.regions is None and REGIONS in sample
+                told = has_features(io.BytesIO(sample[REGIONS])) if ask else None
+                yield self._item(shard, sample, image.see(sample, told))
         except CoderError:
             raise
         except Exception as exc:
-            _unreadable(shard, exc)
+            unreadable(shard, exc)
 
-    def _item(self, shard: str, sample: dict[str, Any]) -> Item:
+    def _item(self, shard: str, sample: dict[str, Any], field: str) -> Item:
         place = f"{self._labels[shard]}/{sample['__key__']}"
         name = f"{self.name}, shard {os.path.basename(shard)}"
         extra: Any = {}
@@ -184,9 +201,8 @@ class ShardSource:
         extra = extra if isinstance(extra, dict) else {}
         captions = self._captions(f"{name}: image {place!r}", sample, extra)
         key = str(extra["image_id"]) if extra.get("image_id") is not None else place
-        field = next((field for field in IMAGE_FIELDS if field in sample), "")
-        names = other_names(key, sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        return Item(key, check_captions(name, place, captions), partial(_load, field, sample.get(field)), names)
+        names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
+        return Item(key, check_captions(name, place, captions), partial(_load, field, sample.get(field), shard), names)
 
     def _captions(self, where: str, sample: dict[str, Any], extra: dict[str, Any]) -> list[str]:
         captions = extra.get(self._caption_key)
@@ -273,49 +289,6 @@ def _beside(shard: str, name: str) -> str:
     return os.path.join(os.path.dirname(local_path(shard)), name)
 
 
-def is_local(shard: str) -> bool:
-    return shard.startswith("file:") or not (shard.startswith("pipe:") or "://" in shard)
-
-
-def local_path(shard: str) -> str:
-    return shard.removeprefix("file://").removeprefix("file:")
-
-
-def scan(shard: str) -> int:
-    """The number of samples with an image, from headers alone; a damaged tar file is an error.
-
-    Reading would not notice: tarfile takes a broken header, and a file that stops between two members, for the end.
-    """
-    count, last = 0, None
-    for _, stem, field, _ in members(shard):
-        if field in IMAGE_FIELDS and stem != last:
-            count, last = count + 1, stem
-    return count
-
-
-def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
-    """The files in a shard, as (tar file, sample, field, header); see :func:`scan` of damaged ones."""
-    try:
-        with tarfile.open(local_path(shard)) as tar:
-            for member in tar:
-                stem, field = wds.tariterators.base_plus_ext(member.name)
-                if member.isreg() and stem is not None:
-                    yield tar, stem, field.lower(), member
-            tar.fileobj.seek(tar.offset)  # type: ignore[union-attr]
-            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # type: ignore[union-attr]
-                raise tarfile.ReadError(f"truncated or damaged at byte {tar.offset}")
-    except CoderError:
-        raise
-    except Exception as exc:
-        _unreadable(shard, exc)
-
-
-def _unreadable(shard: str, exc: Exception) -> NoReturn:
-    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc.args[0] if exc.args else exc)
-    reason = " ".join(reason.split()) or type(exc).__name__
-    raise CoderError(f"shard {shard!r} cannot be read: {reason}") from exc
-
-
 def _noted_sizes(shards: list[str]) -> int | None:
     """What ``sizes.json`` (per shard) or ``__len__`` (of the folder) says; remote folders are not asked."""
     if not all(map(is_local, shards)):
@@ -344,12 +317,7 @@ def _noted(path: str, kind: type) -> Any:
     return content
 
 
-def _wanted(name: str) -> bool:
-    field = wds.tariterators.base_plus_ext(name)[1]
-    return field is not None and field.lower() in _FIELDS
-
-
-def _load(field: str, image: Any) -> Image | Regions:
+def _load(field: str, image: Any, shard: str) -> Image | Regions:
     if not field:
         raise ValueError(f"no field {', '.join(IMAGE_FIELDS)}")
-    return decode_npz(image) if field == "npz" else decode_image(image)
+    return decode_npz(image, shard) if field == REGIONS else decode_image(image)

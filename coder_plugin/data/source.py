@@ -168,6 +168,10 @@ def isolated_rng(*parts: object) -> Iterator[None]:
         np.random.set_state(states[2])
 
 
+class Unusable(ValueError):
+    """What a transform raises of an image that could be read and cannot be used: it is left out and counted."""
+
+
 def map_tensors(function: Callable[..., Any], *values: Any) -> Any:
     """``function`` of a tensor, or of each tensor of a dict: an image may be one or the other."""
     if isinstance(values[0], dict):
@@ -204,7 +208,8 @@ def decode(
     items: list[Item], transform: Callable[[Any], Any], *, seed: int = 0, epoch: int = 0, worker: int = 0
 ) -> tuple[Chunk, list[int]]:
     """The images of ``items`` as tensors (or dicts of them), and which of the items these are: an image that does not
-    decode is left out and told of in ``bad``. A transform that fails is a bug, and its exception goes its way."""
+    decode, or that the transform finds :class:`Unusable`, is left out and told of in ``bad``. Any other exception of a
+    transform is a bug, and goes its way."""
     good, images, bad = [], [], []
     for number, item in enumerate(items):
         try:
@@ -212,8 +217,12 @@ def decode(
         except (OSError, ValueError) as exc:
             bad.append((item.key, " ".join(str(exc).split()) or type(exc).__name__))
             continue
-        with isolated_rng("image", seed, epoch, item.image_id, *item.captions):
-            images.append(transform(picture))
+        try:
+            with isolated_rng("image", seed, epoch, item.image_id, *item.captions):
+                images.append(transform(picture))
+        except Unusable as exc:
+            bad.append((item.key, str(exc)))
+            continue
         good.append(number)
     if not good:
         return Chunk(worker, bad), good

@@ -60,7 +60,7 @@ def open_csv(
     items = []
     for path, texts in captions.items():
         load = partial(_load, path, folder / path) if pictures else partial(no_picture, path)
-        items.append(Item(path, tuple(texts), load, other_names(path, Path(path).stem)))
+        items.append(Item(path, tuple(texts), load, other_names(Path(path).stem)))
     return ItemSource(items, name=spec)
 
 
@@ -105,7 +105,7 @@ def _item(spec: str, root: Path | None, number: int, entry: dict[str, Any]) -> I
     if not isinstance(sentences, list) or not all(isinstance(each, dict) and "raw" in each for each in sentences):
         raise CoderError(f"{spec}: image {key!r}: 'sentences' is not a list of objects with 'raw'")
     captions = check_captions(spec, key, [each["raw"] for each in sentences])
-    return Item(key, captions, loader(root, key), other_names(key, entry.get("cocoid"), entry.get("imgid"), name))
+    return Item(key, captions, loader(root, key), other_names(entry.get("cocoid"), entry.get("imgid"), name))
 
 
 def _image_folder(spec: Path) -> Path:
@@ -141,10 +141,9 @@ def no_picture(key: str) -> NoReturn:
     raise ValueError(f"no picture: {key!r} was opened for its captions alone")
 
 
-def other_names(key: str, *names: object) -> tuple[str, ...]:
-    """The numbers and texts among ``names`` as text, each once and none equal to ``key``."""
-    texts = [str(name) for name in names if is_name(name)]
-    return tuple(name for name in dict.fromkeys(texts) if name != key)
+def other_names(*names: object) -> tuple[str | None, ...]:
+    """Numbers and texts as text, None in the place of anything else: a place is one kind of name (:class:`Item`)."""
+    return tuple(str(name) if is_name(name) else None for name in names)
 
 
 def is_name(value: object) -> bool:

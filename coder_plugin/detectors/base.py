@@ -94,6 +94,8 @@ def make_device(name: str) -> torch.device:
         raise CoderError(f"device {name!r} is none that torch knows: {exc}") from exc
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CoderError(f"device {name!r}: this machine, or this torch, has no CUDA; give cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise CoderError(f"device {name!r}: this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchvision.ops import nms
 
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
+
+_FIRST, _MORE = 32, 8  # pairs for each region wanted, looked at first, and how many times as many next
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,28 @@ def select(scores: Tensor, boxes: Tensor, choice: Choice) -> tuple[Tensor, Tenso
     A proposal scores as the best of the classes in which it outlives that class's suppression, as in
     bottom-up-attention; one that outlives none is no region, so there may be fewer than ``choice.regions``.
 
+    What outlives suppression depends on higher scores alone. So the highest pairs of a proposal and a class are looked
+    at first, and more of them only while too few proposals outlive these.
+
     Args:
         scores: [P, C] probabilities, P at least 1.
         boxes: [P, 4], or [P, C, 4] where each class has its own.
+
+    Raises:
+        ValueError: a score is NaN or infinite.
     """
-    best = torch.full_like(scores, -1.0)
-    for number in range(scores.shape[1]):
-        kept = nms(boxes if boxes.ndim == 2 else boxes[:, number], scores[:, number], choice.nms)
-        best[kept, number] = scores[kept, number]
-    conf, classes = best.max(1)
+    if not scores.isfinite().all():
+        raise ValueError("class scores hold NaN or infinite numbers")
+    pairs = _FIRST * choice.regions
+    while True:
+        pairs = min(pairs, scores.numel())
+        floor = scores.flatten().topk(pairs).values[-1]
+        conf, classes = _best(scores, boxes, floor, choice.nms)
+        known = (conf >= floor).sum()  # what else survives has less than the floor
+        enough = (known >= choice.regions) | ((known >= choice.min_regions) & (floor <= choice.min_score))
+        if pairs == scores.numel() or enough:
+            break
+        pairs *= _MORE
     conf, order = conf.sort(descending=True, stable=True)
     wanted = conf >= choice.min_score
     wanted[: choice.min_regions] = True
@@ -63,6 +77,41 @@ def select(scores: Tensor, boxes: Tensor, choice: Choice) -> tuple[Tensor, Tenso
     wanted[choice.regions :] = False
     chosen = order[wanted]
     return chosen, classes[chosen], conf[wanted]
+
+
+def _best(scores: Tensor, boxes: Tensor, floor: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """[P] and [P]: the score and class in which a proposal survives best, right where that is ``floor`` or more.
+
+    Other proposals have a lower score, or -1.
+    """
+    counts = (scores >= floor).sum(0)
+    classes = counts.nonzero()[:, 0]
+    values, ranked = scores[:, classes].sort(dim=0, descending=True, stable=True)
+    depth = int(counts.max())
+    values, ranked = values[:depth].T, ranked[:depth].T
+    kept = _outlive(boxes[ranked] if boxes.ndim == 2 else boxes[ranked, classes[:, None]], threshold)
+    best = scores.new_full((len(scores), len(classes)), -1.0)
+    best.scatter_(0, ranked.T, values.where(kept, -1.0).T)
+    conf, place = best.max(1)
+    return conf, classes[place]
+
+
+def _outlive(boxes: Tensor, threshold: float) -> Tensor:
+    """Bool [K, D]: suppression in K classes at once, of D boxes [K, D, 4] by falling score."""
+    left, top, right, bottom = boxes.unbind(-1)
+    area = (right - left) * (bottom - top)
+    kept = torch.zeros_like(area, dtype=torch.bool)
+    alive = torch.ones_like(kept)
+    while alive.any():
+        first = alive.byte().argmax(1, keepdim=True)  # where none is alive, number 0, which changes nothing any more
+        x0, y0, x1, y1, own = (each.gather(1, first) for each in (left, top, right, bottom, area))
+        across = (torch.minimum(x1, right) - torch.maximum(x0, left)).clamp_(min=0)
+        down = (torch.minimum(y1, bottom) - torch.maximum(y0, top)).clamp_(min=0)
+        shared = across.mul_(down)
+        alive.masked_fill_(shared / (own + area - shared) > threshold, False)
+        alive.scatter_(1, first, False)
+        kept.scatter_(1, first, True)
+    return kept
 
 
 def to_regions(

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.backbones.context import last_state, valid_first
+from coder_plugin.functional.sets import last_state, valid_first
+from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import Head, Widths
 
 
@@ -56,10 +57,13 @@ class Captioner(Head):
         predicted = []
         for place in range(text.shape[1] - 1):
             scores = self.weigh(torch.tanh(keys + F.linear(hidden, of_hidden)[:, None])).squeeze(-1)
-            weights = scores.float().masked_fill(~mask, -torch.inf).softmax(1)
-            context = (weights[:, None] @ states.float()).squeeze(1)
+            with torch.autocast(scores.device.type, enabled=False):
+                weights = raise_precision(scores).masked_fill(~mask, -torch.inf).softmax(1)
+                context = (weights[:, None] @ raise_precision(states)).squeeze(1)
             hidden = self.decoder(self.drop_input(torch.cat([words[:, place], context.to(words.dtype)], 1)), hidden)
             predicted.append(hidden)
-        logits = self.out(torch.stack(predicted, 1)).float()
-        each = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="none").view(len(text), -1)
-        return {"coder_caption_nll": torch.where(text_mask[:, 1:], each, 0).sum(1)}
+        # logits of the valid places alone: over a vocabulary of 30,000 words they are the largest thing here
+        row, column = text_mask[:, 1:].nonzero(as_tuple=True)
+        found = torch.stack(predicted, 1)[row, column] if predicted else hidden[:0]
+        each = F.cross_entropy(raise_precision(self.out(found)), text[row, column + 1], reduction="none")
+        return {"coder_caption_nll": each.new_zeros(len(text)).index_add(0, row, each)}

@@ -38,7 +38,10 @@ class Momentum(Head):
     ) -> None:
         super().__init__()
         if widths.views > 1:
-            raise ValueError(f"a bank holds one key per image, and this model gives an image {widths.views} features")
+            raise ValueError(
+                f"a bank holds one key per image, and this model gives an image {widths.views} features: take "
+                "--model-kwargs image_pooling=gpo"
+            )
         self.towers = MomentumCopy(momentum=momentum, mode=mode)
         self.bank = CoupledBank(bank_size, widths.embed_dim, dtype=bank_dtype)
         self._online: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round

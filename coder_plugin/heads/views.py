@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import Head, Widths
 
 
@@ -21,7 +22,7 @@ class Views(Head):
 
     def forward(self, image_views: Tensor) -> dict[str, Tensor]:
         with torch.autocast(image_views.device.type, enabled=False):
-            scores = F.normalize(image_views.float(), dim=1)
+            scores = F.normalize(raise_precision(image_views), dim=1)
             overlap = scores.transpose(1, 2) @ scores
-            overlap = overlap - torch.eye(overlap.shape[-1], device=overlap.device)
+            overlap = overlap - torch.eye(overlap.shape[-1], device=overlap.device, dtype=overlap.dtype)
             return {"coder_view_overlap": overlap.square().sum((1, 2))}

@@ -71,13 +71,15 @@ class TrainConfig:
 
     train_data: str | None = _flag(None, "data", "training data: shards (brace pattern), .csv, Karpathy .json; none: scenes")
     val_data: str | None = _flag(None, "data", "validation data, likewise")
-    dataset_type: str = _flag("auto", "data", "the reader: webdataset, csv, karpathy, scenes, or a plugin's")
+    dataset_type: str = _flag(
+        "auto", "data", "the reader: webdataset, csv, karpathy, coco, img2dataset, precomp, caps, scenes, or a plugin's"
+    )
     image_root: str | None = _flag(None, "data", "image folder of a Karpathy file")
     regions: str | None = _flag(None, "data", "region features of the images, one file or folder or several with ::")
     regions_type: str = _flag("auto", "data", "their layout: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's")
     max_regions: int = _flag(36, "data", "regions of an image that are read, the first in the file")
-    region_dropout: float = _flag(None, "data", "share of the regions left out at random in training [0.2]")
-    word_dropout: float = _flag(None, "data", "share of the words masked, replaced or left out likewise (region models) [0.2]")
+    region_dropout: float = _flag(None, "data", "share of the regions left out at random in training [0.2; camera, vsrn: 0]")
+    word_dropout: float = _flag(None, "data", "share of the words masked, replaced or left out likewise [0.2; camera, vsrn: 0]")
     train_num_samples: int | None = _flag(None, "data", "samples per epoch of shards that cannot be counted")
     dataset_resampled: bool = _flag(False, "data", "draw shards with replacement")
     captions: str = _flag(
@@ -107,7 +109,7 @@ class TrainConfig:
     lr_step_epochs: int = _flag(None, "optimisation", "epochs between the drops of --lr-scheduler step [15]")
     lr_step_gamma: float = _flag(None, "optimisation", "factor of each drop [0.1]")
     layer_decay: float = _flag(1.0, "optimisation", "learning-rate factor per layer towards the towers' inputs")
-    text_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the text tower's pretrained encoder [1]")
+    text_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the text tower's encoder [1; region-bert: 0.1]")
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the gradient's norm")
     ema_decay: float | None = _flag(None, "optimisation", "evaluate and export an average of the weights with this decay")
     precision: str = _flag(
@@ -133,6 +135,8 @@ class TrainConfig:
 
     def resolved(self) -> TrainConfig:
         """With every data-dependent default filled in."""
+        from coder_plugin.backbones import own
+
         if self.train_data is None and not self.on_scenes:
             raise CoderError(f"--dataset-type {self.dataset_type} needs --train-data")
         named = dict(Recipe.parse(self.loss).training)
@@ -143,9 +147,16 @@ class TrainConfig:
             named.pop("model", None)
         elif self.model is None and "model" not in named:
             raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
+        backbone = own.find(self.model or named.get("model", ""))
+        if backbone is None:
+            for name in ("region_dropout", "word_dropout"):
+                named.pop(name, None)
+                if getattr(self, name):
+                    raise CoderError(f"--{name.replace('_', '-')} is of region models, and {self.model} is open_clip's")
         if self.warmup is not None:
             named.pop("warmup_epochs", None)
-        defaults = {**DEFAULTS, **(SCENES_DEFAULTS if self.on_scenes else {}), **named}
+        of_model = {} if backbone is None else backbone.training
+        defaults = {**DEFAULTS, **(SCENES_DEFAULTS if self.on_scenes else {}), **of_model, **named}
         given = asdict(self)
         filled = {key: value for key, value in defaults.items() if given[key] is None}
         return replace(self, **filled).checked()
@@ -158,6 +169,8 @@ class TrainConfig:
             raise CoderError(f"--lr must be > 0, got {self.lr}")
         if not self.text_lr_scale >= 0:
             raise CoderError(f"--text-lr-scale must be >= 0, got {self.text_lr_scale}")
+        if self.warmup_epochs is not None and not self.warmup_epochs >= 0:
+            raise CoderError(f"--warmup-epochs must be >= 0, got {self.warmup_epochs}")
         if self.warmup is not None and self.warmup_epochs is not None:
             raise CoderError("--warmup and --warmup-epochs both say how long the warm-up is: give one")
         if not 0 < self.layer_decay <= 1:
@@ -198,8 +211,8 @@ DEFAULTS = {
     "lr_step_epochs": 15,
     "lr_step_gamma": 0.1,
     "captions": "draw",
-    "region_dropout": 0.2,
-    "word_dropout": 0.2,
+    "region_dropout": 0.0,
+    "word_dropout": 0.0,
     "text_lr_scale": 1.0,
 }
 SCENES_DEFAULTS = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}

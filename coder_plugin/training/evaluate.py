@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,15 @@ from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.retrieval import recall_folds, recall_from_embeddings
+
+
+class Encoded(NamedTuple):
+    """A data set's retrieval vectors on the CPU, in the data's order, of one model or, as lists, of several."""
+
+    images: Any  # [N, D] or [N, V, D]
+    texts: Any  # [T, D]
+    image_of_text: Tensor  # [T]
+    image_ids: Tensor  # [N]
 
 
 class Encoder:
@@ -35,9 +44,8 @@ class Encoder:
         self.batch_size, self.workers, self.max_bad, self.autocast = batch_size, workers, max_bad, autocast
 
     @torch.no_grad()
-    def __call__(self, source: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """-> image vectors [N, D] or [N, V, D], text vectors [T, D], the image of each text [T]; on the CPU, in the data's
-        order."""
+    def __call__(self, source: Any) -> Encoded:
+        """Every image of the data and its captions; images that cannot be read are left out."""
         training = self.model.training
         self.model.eval()
         try:
@@ -57,10 +65,11 @@ class Encoder:
         text_order = image_of_text.argsort(stable=True)
         images = torch.cat([part["images"] for part in parts])[order]
         texts = torch.cat([part["texts"] for part in parts])[text_order]
-        return images, texts, image_of_text[text_order]
+        ids = torch.cat([part["image_ids"] for part in parts])[order]
+        return Encoded(images, texts, image_of_text[text_order], ids)
 
     def _own_share(self, source: Any) -> dict[str, Tensor] | None:
-        images, texts, index, counts = [], [], [], []  # type: list, list, list, list
+        images, texts, index, ids, counts = [], [], [], [], []  # type: list, list, list, list, list
         batches = evaluation_batches(
             source,
             batch_size=self.batch_size,
@@ -75,6 +84,7 @@ class Encoder:
                 image = map_tensors(lambda each: each.to(self.device), batch["image"])
                 images.append(self.model.embed_image(image).float().cpu())
             index.append(torch.as_tensor(batch["index"]))
+            ids.append(batch["image_id"])
             counts.extend(len(captions) for captions in batch["captions"])
             texts.append(self._texts([caption for captions in batch["captions"] for caption in captions]))
         if not images:
@@ -83,6 +93,7 @@ class Encoder:
             "images": torch.cat(images),
             "texts": torch.cat(texts),
             "index": torch.cat(index),
+            "image_ids": torch.cat(ids),
             "captions": torch.tensor(counts),
         }
 
@@ -103,14 +114,21 @@ def evaluate(encoder: Encoder, source: Any, *, folds: int = 0) -> dict[str, Any]
     return _recalls([encoder(source)], folds)[0]
 
 
-def evaluate_ensemble(encoders: Sequence[Encoder], source: Any, *, folds: int = 0) -> list[dict[str, Any]]:
-    """:func:`evaluate` for each model and, last, for all of them together: the mean of their similarities (METHODS 10)."""
-    encoded = [encoder(source) for encoder in encoders]
-    owners = encoded[0][2]
-    if any(not torch.equal(owners, each[2]) for each in encoded):
-        raise CoderError("the models of an ensemble did not read the same images: some were skipped for one of them")
-    images, texts = [each[0] for each in encoded], [each[1] for each in encoded]
-    return _recalls([*encoded, (images, texts, owners)], folds)
+def ensemble(encoded: Sequence[Encoded]) -> Encoded:
+    """Several models' vectors of the same images as one: its score is the mean of their similarities (METHODS 10).
+
+    Raises:
+        CoderError: the models did not read the same images and captions.
+    """
+    first = encoded[0]
+    for other in encoded[1:]:
+        if not torch.equal(first.image_ids, other.image_ids) or not torch.equal(first.image_of_text, other.image_of_text):
+            common = len(set(first.image_ids.tolist()) & set(other.image_ids.tolist()))
+            raise CoderError(
+                f"the models of an ensemble read different images: {len(first.image_ids)} and {len(other.image_ids)}, "
+                f"{common} in common, or in another order: evaluate them on the same data (--val-data)"
+            )
+    return Encoded([each.images for each in encoded], [each.texts for each in encoded], *first[2:])
 
 
 def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: int = 0) -> list[dict[str, Any]]:
@@ -126,25 +144,26 @@ def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: 
     if list(scoring) != ["concepts"]:
         raise CoderError(f"--beta weighs the concept level, and this model scores with: {', '.join(scoring) or 'no head'}")
     with scoring["concepts"].weighing(0.5):
-        images, texts, image_of_text = encoder(source)
-    middle = images.shape[-1] // 2  # [sqrt(1/2) v_I ; sqrt(1/2) v_C], of one dimension
+        encoded = encoder(source)
+    middle = encoded.images.shape[-1] // 2  # [sqrt(1/2) v_I ; sqrt(1/2) v_C], of one dimension
 
     def weighed(vectors: Tensor, beta: float) -> Tensor:
         return torch.cat([vectors[..., :middle] * (2 * beta) ** 0.5, vectors[..., middle:] * (2 - 2 * beta) ** 0.5], -1)
 
-    return _recalls(((weighed(images, beta), weighed(texts, beta), image_of_text) for beta in betas), folds)
+    swept = (
+        encoded._replace(images=weighed(encoded.images, beta), texts=weighed(encoded.texts, beta)) for beta in betas
+    )
+    return _recalls(swept, folds)
 
 
-def _recalls(encoded: Iterable[tuple[Any, Any, Tensor]], folds: int) -> list[dict[str, Any]]:
-    """Recall of each (images, texts, image of each text), where images and texts are one model's or a list of several's."""
+def _recalls(encoded: Iterable[Encoded], folds: int) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
-    for images, texts, image_of_text in encoded:
+    for images, texts, image_of_text, ids in encoded:
         result: dict[str, Any] = {}
         if distributed.rank() == 0:
             result = recall_from_embeddings(images, texts, image_of_text)
             result = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
-            several = isinstance(images, list)
-            result.update(images=len(images[0] if several else images), texts=len(texts[0] if several else texts))
+            result.update(images=len(ids), texts=len(image_of_text))
             if folds:
                 result["folds"] = recall_folds(images, texts, image_of_text, folds=folds)
         results.append(result)
@@ -154,28 +173,27 @@ def _recalls(encoded: Iterable[tuple[Any, Any, Tensor]], folds: int) -> list[dic
 def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     """``coder-plugin eval``: recall by the model's name, once for each ``--beta``, and of several models each and together
     (empty on ranks but the first)."""
-    runs = arguments.run_folder or [None]
+    runs = list(dict.fromkeys(arguments.run_folder)) or [None]
     if len(runs) > 1 and arguments.beta:
         raise CoderError("--beta is for one model: an ensemble has each model's own")
-    names: list[str] = []
-    encoders: list[Encoder] = []
-    for run in runs:
-        config, source, encoder = _evaluated(arguments, run)
-        names.append(str(run or config.pretrained or config.model))
-        encoders.append(encoder)
     if arguments.beta:
-        swept = sweep_beta(encoders[0], source, arguments.beta, folds=arguments.folds)
-        results = {f"{names[0]}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
-    elif len(encoders) > 1:
-        found = evaluate_ensemble(encoders, source, folds=arguments.folds)
-        results = dict(zip([*names, f"ensemble of {len(names)}"], found, strict=True))
+        name, source, encoder = _evaluated(arguments, runs[0])
+        swept = sweep_beta(encoder, source, arguments.beta, folds=arguments.folds)
+        results = {f"{name}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
     else:
-        results = {names[0]: evaluate(encoders[0], source, folds=arguments.folds)}
+        encoded: dict[str, Encoded] = {}
+        for run in runs:
+            name, source, encoder = _evaluated(arguments, run)
+            encoded[name] = encoder(source)
+            del encoder  # one model at a time on the device
+        if len(runs) > 1:
+            encoded[f"ensemble of {len(runs)}"] = ensemble(list(encoded.values()))
+        results = dict(zip(encoded, _recalls(encoded.values(), arguments.folds), strict=True))
     return results if distributed.rank() == 0 else {}
 
 
-def _evaluated(arguments: Any, run: str | None) -> tuple[Any, Any, Encoder]:
-    """The configuration, the data and the model of one run's export, or of what the flags name."""
+def _evaluated(arguments: Any, run: str | None) -> tuple[str, Any, Encoder]:
+    """The name, the data and the model of one run's export, or of what the flags name."""
     import json
     from dataclasses import replace
     from pathlib import Path
@@ -206,21 +224,21 @@ def _evaluated(arguments: Any, run: str | None) -> tuple[Any, Any, Encoder]:
         config = replace(config, aggregator=aggregator)
     else:
         recipe = setup.make_recipe(config)
-    accelerator = setup.make_accelerator(config)
+    device = setup.make_accelerator(replace(config, precision="fp32")).device
     source = setup.make_source(config, split=arguments.split)
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
-    model = setup.make_model(config, recipe, accelerator.device, source, inference=True)
+    model = setup.make_model(config, recipe, device, source, inference=True)
     if heads is not None:
         load_heads(model, heads)
     encoder = Encoder(
         model,
         setup.make_tokenizer(config, model),
         setup.make_transforms(model, config)[1],
-        device=accelerator.device,
+        device=device,
         batch_size=config.batch_size or 64,
         workers=config.workers,
         max_bad=config.max_bad_images,
-        autocast=accelerator.autocast,
+        autocast=setup.make_autocast(config, device),
     )
-    return config, source, encoder
+    return str(run or config.pretrained or config.model), source, encoder

@@ -102,6 +102,41 @@ def load_heads(model: Any, path: Path) -> None:
     model.coder.load_state_dict({name.removeprefix("coder."): value for name, value in state.items()}, strict=False)
 
 
+def load_model(folder: str | Path, *, device: Any = None) -> Any:
+    """A trained model, ready to embed: towers, aggregators, scoring heads and vocabulary of an export.
+
+    In eval mode; ``embed_image`` and ``embed_text`` give the retrieval vectors that the run was evaluated with.
+
+    Args:
+        folder: an export, ``RUN/export/best`` or ``RUN/export/last``, or a run's folder: its best.
+
+    Raises:
+        CoderError: no export there, or one that is damaged.
+    """
+    from coder_plugin.model import create_model
+
+    folder = Path(folder)
+    weights, configuration = exported(folder)
+    if weights is None:
+        folder = folder / "export" / "best"
+        weights, configuration = exported(folder)
+    if weights is None:
+        raise CoderError(f"{folder.parent.parent} is neither an export nor a run with one in export/best")
+    heads = heads_beside(str(weights))
+    recipe, aggregator = read_heads(heads) if heads else (Recipe.parse("dcl"), "tower")  # dcl: the towers' own score
+    model = create_model(
+        str(configuration or f"local-dir:{folder}"),
+        recipe=recipe,
+        pretrained=str(weights),
+        aggregator=aggregator,  # type: ignore[arg-type]
+        inference=True,
+        device=device,
+    )
+    if heads:
+        load_heads(model, heads)
+    return model.eval()
+
+
 def _scoring_state(model: Any) -> dict[str, Tensor]:
     wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if head.scores]]
     return {name: value for name, value in model.state_dict().items() if name.startswith(tuple(wanted))}

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
@@ -177,6 +179,11 @@ class Trainer:
                 if config.save_every_steps and self.step % config.save_every_steps == 0:
                     self._save()
         self.log.bad_images(self.loader.bad)
+        if self.position is None:
+            raise CoderError(
+                f"epoch {self.epoch} gave no step on some rank: {len(self.loader.bad)} images of rank {distributed.rank()} "
+                "could not be used (see the warnings), and what is left is less than a batch"
+            )
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda each: each.to(self.device, non_blocking=True), batch)
@@ -259,6 +266,7 @@ class Trainer:
             "epoch": self.epoch,
             "recipe": self.recipe.to_dict(),
             "config": asdict(self.config),
+            "backbone": self._backbone(),
             "last": self.last,
             "best": self.best,
             "kept": bool(
@@ -321,11 +329,28 @@ class Trainer:
                 f"{' with other options of heads or --local-loss' if str(saved) == str(self.recipe) else ''}: resume with "
                 "its own recipe, or start from its export with --pretrained"
             )
+        made = manifest.get("backbone") or {}
+        other = [name for name, value in made.get("options", {}).items() if self._backbone()["options"].get(name) != value]
+        if other:
+            raise CoderError(
+                f"the checkpoint's model was made with other options: {', '.join(other)} (a BiGRU's vocabulary is of the "
+                "training captions: name the one it had with --model-kwargs vocabulary=FILE)"
+            )
         self._check_vocabulary(common["model"])
         try:
             self.model.load_state_dict(common["model"])
         except RuntimeError as error:
             raise CoderError(f"the checkpoint is of another model: {str(error)[:300]}") from error
+
+    def _backbone(self) -> dict[str, Any]:
+        """How a backbone of ours is made, its vocabulary in short."""
+        if not isinstance(self.model, Backbone):
+            return {}
+        made = self.model.config()
+        options = {
+            name: stable_hash(*value) if isinstance(value, (list, tuple)) else value for name, value in made["options"].items()
+        }
+        return {**made, "options": options}
 
     def _check_vocabulary(self, weights: Mapping[str, Tensor]) -> None:
         key = "coder.heads.concepts.vectors"

@@ -15,7 +15,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.training.config import TrainConfig
 
 # Where the blocks of open_clip's own and of transformers' towers are numbered, and ResNet's stages.
-_LAYER = re.compile(r"(?:resblocks|layers?|blocks?|h)\.(\d+)\.|(?:^|\.)layer([1-4])\.")
+_LAYER = re.compile(r"(?:^|[._])(?:resblocks|layers?|blocks?|h)\.(\d+)\.|(?:^|\.)layer([1-4])\.")
 # What stands before the first block: token and patch embeddings, positions, the stem.
 _STEM = re.compile(
     r"(?:^|\.)(?:conv\d?|conv_stem|bn\d|ln_pre|class_embedding|positional_embedding|token_embedding|embeddings|"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.data import guess_kind, open_source
 from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile, Regions
-from coder_plugin.data.regions.join import RegionSource
+from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model, required_heads
@@ -70,10 +71,7 @@ def make_accelerator(config: TrainConfig) -> Any:
     from accelerate import Accelerator, utils
 
     cuda = torch.cuda.is_available()
-    precision = {"auto": "bf16" if cuda else "no", "fp32": "no", "amp": "fp16", "amp_fp16": "fp16", "amp_bf16": "bf16"}
-    mixed = precision[config.precision]
-    if mixed == "fp16" and not cuda:
-        raise CoderError(f"--precision {config.precision} needs a GPU; on a CPU use fp32 or amp_bf16")
+    mixed = mixed_precision(config)
     there = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
     trackers = [name for name in config.report_to.replace(",", " ").split()]
     unknown = set(trackers) - {"tensorboard", "wandb"}
@@ -91,6 +89,24 @@ def make_accelerator(config: TrainConfig) -> Any:
         raise CoderError(f"accelerate: {error}") from error
 
 
+def mixed_precision(config: TrainConfig) -> str:
+    """accelerate's name of ``--precision``: no, bf16 or fp16."""
+    cuda = torch.cuda.is_available()
+    precision = {"auto": "bf16" if cuda else "no", "fp32": "no", "amp": "fp16", "amp_fp16": "fp16", "amp_bf16": "bf16"}
+    mixed = precision[config.precision]
+    if mixed == "fp16" and not cuda:
+        raise CoderError(f"--precision {config.precision} needs a GPU; on a CPU use fp32 or amp_bf16")
+    return mixed
+
+
+def make_autocast(config: TrainConfig, device: torch.device) -> Callable[[], Any]:
+    """Autocast contexts as ``--precision`` says, without an accelerator of that precision: a process has one."""
+    mixed = mixed_precision(config)
+    if mixed == "no":
+        return contextlib.nullcontext
+    return partial(torch.autocast, device.type, dtype=torch.bfloat16 if mixed == "bf16" else torch.float16)
+
+
 def make_model(
     config: TrainConfig, recipe: Recipe, device: torch.device, source: Any = None, *, inference: bool = False
 ) -> Any:
@@ -100,8 +116,13 @@ def make_model(
     """
     assert config.model is not None
     options: dict[str, Any] = {"cache_dir": config.cache_dir}
-    if own.find(config.model) is not None:
-        options.update(_own_options(config), **({} if source is None else _found_in(config, source)))
+    of_regions = own.find(config.model) is not None
+    example = None if source is None else _example(source, config.max_bad_images, of_regions=of_regions)
+    if of_regions:
+        options.update(_own_options(config))
+        if source is not None:
+            captions = partial(_captions, source)
+            options.update(example=example, captions=captions)
     elif config.model_kwargs:
         raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")
     else:
@@ -125,7 +146,10 @@ def make_model(
         **options,
     )
     if source is not None:
-        check_data(model, source)
+        check_data(model, example, source.name, config)
+        if isinstance(example, Regions) and len(example) > config.max_regions:
+            counts = len(example), config.max_regions
+            logging.warning("%s: images have %d regions, the first %d are read (--max-regions)", source.name, *counts)
     if not inference and (file := heads_beside(config.pretrained)) is not None:
         try:
             load_heads(model, file)
@@ -166,33 +190,37 @@ def _own_options(config: TrainConfig) -> dict[str, Any]:
     return options
 
 
-def _found_in(config: TrainConfig, source: Any) -> dict[str, Any]:
-    """What the data tell a backbone: an image as it is loaded, and the captions."""
-    return {
-        "example": _example(source),
-        "captions": lambda: (caption for _, item in source.items() for caption in item.captions),
-    }
+def _captions(source: Any) -> Iterator[str]:
+    return (caption for _, item in source.items() for caption in item.captions)
 
 
-def _example(source: Any) -> Any:
-    """The first image of the data that can be read."""
+def _example(source: Any, most: int, *, of_regions: bool) -> Any:
+    """The first image of the data that can be read, after so many at most that cannot."""
     failed: list[str] = []
     for _, item in source.items():
         try:
             return item.load()
         except (OSError, ValueError) as error:
             failed.append(f"{item.key}: {error}")
-        if len(failed) == 10:
+        if len(failed) > most:
             break
-    raise CoderError(f"{source.name}: none of the first {len(failed)} images can be read; the first: {failed[0]}")
+    why = f"none of the first {len(failed)} images can be read; the first: {failed[0]}" if failed else "no images"
+    hint = " (region features of the images: --regions)" if of_regions else ""
+    raise CoderError(f"{source.name}: {why}{hint}")
 
 
-def check_data(model: Any, source: Any) -> None:
-    """CoderError where the data are pictures and the model reads regions, or the other way round."""
-    regions = isinstance(_example(source), Regions)
+def check_data(model: Any, example: Any, name: str, config: TrainConfig) -> None:
+    """CoderError where the data are pictures and the model reads regions, the other way round, or regions that it cannot
+    use."""
+    regions = isinstance(example, Regions)
     if regions != isinstance(model, Backbone):
         other = "--model region-bert" if regions else "a --model of open_clip's, or extract regions and name them: --regions"
-        raise CoderError(f"{source.name}: the data are {'regions' if regions else 'pictures'}; they want {other}")
+        raise CoderError(f"{name}: the data are {'regions' if regions else 'pictures'}; they want {other}")
+    if regions:
+        try:
+            model.transform(max_regions=config.max_regions)(example)
+        except ValueError as error:
+            raise CoderError(f"{name}: its first image: {error}") from error
 
 
 def freeze_batch_norm(tower: nn.Module) -> None:
@@ -320,8 +348,10 @@ def make_source(config: TrainConfig, *, split: str) -> Any | None:
     elif config.on_scenes:  # scenes to train on, other data to evaluate on
         kind = "auto"
     reading = reading_options(replace(config, dataset_type=kind), spec, pictures=config.regions is None)
-    if split == "train":
-        reading["resampled"] = config.dataset_resampled or None
+    if split == "train" and config.dataset_resampled:
+        if reading["kind"] in _READER_FLAGS and reading["kind"] != "webdataset":
+            raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {reading['kind']!r}")
+        reading["resampled"] = True
     source = open_source(spec, split=split, **reading)
     if config.regions is None:
         return source
@@ -346,8 +376,8 @@ def reading_options(config: TrainConfig, spec: str, *, pictures: bool = True) ->
 def make_regions(config: TrainConfig, *, split: str) -> RegionFile:
     """The files that ``--regions`` names, as one."""
     assert config.regions is not None
-    files = [open_regions(part, config.regions_type, split=split) for part in config.regions.split("::")]
-    return files[0] if len(files) == 1 else ChainMap(*files)  # type: ignore[arg-type]
+    files = [(part, open_regions(part, config.regions_type, split=split)) for part in config.regions.split("::")]
+    return files[0][1] if len(files) == 1 else Joined(files)
 
 
 def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor]) -> list[str]:

@@ -3,11 +3,14 @@
 
     python scripts/bench/extract.py --images 100
 
-The detector alone is fed prepared batches from memory; extraction reads JPEG files, detects, and writes region shards.
-Both use the same detector object and threads, turn by turn; each turn's two rates are of neighbouring minutes, and the
-figure is the median of the turns' ratios. "Busy" is the share of extraction's time that the detector was at work: there,
-what other programs on the machine do to both cancels. Then a run is killed (SIGKILL) after its first shard and begun
-again, and the files are compared with those of a run that was not.
+"Detector alone" is ``detect`` on prepared batches from memory: the network, the selection of regions (suppression, choice,
+boxes scaled, copies to memory), nothing of files. The selection's share of it is printed, and then what suppression and
+choice take beside torchvision's ``nms`` class after class, at the sizes of c4 and of torchvision's detectors.
+
+Extraction reads JPEG files, detects, and writes region shards. Both use the same detector object and threads, turn by
+turn; each turn's two rates are of neighbouring minutes, and the figure is the median of the turns' ratios. "Busy" is the
+share of extraction's time that the detector was at work: there, what other programs do to both cancels. Then a run
+is killed (SIGKILL) after its first shard and begun again, and the files are compared with those of a run that was not.
 """
 
 from __future__ import annotations
@@ -21,19 +24,25 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torchvision
 from PIL import Image
+from torchvision.ops import nms
 
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.regions.extract import Job, extract
-from coder_plugin.data.regions.pictures import Pictures
+from coder_plugin.data.source import decode_image
 from coder_plugin.detectors.base import Detector, Prepared
+from coder_plugin.detectors.extract import extract
+from coder_plugin.detectors.job import Job
+from coder_plugin.detectors.pictures import Pictures
+from coder_plugin.detectors.select import Choice, select
 from coder_plugin.detectors.torchvision_ import TorchVision
 
 
@@ -53,6 +62,61 @@ def alone(detector: Detector, batches: list[list[Prepared]]) -> float:
     for batch in batches:
         detector.detect(batch)
     return sum(map(len, batches)) / (time.perf_counter() - start)
+
+
+def selection_share(detector: TorchVision, batches: list[list[Prepared]]) -> float:
+    """The share of ``detect`` in which regions are selected, devices waited for at both its ends."""
+    seconds = 0.0
+    regions_of = detector._regions
+
+    def now() -> float:
+        if detector.device.type == "cuda":
+            torch.cuda.synchronize(detector.device)
+        return time.perf_counter()
+
+    def timed(*each: Any) -> Regions:
+        nonlocal seconds
+        start = now()
+        regions = regions_of(*each)
+        seconds += now() - start
+        return regions
+
+    with patch.object(detector, "_regions", timed):
+        start = now()
+        for batch in batches:
+            detector.detect(batch)
+        return seconds / (now() - start)
+
+
+def selection_beside_nms(
+    proposals: int, classes: int, *, own: bool, device: str, rounds: int = 5
+) -> tuple[float, float]:
+    """Milliseconds of ``select`` and of ``nms`` class by class, medians; a third of the proposals are sure of a class."""
+    draw = torch.Generator().manual_seed(0)
+    corners = torch.rand(proposals, classes if own else 1, 2, generator=draw) * 600
+    boxes = torch.cat([corners, corners + 20 + 250 * torch.rand(corners.shape, generator=draw)], -1).to(device)
+    logits = torch.randn(proposals, classes + 1, generator=draw)
+    logits[:, 0] += 8  # the background
+    logits[: proposals // 3].scatter_add_(
+        1, torch.randint(1, 13, (proposals // 3, 1), generator=draw), torch.full((proposals // 3, 1), 10.0)
+    )
+    scores = logits.softmax(-1)[:, 1:].to(device)
+
+    def one_by_one() -> None:
+        for number in range(classes):
+            nms(boxes[:, number if own else 0], scores[:, number], 0.3)
+
+    def median(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            call()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return 1e3 * statistics.median(times)
+
+    return median(lambda: select(scores, boxes if own else boxes[:, 0], Choice())), median(one_by_one)
 
 
 class Timed(Detector):
@@ -123,7 +187,7 @@ def main() -> None:
         folder = Path(name)
         make_pictures(folder / "pictures", args.images)
         source = Pictures(str(folder / "pictures"))
-        ready = [detector.preprocess(item.load()) for _, item in source.items()]
+        ready = [detector.preprocess(decode_image(str(folder / "pictures" / item.key))) for _, item in source.items()]
         batches = [ready[start : start + args.batch_size] for start in range(0, len(ready), args.batch_size)]
         job = partial(
             Job,
@@ -134,13 +198,21 @@ def main() -> None:
             device=args.device,
         )
         detector.detect(batches[0])
+        share = selection_share(detector, batches)
+        print(f"detector alone = network and selection of regions; the selection is {share:.1%} of it")
+        for proposals, classes, each in ((300, 1600, False), (1000, 90, True)):
+            ours, peer = selection_beside_nms(proposals, classes, own=each, device=args.device)
+            print(
+                f"36 of {proposals} proposals, {classes} classes: suppression and choice {ours:.1f} ms, torchvision's nms "
+                f"class by class {peer:.1f} ms: ratio {ours / peer:.3f}",
+                flush=True,
+            )
         ratios = []
         for turn in range(args.rounds):
-            before = alone(detector, batches)
+            first = alone(detector, batches)
             timed = Timed(detector)
             report = extract(job(detector=lambda device, timed=timed: timed, folder=folder / "out"))
-            after = alone(detector, batches)
-            own, whole = (before + after) / 2, report.new / report.seconds
+            own, whole = (first + alone(detector, batches)) / 2, report.new / report.seconds
             ratios.append(whole / own)
             print(
                 f"turn {turn + 1}: detector alone {own:.2f} images/s, extraction {whole:.2f}: ratio {ratios[-1]:.3f}, "

@@ -18,7 +18,8 @@ from coder_plugin.backbones.tokenizers import SPECIAL
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.similarity import cosine
-from coder_plugin.training.export import export_heads, export_model, load_heads
+from coder_plugin.heads.tokens import Tokens
+from coder_plugin.training.export import export_heads, export_model, load_heads, load_model
 
 REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
 WORDS = [*SPECIAL, "a", "red", "ball", "dog", "and", "tree", "of", "picture"]
@@ -168,6 +169,16 @@ def test_the_product_of_the_retrieval_vectors_is_the_score(models, name):
             torch.testing.assert_close(image.norm(dim=-1), torch.ones(image.shape[:-1]))
         assert image.ndim == (3 if "camera" in name else 2)
         torch.testing.assert_close(cosine(image, text), expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_pooled_feature_of_several_views_is_their_mean(models):
+    """What the concept level queries with, before normalisation."""
+    model = models("region-bert-camera").eval()
+    known, views = model.image_side(images()), model.visual(images()).pooled
+    assert views.shape == (ROWS, 3, DIM) and torch.equal(known["image_pooled"], views.mean(1))
+    torch.testing.assert_close(known["image_features"], views / views.norm(dim=-1, keepdim=True))
+    assert known["image_views"].shape == (ROWS, REGIONS, 3)
 
 
 # padding and batches
@@ -478,6 +489,32 @@ def test_momentum_copies_follow(models, bert, name):
         assert torch.isfinite(towers(images(), model.tokenizer()(TEXTS))[0]).all()
 
 
+def test_momentum_towers_in_training_mode_have_berts_dropout(tmp_path):
+    """A copy has no gradient either, but was not frozen."""
+    recipe = "dcl + m_dcl"
+    for name, mode, same in (("train", "train", False), ("eval", "eval", True)):
+        given = options("region-bert", dropout_bert(tmp_path / name))
+        model = create_model("region-bert", recipe=recipe_of(recipe).with_options({"momentum.mode": mode}), **given)
+        found = [model(**batch(model))["coder_text_keys"] for _ in range(2)]
+        assert torch.equal(*found) == same
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_tokens_leave_the_model_at_the_inputs_length(models, name):
+    """A tower runs over the longest text of its batch; micro-batches and ranks are joined at one length."""
+    model = models(name).eval()
+    text = torch.nn.functional.pad(model.tokenizer()(TEXTS), (0, 3), value=model.tokenizer().pad)
+    known = {**model.image_side(images()), **model.text_side(text), "text": text}
+    assert known["text_tokens"].shape[1] < text.shape[1] == 15
+    head = Tokens(model.widths())
+    found = head(**{key: known[key] for key in head.requires})
+    assert found["coder_text_tokens"].shape == (ROWS, 15, DIM) and found["coder_image_tokens"].shape == (ROWS, REGIONS, DIM)
+    expected = model.text.mask(text)
+    assert torch.equal(found["coder_text_mask"], expected) and torch.equal(found["coder_image_mask"], images()["mask"])
+    torch.testing.assert_close(found["coder_text_tokens"][expected], known["text_tokens"][known["text_mask"]])
+
+
 # exports
 
 
@@ -514,12 +551,19 @@ def test_an_export_is_the_model_to_the_bit(tmp_path, bert, name, by):
 def test_the_scoring_head_goes_beside_an_export(tmp_path, models, bert, name):
     model = made(name, bert, "dcl + concept_dcl")
     expected = embeddings(model)
-    weights = export_model(model, tmp_path)
-    heads = export_heads(model, tmp_path)
+    folder = tmp_path / "export" / "best"
+    weights = export_model(model, folder)
+    heads = export_heads(model, folder)
     assert heads is not None
-    opened = create_model(str(tmp_path), recipe=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
+    opened = create_model(str(folder), recipe=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
     load_heads(opened, heads)
     assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
+    for place in (tmp_path, folder):  # a run's, an export's
+        ready = load_model(place)
+        assert not ready.training
+        assert all(torch.equal(*pair) for pair in zip(embeddings(ready), expected, strict=True))
+    with pytest.raises(CoderError, match="nowhere is neither an export nor a run with one in export/best"):
+        load_model(tmp_path / "nowhere")
 
 
 def test_options_over_an_exports(tmp_path, bert):

@@ -13,7 +13,8 @@ PIECES = (
 def make(folder: Path, *, dropout: float = 0.0, layers: int = 2) -> str:
     """Configuration, weights and tokenizer in ``folder``, as transformers writes them; returns its path."""
     import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from transformers import BertConfig, BertModel
+    from transformers.models.bert import BertTokenizerFast  # type: ignore[attr-defined]
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n")

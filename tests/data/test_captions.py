@@ -176,6 +176,15 @@ def test_caps_an_id_a_caption_need_not_be_sorted(tmp_path):
     assert rows(open_caps(spec)) == [("7", ("a", "c", "d"), ()), ("5", ("b",), ())]
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_caps_ids_that_only_count_make_the_keys_that_they_make_in_precomp(tmp_path, start):
+    spec = caps(tmp_path, list("abcd"), [start, start, start + 1, start + 1], name="dev_caps.txt")
+    assert rows(open_caps(spec)) == [
+        ("dev_0", ("a", "b"), (str(start),)),
+        ("dev_1", ("c", "d"), (str(start + 1),)),
+    ]
+
+
 def test_caps_have_no_pictures(tmp_path):
     item = pickle.loads(pickle.dumps(next(open_caps(caps(tmp_path, ["a"] * 5)).items())[1]))
     with pytest.raises(ValueError, match="no picture: 'train_0'"):
@@ -254,7 +263,7 @@ def test_img2dataset_captions_keys_and_pictures(tmp_path):
     for name in ("00000.parquet", "00000_stats.json", "00001/.DS_Store", "00001/readme"):
         (tmp_path / name).write_text("{}")
     data = open_img2dataset(str(tmp_path))
-    assert rows(data) == [(f"{key[:5]}/{key}", (f"text {key}",), (key, f"u{key}")) for key in keys]
+    assert rows(data) == [(f"{key[:5]}/{key}", (f"text {key}",), (key, key, f"u{key}")) for key in keys]
     assert pickle.loads(pickle.dumps(next(data.items())[1])).load().size == (6, 4)
 
 
@@ -263,8 +272,8 @@ def test_img2dataset_captions_from_json_where_there_is_no_txt_and_no_json_at_all
     downloaded(tmp_path, "000000001", json=None)
     (tmp_path / "00000/000000001.jpg").rename(tmp_path / "00000/000000001.PNG")
     assert rows(open_img2dataset(str(tmp_path))) == [
-        ("00000/000000000", ("json 000000000",), ("000000000", "u000000000")),
-        ("00000/000000001", ("text 000000001",), ("000000001",)),
+        ("00000/000000000", ("json 000000000",), ("000000000", "000000000", "u000000000")),
+        ("00000/000000001", ("text 000000001",), ("000000001", None, None)),
     ]
 
 

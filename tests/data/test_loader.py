@@ -7,6 +7,7 @@ import json
 import random
 import tarfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ from PIL import Image
 
 from coder_plugin.data import loader as module
 from coder_plugin.data import open_source
+from coder_plugin.data.item import Item, stable_hash
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.data.shards import ShardSource
-from coder_plugin.data.source import isolated_rng
+from coder_plugin.data.source import ItemSource, isolated_rng
 from coder_plugin.errors import CoderError
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
@@ -441,3 +443,114 @@ def test_flickr8k_resumes_exactly():
         position = whole.position() if len(batches) == 13 else position
     assert len(batches) == 20 and len({int(n) for b in batches for n in b["image_id"]}) == 2000
     assert equal(list(made().epoch(0, position)), batches[13:])
+
+
+# images that are several tensors
+
+
+def regions_transform(number: int) -> dict[str, torch.Tensor]:
+    """A set of regions, each tensor of which tells the image's number."""
+    kept = 1 + int(torch.randint(4, ()))
+    return {
+        "features": torch.full((4, 3), float(number)),
+        "mask": torch.arange(4) < kept,
+        "boxes": torch.full((4, 4), number / 100),
+        "aspect": torch.tensor(float(number)),
+    }
+
+
+def load_number(number: int, bad: bool) -> int:
+    if bad:
+        raise ValueError(f"3 of 9 numbers in the features of {number} are NaN")
+    return number
+
+
+def regions_source(bad: tuple[int, ...] = ()) -> ItemSource:
+    items = [
+        Item(f"image {n}", tuple(f"{n} {k}" for k in range(3)), partial(load_number, n, n in bad)) for n in range(NUMBER)
+    ]
+    return ItemSource(items, name="made")
+
+
+def regions_loader(source: ItemSource, **options) -> TrainLoader:
+    return TrainLoader(source, transform=regions_transform, tokenizer=tokenizer, **{"batch_size": BATCH, "seed": 7, **options})
+
+
+def flat(batches) -> list[dict[str, torch.Tensor]]:
+    return [{**batch["image"], **{key: batch[key] for key in ("image_id", "text")}} for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bad", [(), (3, 4, 11, 30)])
+def test_all_tensors_of_an_image_stay_with_its_text(bad, workers):
+    """Also where the gaps of bad images are closed with rows of the next chunk."""
+    source = regions_source(bad)
+    made = regions_loader(source, workers=workers)
+    batches = flat(made.epoch(0))
+    ids = {n: stable_hash(f"image {n}") for n in range(NUMBER)}
+    assert len(batches) == (NUMBER - len(bad)) // BATCH and set(made.bad.keys) == {f"image {n}" for n in bad}
+    seen = []
+    for batch in batches:
+        shown = batch["text"][:, 0].tolist()
+        assert {key: tuple(value.shape) for key, value in batch.items()} == {
+            "features": (BATCH, 4, 3),
+            "mask": (BATCH, 4),
+            "boxes": (BATCH, 4, 4),
+            "aspect": (BATCH,),
+            "image_id": (BATCH,),
+            "text": (BATCH, 3),
+        }
+        assert batch["features"][:, 0, 0].tolist() == batch["aspect"].tolist() == [float(n) for n in shown]
+        torch.testing.assert_close(batch["boxes"][:, -1, -1], torch.tensor(shown) / 100)
+        assert batch["image_id"].tolist() == [ids[n] for n in shown]
+        seen += shown
+    assert len(set(seen)) == len(seen) and not set(bad) & set(seen)
+
+
+def test_masks_are_an_images_own_whatever_is_left_out():
+    """What dropout keeps of an image is drawn from the image alone: neighbours, leftovers and workers change nothing."""
+    masks = []
+    for bad, options in (((), {}), ((3, 4, 11, 30), {"workers": 2}), ((), {"batch_size": 7})):
+        for batch in flat(regions_loader(regions_source(bad), **options).epoch(0)):
+            masks += zip(batch["text"][:, 0].tolist(), batch["mask"].sum(1).tolist(), strict=True)
+    assert len(set(masks)) == len({number for number, _ in masks}) and len({count for _, count in masks}) > 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sets_of_tensors_go_on_in_mid_epoch(workers):
+    source = regions_source((3, 4, 11, 30))
+    whole = flat(regions_loader(source, workers=workers).epoch(1))
+    for stop in (1, 4, 6):
+        first = regions_loader(source, workers=workers)
+        taken = first.epoch(1)
+        for _ in range(stop):
+            next(taken)
+        position = json.loads(json.dumps(first.position()))
+        assert equal(flat(regions_loader(source, workers=workers).epoch(1, position)), whole[stop:])
+
+
+def test_a_batch_does_not_hold_the_memory_of_the_leftovers():
+    """Rows left for the next batch are copies: writing to a batch that was handed out changes no other."""
+    source = regions_source((3, 4, 11, 30))
+    expected = flat(regions_loader(source).epoch(0))
+    found = []
+    for batch in regions_loader(source).epoch(0):
+        found += flat([{**batch, "image": {key: value.clone() for key, value in batch["image"].items()}}])
+        batch["image"]["features"].fill_(-1)
+    assert equal(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is memory to pin")
+def test_pinning_without_a_gpu_changes_nothing():
+    source = regions_source((3, 4))
+    plain, pinned = (flat(regions_loader(source, pin_memory=pin).epoch(0)) for pin in (False, True))
+    assert equal(plain, pinned) and not any(value.is_pinned() for batch in pinned for value in batch.values())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sets_of_tensors_in_evaluation(workers):
+    bad = (0, 12)
+    found = list(evaluation_batches(regions_source(bad), batch_size=BATCH, transform=regions_transform, workers=workers))
+    shown = [float(text[0].split()[0]) for batch in found for text in batch["captions"]]
+    assert [n for batch in found for n in batch["image"]["aspect"].tolist()] == shown
+    assert [n for batch in found for n in batch["index"].tolist()] == [n for n in range(NUMBER) if n not in bad]

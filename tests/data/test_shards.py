@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -88,7 +89,7 @@ def test_fields_keys_and_captions(tmp_path):
         ("many/d", ("five",), 4),
     ]
     assert data.num_images == 4
-    assert [item.names for _, item in data.items()] == [("a",), ("b",), ("c",), ("d",)]
+    assert [item.names for _, item in data.items()] == [(key, None, None) for key in "abcd"]
 
 
 def test_shards_of_one_name_in_two_folders_do_not_share_ids(tmp_path):
@@ -154,9 +155,69 @@ def test_img2dataset_tars_have_distinct_keys_and_their_uids(tmp_path):
     items = [item for _, item in open_shards(str(tmp_path / "*.tar")).items()]
     assert [item.key for item in items][1:3] == ["00000/000000001", "00001/000010000"]
     assert len({item.image_id for item in items}) == 4
-    assert items[1].captions == ("text 000000001",) and items[1].names == ("000000001", "u000000001")
+    assert items[1].captions == ("text 000000001",) and items[1].names == ("000000001", "000000001", "u000000001")
     again = [item.key for _, item in open_shards(str(tmp_path / "0000{0..1}.tar")).items()]
     assert again == [item.key for item in items]
+
+
+# other arrays and regions in npz
+
+
+def npz(**arrays: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+FOREIGN, REGIONS = npz(embedding=np.ones(4)), npz(features=np.ones((2, 3)))
+
+
+def read_with_npz(monkeypatch, spec: str) -> tuple[list[Any], int]:
+    """The items of a shard, and how many of its samples had their ``npz`` read into memory."""
+    read: list[bool] = []
+    real = ShardSource._item
+    monkeypatch.setattr(ShardSource, "_item", lambda *args: (read.append("npz" in args[2]), real(*args))[1])
+    return [item for _, item in open_shards(spec).items()], sum(read)
+
+
+@pytest.mark.parametrize("first", ["npz", "png"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_npz_beside_pictures_is_left_unread(tmp_path, monkeypatch, first, stream):
+    rows = [sample(n, npz=FOREIGN) for n in range(9)]
+    if first == "npz":
+        rows = [(key, dict(reversed(fields.items()))) for key, fields in rows]
+    shard = write_tar(tmp_path / "s.tar", rows)
+    items, read = read_with_npz(monkeypatch, f"pipe:cat {shard}" if stream else shard)
+    assert [item.load().getpixel((0, 0))[0] for item in items] == list(range(9))
+    assert read <= 2 and scan(shard) == 9
+
+
+def test_npz_of_other_arrays_is_no_image(tmp_path, monkeypatch):
+    rows = [(f"{n}", {"txt": b"x", "npz": FOREIGN}) for n in range(9)] + [("9", {"txt": b"x", "png": png()})]
+    items, read = read_with_npz(monkeypatch, shard := write_tar(tmp_path / "s.tar", rows))
+    assert read <= 2 and scan(shard) == 1
+    with pytest.raises(ValueError, match="no field jpg"):
+        items[0].load()
+    items[9].load()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_npz_of_regions_is_an_image_where_there_is_no_picture(tmp_path, monkeypatch, stream):
+    rows = [("0", {"txt": b"x", "npz": b"damaged"})] + [(f"{n}", {"npz": REGIONS, "txt": b"x"}) for n in range(1, 9)]
+    shard = write_tar(tmp_path / "s.tar", rows)
+    items, read = read_with_npz(monkeypatch, f"pipe:cat {shard}" if stream else shard)
+    assert read == 9 and scan(shard) == 9 and items[8].load().features.shape == (2, 3)
+    with pytest.raises(ValueError, match="not an .npz"):
+        items[0].load()
+
+
+def test_pictures_that_hide_regions_are_told_of(tmp_path, caplog):
+    shard = write_tar(tmp_path / "s.tar", [sample(n, npz=REGIONS) for n in range(3)])
+    assert open_shards(shard).num_images == 3
+    assert [item.load().size for _, item in open_shards(shard).items()] == [(4, 4)] * 3
+    assert [record.message for record in caplog.records] == [
+        f"{shard}: its samples have pictures and regions (npz): the pictures are read"
+    ]
 
 
 # CLIP_benchmark's folders

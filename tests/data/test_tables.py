@@ -113,14 +113,24 @@ def test_karpathy_names_are_the_numbers_and_the_file_without_its_folder(tmp_path
     spec = karpathy(tmp_path, cocoid=391895, filepath="train2014")
     first, second = (item for _, item in open_karpathy(spec).items())
     assert (first.key, first.names) == ("train2014/0.png", ("391895", "0", "0.png"))
-    assert (second.key, second.names) == ("val/1.png", ("1", "1.png"))
+    assert (second.key, second.names) == ("val/1.png", (None, "1", "1.png"))
     (item,) = (item for _, item in open_karpathy(spec, split="test").items())
-    assert (item.key, item.names) == ("3.png", ("3",))  # the key is not repeated
+    assert (item.key, item.names) == ("3.png", (None, "3", "3.png"))
+
+
+def test_karpathy_a_place_in_the_names_is_one_kind_of_name(tmp_path):
+    """An image without a cocoid, or with equal numbers, does not have its imgid where others have their cocoid."""
+    spec = tmp_path / "set.json"
+    images = [{"filename": f"{n}.jpg", "split": "train", "imgid": 5 + n, "sentences": [{"raw": "x"}]} for n in range(3)]
+    images[0]["cocoid"], images[2]["cocoid"] = 9, 7
+    spec.write_text(json.dumps({"images": images}))
+    names = [item.names for _, item in open_karpathy(str(spec), pictures=False).items()]
+    assert names == [("9", "5", "0.jpg"), (None, "6", "1.jpg"), ("7", "7", "2.jpg")]
 
 
 def test_csv_names_are_the_stems(tmp_path):
     spec = write_table(tmp_path, [("a/b.png", "x"), ("c", "y")])
-    assert [item.names for _, item in open_csv(spec).items()] == [("b",), ()]
+    assert [item.names for _, item in open_csv(spec).items()] == [("b",), ("c",)]
 
 
 def test_without_pictures_no_folder_is_looked_for_and_nothing_loads(tmp_path):

@@ -100,3 +100,10 @@ def test_devices():
     assert "none that torch knows" in fault(make_device, "gpu0")
     if not torch.cuda.is_available():
         assert "no CUDA" in fault(make_device, "cuda")
+
+
+def test_a_device_beyond_the_last_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "cuda:0 to cuda:1" in fault(make_device, "cuda:2")
+    assert make_device("cuda:1").index == 1 and make_device("cuda").type == "cuda"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coder_plugin.detectors import select as module
 from coder_plugin.detectors.select import Choice, or_whole, select, to_regions
 from coder_plugin.errors import CoderError
+from tests.references.select import select as by_class
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> float:
@@ -55,6 +59,68 @@ def test_equals_the_slow_reference(seed, proposals, classes, regions, least, flo
     chosen, kinds, conf = select(torch.from_numpy(scores), given_boxes, choice)
     expected = slow(scores, np.broadcast_to(boxes, (proposals, classes, 4)), choice)
     assert list(zip(chosen.tolist(), kinds.tolist(), conf.tolist(), strict=True)) == expected
+
+
+def same(scores: torch.Tensor, boxes: torch.Tensor, choice: Choice) -> bool:
+    return all(map(torch.equal, select(scores, boxes, choice), by_class(scores, boxes, choice)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    proposals=st.integers(1, 50),
+    classes=st.integers(1, 30),
+    choice=st.builds(
+        Choice,
+        regions=st.integers(1, 12),
+        nms=st.sampled_from([0.0, 0.31, 0.7, 1.0]),
+        min_score=st.sampled_from([0.0, 0.4, 0.9]),
+        min_regions=st.integers(1, 15),
+    ),
+    shared=st.booleans(),
+    levels=st.sampled_from([2, 20, 10**6]),
+    crowded=st.booleans(),
+    first=st.sampled_from([1, 4, 32]),
+)
+def test_equals_suppression_class_by_class(seed, proposals, classes, choice, shared, levels, crowded, first):
+    """With ties within and across classes (few levels of scores), boxes without area, and few or many survivors."""
+    draw = torch.Generator().manual_seed(seed)
+    corners = torch.rand(proposals, 1 if shared else classes, 2, generator=draw) * (1 if crowded else 90)
+    sides = torch.randint(0, 60, corners.shape, generator=draw) + torch.rand(corners.shape, generator=draw).round()
+    boxes = torch.cat([corners, corners + sides], -1)
+    scores = torch.randint(0, levels, (proposals, classes), generator=draw) / levels
+    with patch.object(module, "_FIRST", first):
+        assert same(scores, boxes[:, 0] if shared else boxes, choice)
+
+
+@pytest.mark.parametrize(("proposals", "classes", "shared"), [(300, 400, True), (1000, 90, False)])
+@pytest.mark.parametrize("choice", [Choice(), Choice(100, 0.3, 0.2)])
+def test_the_same_at_a_detectors_sizes(proposals, classes, shared, choice):
+    draw = torch.Generator().manual_seed(0)
+    corners = torch.rand(proposals, 1 if shared else classes, 2, generator=draw) * 600
+    boxes = torch.cat([corners, corners + 20 + 250 * torch.rand(corners.shape, generator=draw)], -1)
+    logits = torch.randn(proposals, classes, generator=draw)
+    logits[: proposals // 3, :12] += 6 * torch.rand(proposals // 3, 12, generator=draw)
+    assert same(logits.softmax(-1), boxes[:, 0] if shared else boxes, choice)
+
+
+def test_few_pairs_are_looked_at_where_many_proposals_survive():
+    """The cost is of the pairs that can be chosen, not of all 300 x 1600."""
+    draw = torch.Generator().manual_seed(0)
+    corners = torch.rand(300, 2, generator=draw) * 600
+    boxes = torch.cat([corners, corners + 100], -1)
+    with patch.object(module, "_outlive", wraps=module._outlive) as watched:
+        chosen, _, _ = select(torch.rand(300, 1600, generator=draw), boxes, Choice())
+    assert len(chosen) == 36
+    assert sum(call.args[0][..., 0].numel() for call in watched.call_args_list) < 300 * 1600 / 25
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_are_an_error(number):
+    scores = torch.rand(3, 4)
+    scores[1, 2] = number
+    with pytest.raises(ValueError, match="scores hold NaN or infinite"):
+        select(scores, torch.rand(3, 4), Choice())
 
 
 def test_a_proposal_suppressed_in_its_best_class_counts_by_the_next():

@@ -1,14 +1,17 @@
-"""One image's regions as named arrays, as ``.npz`` files and LMDB values hold them, under any of the field's names.
+"""One image's regions as named arrays, as ``.npz`` files and LMDB values hold them, under any of the field's names or ours.
 
 ==============  ===================================================================================================
 features        ``x`` (bottom-up-attention.pytorch), ``features`` (UNITER, GQA), ``feat``: [L, R], or [R, L] where
                 ``num_bbox`` or the boxes show that L comes last, as in OpenVQA's files
 boxes           ``bbox``, ``boxes``: [L, 4] in the units of ``image_w`` and ``image_h``; left out, with a warning, where
-                these two are not there
+                these two are not there; in ours, of ``size`` [2]
 boxes           ``norm_bb`` (UNITER): [L, 4, 6 or 7] left, top, right, bottom (, width, height (, area)) as fractions
 whole           ``whole``: [G]
-extras          every other array but scalars and ``info``
+extras          every other array but scalars and ``info``; in ours ``x_NAME``
 ==============  ===================================================================================================
+
+Ours are those of region shards: ``features``, ``boxes``, ``size``, ``whole``, ``x_NAME``. Folders and LMDB files are written
+under bottom-up-attention.pytorch's names, for others to read. All are read everywhere.
 
 L regions of an image, R channels, G of the whole image. Pickled arrays (dtype object) are never unpickled.
 """
@@ -29,6 +32,7 @@ from coder_plugin.data.regions.keyed import exactly, warn_once
 _FEATURES = ("x", "features", "feat")
 _BOXES = ("bbox", "boxes", "norm_bb")
 _KNOWN = {*_FEATURES, *_BOXES, "num_bbox", "num_boxes", "image_w", "image_h", "whole", "info"}
+_EXTRA = "x_"  # before an extra's name, in ours
 
 #: In place of an array that is a pickle.
 PICKLED = np.empty(0, object)
@@ -48,19 +52,20 @@ def to_arrays(regions: Regions) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
-    """What :func:`to_arrays`, or one of the field's tools, has made; warnings name the file ``path``."""
+    """What :func:`to_arrays`, :func:`encode_npz` or one of the field's tools has made; warnings name the file ``path``."""
     for name, array in arrays.items():
         if array.dtype.hasobject and (name in _KNOWN - {"info"}):
             raise ValueError(f"{name!r} is pickled (dtype object), which is never unpickled; save it as plain numbers")
     features_name = _one(arrays, _FEATURES)
     boxes_name = _one(arrays, _BOXES)
+    ours = features_name == "features" and "size" in arrays
     if features_name is None:
         raise ValueError(f"no features: none of {', '.join(_FEATURES)} in {', '.join(arrays) or 'an empty entry'}")
     features = arrays[features_name]
     boxes = arrays[boxes_name] if boxes_name else None
     count = _count(arrays, boxes)
     if features.ndim == 2 and count is not None and len(features) != count:
-        if features.shape[1] != count:
+        if ours or features.shape[1] != count:
             raise ValueError(f"{features_name} has shape {list(features.shape)}, where there are {count} boxes")
         features = features.T
     size = None
@@ -68,6 +73,10 @@ def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
         if boxes.ndim != 2 or boxes.shape[1] not in (4, 6, 7):
             raise ValueError(f"norm_bb has shape {list(boxes.shape)}, not [regions, 4, 6 or 7]")
         boxes, size = boxes[:, :4], (1.0, 1.0)
+    elif ours:
+        if arrays["size"].shape != (2,) or arrays["size"].dtype.kind not in "fiu":
+            raise ValueError(f"size is {arrays['size'].dtype} of shape {list(arrays['size'].shape)}, not width and height")
+        size = float(arrays["size"][0]), float(arrays["size"][1])
     elif "image_w" in arrays and "image_h" in arrays:
         size = _scalar(arrays, "image_w"), _scalar(arrays, "image_h")
     elif boxes is not None:
@@ -84,11 +93,26 @@ def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
         size=size or (1.0, 1.0),
         whole=arrays.get("whole"),
         extras={
-            name: array
+            name.removeprefix(_EXTRA) if features_name == "features" else name: array
             for name, array in arrays.items()
-            if name not in _KNOWN and array.ndim and not array.dtype.hasobject
+            if not (name in _KNOWN or ours and name == "size") and array.ndim and not array.dtype.hasobject
         },
     )
+
+
+def encode_npz(regions: Regions) -> bytes:
+    """An entry of a region shard: the same bytes for the same regions, uncompressed: a network's features hardly shrink."""
+    arrays = {"features": regions.features, **{_EXTRA + name: extra for name, extra in regions.extras.items()}}
+    if regions.boxes is not None:
+        arrays |= {"boxes": regions.boxes, "size": np.asarray(regions.size, np.float64)}
+    if regions.whole is not None:
+        arrays["whole"] = regions.whole
+    return npz_bytes(arrays)
+
+
+def decode_npz(data: bytes, path: str) -> Regions:
+    """The entry of a region shard, or of anyone's; ``ValueError`` where it is damaged, warnings name the file ``path``."""
+    return from_arrays(read_npz(io.BytesIO(data)), path)
 
 
 def npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -6,7 +6,7 @@ Shapes: L regions of an image (any number from one), R channels of a region, G o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,6 +79,10 @@ class Record(NamedTuple):
 RegionFile = Mapping[str, Regions]
 
 
+#: What a record may have beside its name, features and boxes.
+PARTS = ("captions", "whole", "extras")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RegionFormat:
     """One file layout, as an entry point of the group ``coder_plugin.regions``.
@@ -89,18 +93,28 @@ class RegionFormat:
         write: ``write(path, records, *, split)`` -> how many were written. Takes any iterable of :class:`Record` once, keeps
             one at a time, and leaves no half file under the final name when it fails.
         matches: ``matches(path)``: whether a path looks like this layout, from its name and, for a folder, its files' names.
+        keeps: which of :data:`PARTS` the layout has a place for. ``convert`` tells of captions that are left behind, and
+            refuses to lose the others.
     """
 
     open: Callable[..., RegionFile]
     write: Callable[..., int]
     matches: Callable[[str], bool]
+    keeps: tuple[str, ...] = PARTS
 
 
-def names_of(name: str) -> Sequence[str]:
-    """What else an image that captions call ``name`` may be called in a file of regions, the most exact first: with folders,
-    without them, without the ending, and COCO's number at its end."""
+#: What :func:`names_of` makes of a name, in this order.
+DERIVATIONS = ("as it is", "without folders", "without folders and ending", "the digits at its end", "the number at its end")
+
+
+def names_of(name: str) -> tuple[str | None, ...]:
+    """What else an image that captions call ``name`` may be called in a file of regions, the most exact first.
+
+    Always one for each of :data:`DERIVATIONS`, None where there is none: a place means the same for every name.
+    """
     base = os.path.basename(name)
     stem = os.path.splitext(base)[0]
-    digits = stem.rpartition("_")[2]
-    number = [str(int(digits))] if digits.isascii() and digits.isdigit() else []
-    return list(dict.fromkeys([name, base, stem, digits if number else stem, *number]))
+    digits = stem.rpartition("_")[2]  # COCO's file names end in the image's number
+    if not (digits.isascii() and digits.isdigit()):
+        return name, base or None, stem or None, None, None
+    return name, base, stem, digits, digits.lstrip("0") or "0"

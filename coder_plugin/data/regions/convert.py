@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from coder_plugin.data.regions import guess_format
-from coder_plugin.data.regions.base import Record, RegionFile, RegionFormat
+from coder_plugin.data.regions.base import Record, RegionFile, RegionFormat, Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.registry import load
 
@@ -25,6 +25,7 @@ class Report:
 
     Args:
         images: written, with ``captions`` captions in all.
+        left: captions that the layout has no place for.
         missing: images of the caption source that have no regions.
         unused: images of the file that the caption source does not have, such as those of other splits.
         damaged: images whose entry in the file cannot be read, and why.
@@ -34,6 +35,7 @@ class Report:
     captions: int
     from_kind: str
     to_kind: str
+    left: int = 0
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     damaged: tuple[tuple[str, str], ...] = ()
@@ -41,7 +43,13 @@ class Report:
     def __str__(self) -> str:
         from coder_plugin.data.regions.join import examples
 
-        lines = [f"{self.images} images with {self.captions} captions written, {self.from_kind} to {self.to_kind}"]
+        captions = f" with {self.captions} captions" if self.captions or not self.left else ""
+        lines = [f"{self.images} images{captions} written, {self.from_kind} to {self.to_kind}"]
+        if self.left:
+            lines.append(
+                f"{self.left} captions left out: {self.to_kind} has no place for any; train with --train-data CAPTIONS "
+                "--regions and these files"
+            )
         if self.missing:
             lines.append(f"{len(self.missing)} captioned images without regions: {examples(self.missing)}")
         if self.unused:
@@ -73,19 +81,22 @@ def convert(
 
     Args:
         split: which split is read, and written if there is no ``to_split``.
-        captions_per_image: keep as many captions of each image, the first ones.
-        extras: take along further arrays, such as LXMERT's ``objects_id``, which some formats have no place for.
+        captions_per_image: keep as many captions of each image, the first ones. A layout that has no place for captions
+            is written without: the report counts them.
+        extras: take along further arrays, such as LXMERT's ``objects_id``; a layout without a place for them refuses.
         missing_ok: leave out captioned images without regions, and damaged images, instead of refusing.
 
     Raises:
         CoderError: an unknown format, files that are not as they should be, an image that the format cannot hold, or,
             without ``missing_ok``, a missing or damaged image; then nothing is left under the destination's name.
     """
+    if captions_per_image is not None and captions_per_image < 1:
+        raise CoderError(f"captions_per_image is {captions_per_image}; it must be 1 or more")
     from_kind = guess_format(source) if from_kind == "auto" else from_kind
     to_kind = guess_format(destination) if to_kind == "auto" else to_kind
     layout: RegionFormat = load("regions", to_kind)
     regions: RegionFile = load("regions", from_kind).open(source, split=split)
-    rows = _Rows(source, regions, captions_per_image, extras, missing_ok, progress)
+    rows = _Rows(source, regions, to_kind, layout.keeps, captions_per_image, extras, missing_ok, progress)
     if captions is not None:
         rows.take(captions)
     try:
@@ -95,9 +106,13 @@ def convert(
     except ValueError as exc:
         hint = "" if not (extras and rows.with_extras) else f"; without extras, {to_kind} may hold them"
         raise CoderError(f"{exc}{hint}") from exc
+    kept = "captions" in layout.keeps
+    if rows.captions and not kept:
+        log.warning("%s: %s has no place for captions: %d left out", destination, to_kind, rows.captions)
     return Report(
         images=images,
-        captions=rows.captions,
+        captions=rows.captions if kept else 0,
+        left=0 if kept else rows.captions,
         from_kind=from_kind,
         to_kind=to_kind,
         missing=rows.missing,
@@ -113,12 +128,15 @@ class _Rows:
         self,
         source: str,
         regions: RegionFile,
+        to_kind: str,
+        keeps: tuple[str, ...],
         captions_per_image: int | None,
         extras: bool,
         missing_ok: bool,
         progress: bool,
     ) -> None:
         self.source, self.regions = source, regions
+        self.to_kind, self.keeps = to_kind, keeps
         self.limit, self.extras, self.missing_ok, self.progress = captions_per_image, extras, missing_ok, progress
         self.with_extras = False
         # Formats with captions of their own have them as a mapping beside the regions.
@@ -131,10 +149,11 @@ class _Rows:
 
     def take(self, captions: Source) -> None:
         """The images and captions of a source in place of the file's."""
-        from coder_plugin.data.regions.join import examples, match
+        from coder_plugin.data.regions.join import examples, find_rule, match
 
         items = [_without_picture(item) for _, item in captions.items()]
-        found = match(items, self.regions, where=captions.name)
+        rule = find_rule(items, self.regions, where=captions.name)
+        found = match(items, self.regions, rule, where=captions.name)
         self.missing = tuple(item.key for item in items if item.key not in found)
         if self.missing and not self.missing_ok:
             raise CoderError(
@@ -161,9 +180,24 @@ class _Rows:
             self.with_extras |= bool(regions.extras)
             if not self.extras:
                 regions = replace(regions, extras={})
+            self._check(name, regions)
             kept = tuple(captions[: self.limit])
             self.captions += len(kept)
             yield Record(name, regions, kept)
+
+    def _check(self, name: str, regions: Regions) -> None:
+        """Refuse what the layout would lose."""
+        if regions.extras and "extras" not in self.keeps:
+            names = ", ".join(sorted(regions.extras))
+            raise CoderError(
+                f"{self.source}: image {name!r} has further arrays ({names}), which {self.to_kind} has no place for: "
+                "convert without extras (--without-extras) to leave them out"
+            )
+        if regions.whole is not None and "whole" not in self.keeps:
+            raise CoderError(
+                f"{self.source}: image {name!r} has a feature of the whole image, which {self.to_kind} has no place for: "
+                "choose another layout"
+            )
 
 
 def _without_picture(item: Item) -> Item:

@@ -118,4 +118,4 @@ def _owner(stem: str, endings: dict[str, list[str]]) -> str | None:
     return None
 
 
-FOLDER = RegionFormat(open=open_folder, write=write_folder, matches=matches)
+FOLDER = RegionFormat(open=open_folder, write=write_folder, matches=matches, keeps=("whole", "extras"))

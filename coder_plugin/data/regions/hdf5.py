@@ -283,4 +283,4 @@ def _h5py() -> Any:
     return h5py
 
 
-HDF5 = RegionFormat(open=open_hdf5, write=write_hdf5, matches=matches)
+HDF5 = RegionFormat(open=open_hdf5, write=write_hdf5, matches=matches, keeps=("whole", "extras"))

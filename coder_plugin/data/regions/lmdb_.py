@@ -270,4 +270,4 @@ def _import(module: str) -> Any:
         raise CoderError(f'this LMDB file needs the package {package}: pip install "coder-plugin[regions]"') from exc
 
 
-LMDB = RegionFormat(open=open_lmdb, write=write_lmdb, matches=matches)
+LMDB = RegionFormat(open=open_lmdb, write=write_lmdb, matches=matches, keeps=("whole", "extras"))

@@ -22,13 +22,14 @@ import numpy as np
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import RegionFormat, Regions
 from coder_plugin.data.regions.npy import NpyRows
-from coder_plugin.data.regions.precomp_text import lines_of, mapping_of
+from coder_plugin.data.regions.precomp_text import counting, lines_of, mapping_of
 from coder_plugin.data.regions.precomp_write import write
 from coder_plugin.errors import CoderError
 
 if TYPE_CHECKING:
     from coder_plugin.data.source import ItemSource
 
+_FOLD = 1000  # images that COCO's five folds have each
 log = logging.getLogger(__name__)
 
 
@@ -36,8 +37,7 @@ def open_precomp(spec: str, *, split: str = "train") -> ItemSource:
     """One split of a precomp folder, or of the folder that has it as ``precomp``, with its captions; ``val`` is ``dev``
     where there is no ``val``.
 
-    An image's key is its name by ``id_mapping.json``, else its id; ids that only count (0, 1, 2 …) would be the same in
-    every split, and there, as without ids, the key is the split and the image's place in it.
+    An image's key is its name in the file (:class:`PrecompFile`), and it is also known by its id.
     """
     from coder_plugin.data.source import ItemSource  # imports torch, which reading files alone does not need
 
@@ -45,7 +45,7 @@ def open_precomp(spec: str, *, split: str = "train") -> ItemSource:
     if not file.captions:
         raise CoderError(f"{file.path('caps.txt')}: missing; its images have no captions to train on or to evaluate")
     items = [
-        Item(file.image_keys[place], file.captions[name], partial(file.read, place), file.other_names(place))
+        Item(name, file.captions[name], partial(file.read, place), file.other_names(place))
         for place, name in enumerate(file)
     ]
     return ItemSource(items, name=f"{spec} ({file.split})")
@@ -54,8 +54,10 @@ def open_precomp(spec: str, *, split: str = "train") -> ItemSource:
 class PrecompFile(Mapping[str, Regions]):
     """The images of a split by name. See :data:`~coder_plugin.data.regions.base.RegionFile`.
 
-    ``captions`` maps the names to captions and is empty where there is no ``caps.txt``; ``image_keys`` are names by
-    which images differ between splits, too. An image is also found by its id and by its name without folders.
+    ``captions`` maps the names to captions and is empty where there is no ``caps.txt``. An image's name is that of
+    ``id_mapping.json``, else its id; it is also found by its id and by its name without folders. Ids that only count
+    (0, 1, 2 …) are the same in every split and number other images elsewhere: there, as without ids, the name is the
+    split and the image's place in it, ``train_0``, and nothing else finds it.
     """
 
     def __init__(self, path: str, *, split: str = "train") -> None:
@@ -72,7 +74,9 @@ class PrecompFile(Mapping[str, Regions]):
         self._counts, self._whole = self._extra("counts.npy", 1, "iu"), self._extra("whole.npy", 2)
         self._check_extras()
         self._ids = None if ids is None else self._one_each(ids, number)
-        self._names, self.image_keys = self._name(number)
+        mapping = {} if self._ids is None else mapping_of(self.folder)
+        self._counting = self._ids is not None and not mapping and counting(self._ids)
+        self._names = self._name(number, mapping)
         self._places = self._find_places()
         captions = lines or []
         each = len(captions) // number
@@ -113,9 +117,8 @@ class PrecompFile(Mapping[str, Regions]):
         return self._names[self._places[name]]
 
     def other_names(self, place: int) -> tuple[str, ...]:
-        """What the image at a place is called beside its key."""
-        names = [self._names[place], *(self._ids or ())[place : place + 1]]
-        return tuple(dict.fromkeys(name for name in names if name != self.image_keys[place]))
+        """The id of the image at a place, where there are ids."""
+        return () if self._ids is None else (self._ids[place],)
 
     def _rows_per_image(self, captions: list[str] | None, ids: list[str] | None) -> int:
         """1, or how often each image is repeated: VSE++ has files with a row for each caption."""
@@ -171,13 +174,12 @@ class PrecompFile(Mapping[str, Regions]):
                     f"{self._counts.path}: number {wrong[0]} is {counts[wrong[0]]}; counts must be 1 to {regions}"
                 )
 
-    def _name(self, number: int) -> tuple[list[str], list[str]]:
-        """The images' names in this file, and their names among all splits."""
-        places = [f"{self.split}_{place}" for place in range(number)]
-        if self._ids is None:
-            return places, places
+    def _name(self, number: int, mapping: dict[str, str]) -> list[str]:
+        """The images' names, which differ between splits, too."""
         names = self._ids
-        if mapping := mapping_of(self.folder):
+        if names is None or self._counting:
+            return [f"{self.split}_{place}" for place in range(number)]
+        if mapping:
             known = set(mapping.values())
             for place, name in enumerate(names):
                 if name not in mapping and name not in known:
@@ -189,12 +191,12 @@ class PrecompFile(Mapping[str, Regions]):
         for place, name in enumerate(names):
             if first.setdefault(name, place) != place:
                 raise CoderError(f"{self.path('ids.txt')}: images {first[name]} and {place} are both {name!r}")
-        counting = not mapping and any(names == [str(place + start) for place in range(number)] for start in (0, 1))
-        return names, places if counting else names
+        return names
 
     def _find_places(self) -> dict[str, int]:
         places = {name: place for place, name in enumerate(self._names)}
-        for names in (self._ids or [], map(os.path.basename, self._names)):
+        ids = [] if self._ids is None or self._counting else self._ids
+        for names in (ids, map(os.path.basename, self._names)):
             other: dict[str, int | None] = {}
             for place, name in enumerate(names):
                 other[name] = None if name in other else place  # images of one name: none of them has it
@@ -223,7 +225,16 @@ class PrecompFile(Mapping[str, Regions]):
 
     def _warn_of_testall(self, number: int) -> None:
         path = os.path.join(self.folder, "testall_ims.npy")
-        if self.split != "test" or not os.path.exists(path):
+        if self.split != "test":
+            return
+        if not os.path.exists(path):
+            if number == _FOLD and self._is_coco():
+                log.warning(
+                    "%s: test has %s images, as the first fold of COCO's testall; the papers' 1K figure is the mean over "
+                    "5 folds of testall, which is not here: get its files, and give --split testall --folds 5",
+                    self.folder,
+                    f"{number:,}",
+                )
             return
         whole = len(NpyRows(path, kinds="f", ndim=3)) // self._repeat
         if whole > number:
@@ -233,6 +244,12 @@ class PrecompFile(Mapping[str, Regions]):
                 "--split testall --folds %d",
                 *(self.folder, f"{number:,}", f"{whole:,}", folds, folds),
             )
+
+
+    def _is_coco(self) -> bool:
+        folder, name = os.path.split(os.path.abspath(self.folder))
+        names = (name, os.path.basename(folder) if name == "precomp" else "", *self._names)
+        return any("coco" in each.lower() for each in names)
 
 
 def matches(path: str) -> bool:
@@ -294,4 +311,4 @@ def _row(array: NpyRows, place: int, number: int) -> np.ndarray:
     return array[place * (len(array) // number)]
 
 
-PRECOMP = RegionFormat(open=PrecompFile, write=write, matches=matches)
+PRECOMP = RegionFormat(open=PrecompFile, write=write, matches=matches, keeps=("captions", "whole"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 
 from coder_plugin.errors import CoderError
 
@@ -38,6 +39,11 @@ def _plain(line: str) -> str:
     from coder_plugin.data.captions import _plain as plain
 
     return plain(line) or ""
+
+
+def counting(ids: Sequence[str]) -> bool:
+    """Whether ids are 0, 1, 2 … or 1, 2, 3 …: those of every split are, so they name no image."""
+    return any(all(name == str(place) for place, name in enumerate(ids, start)) for start in (0, 1))
 
 
 def mapping_of(folder: str) -> dict[str, str]:

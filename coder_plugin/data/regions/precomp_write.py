@@ -30,8 +30,10 @@ def write(path: str, records: Iterable[Record], *, split: str = "train") -> int:
     """
     for ending in ENDINGS:
         if os.path.exists(os.path.join(path, f"{split}_{ending}")):
+            broken = ending != "ims.npy"  # which is the first to be looked for
+            why = f" without {split}_ims.npy, as a writing that was killed leaves it" if broken else ""
             raise CoderError(
-                f"{path}: already has {split}_{ending}; remove split {split!r} there or choose another folder"
+                f"{path}: already has {split}_{ending}{why}; remove split {split!r} there or choose another folder"
             )
     os.makedirs(path, exist_ok=True)
     split_ = _Split(path, split)
@@ -59,6 +61,7 @@ class _Split:
         self._caps = open(self._aside("caps.txt"), "wb")
         self._each = 0
         self._padded: NpyWriter | None = None
+        self._named: list[str] = []
 
     def append(self, record: Record) -> None:
         name, regions = record.name, record.regions
@@ -119,7 +122,8 @@ class _Split:
         # The features last: without them the others are no split.
         for ending in reversed(ENDINGS):
             if os.path.exists(self._aside(ending)):
-                os.replace(self._aside(ending), os.path.join(self.folder, f"{self.split}_{ending}"))
+                os.replace(self._aside(ending), self._final(ending))
+                self._named.append(ending)
 
     def clean(self) -> None:
         for file in (self._ids, self._caps, *self._arrays.values(), self._padded):
@@ -128,6 +132,9 @@ class _Split:
         for ending in [*ENDINGS, "padded"]:
             with suppress(FileNotFoundError):
                 os.remove(self._aside(ending))
+        if not os.path.exists(self._final("ims.npy")):  # broken off between two names
+            for ending in self._named:
+                os.remove(self._final(ending))
 
     def _start(self, record: Record) -> None:
         self._first = record
@@ -138,6 +145,9 @@ class _Split:
 
     def _aside(self, ending: str) -> str:
         return os.path.join(self.folder, f".{self.split}_{ending}.{os.getpid()}.part")
+
+    def _final(self, ending: str) -> str:
+        return os.path.join(self.folder, f"{self.split}_{ending}")
 
     def _put(self, ending: str, rows: np.ndarray, name: str) -> None:
         array = self._arrays.get(ending)

@@ -1,4 +1,4 @@
-"""Region shards: WebDataset tar files with ``npz`` (:mod:`coder_plugin.data.regions.npz`) and ``json`` for each image.
+"""Region shards: WebDataset tar files with ``npz`` (:mod:`coder_plugin.data.regions.arrays`) and ``json`` for each image.
 
 ``json`` has ``image_id``, the image's name, and ``captions`` where they are known. A folder holds its splits side by side
 as ``{split}-000000.tar``, ``{split}-000001.tar`` … of 1,000 images, and ``sizes.json`` says how many each has. The reader
@@ -18,10 +18,10 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+from coder_plugin.data.regions.arrays import decode_npz, encode_npz
 from coder_plugin.data.regions.base import Record, RegionFormat, Regions
 from coder_plugin.data.regions.keyed import KeyedRegions, naming
 from coder_plugin.data.regions.npy import read_at
-from coder_plugin.data.regions.npz import decode_npz, encode_npz
 from coder_plugin.errors import CoderError
 
 SHARD_SIZE = 1000
@@ -59,7 +59,7 @@ class ShardFile(KeyedRegions):
     def _read(self, name: str, where: tuple[int, int, int]) -> Regions:
         number, offset, size = where
         with naming(self._shards[number], name):
-            return decode_npz(read_at(self._shards[number], offset, size))
+            return decode_npz(read_at(self._shards[number], offset, size), self._shards[number])
 
 
 def write(path: str, records: Iterable[Record], *, split: str = "train", shard_size: int = SHARD_SIZE) -> int:
@@ -133,7 +133,8 @@ def _of_split(folder: str, split: str) -> list[str]:
 
 
 def _shards(path: str, split: str) -> list[str]:
-    from coder_plugin.data.shards import expand, is_local, local_path  # imports torch, which writing does not need
+    from coder_plugin.data.shards import expand  # imports torch, which writing does not need
+    from coder_plugin.data.tars import is_local, local_path
 
     if not os.path.isdir(path):
         shards = expand(path)
@@ -150,7 +151,7 @@ def _shards(path: str, split: str) -> list[str]:
 
 def _index(shard: str) -> Iterator[tuple[str, tuple[str, ...], tarfile.TarInfo]]:
     """(name, captions, header of the npz field) of each image that has one."""
-    from coder_plugin.data.shards import members
+    from coder_plugin.data.tars import members
 
     last, name = "", ""
     captions: tuple[str, ...] = ()

@@ -1,11 +1,10 @@
 """From an image's regions to what region models read: tensors of one shape, padded and masked.
 
-Shapes: M most regions, R channels, G channels of the whole image.
+Shapes: M most regions, R channels.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -13,47 +12,45 @@ import torch
 from torch import Tensor
 
 from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.source import Unusable
 from coder_plugin.errors import CoderError
-
-log = logging.getLogger(__name__)
 
 
 class RegionTransform:
-    """Regions -> ``features`` float32 [M, R] and bool ``mask`` [M]; ``boxes`` [M, 4] (fractions) with ``aspect`` [], and
-    ``global`` [G], where the data have them.
+    """Regions -> ``features`` float32 [M, R] and bool ``mask`` [M], and for a model that reads them ``boxes`` [M, 4]
+    (fractions) with ``aspect`` [], the image's width over its height.
 
     Args:
         region_dim: R, checked. max_regions: M: the first M of the file's order are kept, fewer are padded.
         dropout: share of the regions that are left out at random, in training (VSE-infinity's 0.2); one always stays.
+        boxes: whether the model reads them: an image without is then unusable.
     """
 
-    def __init__(self, region_dim: int, *, max_regions: int = 36, dropout: float = 0.0) -> None:
+    def __init__(
+        self, region_dim: int, *, max_regions: int = 36, dropout: float = 0.0, boxes: bool = False
+    ) -> None:
         if max_regions < 1:
             raise CoderError(f"max regions must be 1 or more, got {max_regions}")
         if not 0 <= dropout < 1:
             raise CoderError(f"region dropout must be in [0, 1), got {dropout}")
-        self.region_dim, self.max_regions, self.dropout = region_dim, max_regions, dropout
-        self._warned = False
+        self.region_dim, self.max_regions, self.dropout, self.boxes = region_dim, max_regions, dropout, boxes
 
     def __call__(self, regions: Any) -> dict[str, Tensor]:
         if not isinstance(regions, Regions):
             raise CoderError("this model reads regions and the data are pictures: extract regions and name them: --regions")
         if regions.features.shape[1] != self.region_dim:
             raise CoderError(f"regions have {regions.features.shape[1]} channels; the model was made for {self.region_dim}")
-        if len(regions) > self.max_regions and not self._warned:
-            log.warning("an image has %d regions, the first %d are read (--max-regions)", len(regions), self.max_regions)
-            self._warned = True
         kept = self._kept(min(len(regions), self.max_regions))
         out = {
             "features": self._padded(regions.features, kept),
             "mask": torch.arange(self.max_regions) < len(kept),
         }
-        fractions = regions.fractions
-        if fractions is not None:
+        if self.boxes:
+            fractions = regions.fractions
+            if fractions is None:
+                raise Unusable("it has no boxes, which this model reads (--model-kwargs context=none does without)")
             out["boxes"] = self._padded(fractions, kept)
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
-        if regions.whole is not None:
-            out["global"] = torch.from_numpy(regions.whole.astype(np.float32))  # a copy: the file's may be read-only
         return out
 
     def _kept(self, count: int) -> Tensor:

@@ -126,18 +126,22 @@ class TsvRegions(KeyedRegions):
 
 def _scan(path: str, layout: _Layout) -> dict[str, tuple[int, int, int]]:
     """Names to (offset, length, line number), in blocks of at most a MB; CoderError where lines make the file doubtful."""
+    from tqdm import tqdm
+
     log.info("%s: looking for its lines; once, if the folder can be written", path)
     index: dict[str, tuple[int, int, int]] = {}
     wrong: list[tuple[int, int]] = []  # (line, fields)
     twice: list[tuple[int, str]] = []
     number = offset = 0
-    with open(path, "rb", buffering=_BLOCK) as file:
+    bar = tqdm(total=os.path.getsize(path), desc=f"index of {os.path.basename(path)}", unit="B", unit_scale=True, disable=None)
+    with open(path, "rb", buffering=_BLOCK) as file, bar:
         while block := file.readline(_BLOCK):
             number += 1
             head, tabs, length = block, block.count(b"\t"), len(block)
             while not block.endswith(b"\n") and (block := file.readline(_BLOCK)):
                 tabs, length = tabs + block.count(b"\t"), length + len(block)
             where, offset = (offset, length, number), offset + length
+            bar.update(length)
             if not head.strip(b"\r\n"):
                 continue  # as the csv module does
             if not block and not _complete(path, layout, where, next(iter(index.values()), None)):
@@ -274,7 +278,8 @@ def _format(layout: _Layout, *, objects: bool) -> RegionFormat:
         stem, dot, piece = os.path.basename(path).lower().rpartition(".tsv")
         return bool(dot) and (not piece or piece[1:].isdigit()) and ("obj" in stem) == objects
 
-    return RegionFormat(open=open_tsv, write=write, matches=matches)
+    keeps = ("extras",) if layout.extras else ()
+    return RegionFormat(open=open_tsv, write=write, matches=matches, keeps=keeps)
 
 
 BUA = _format(

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import importlib
+import io
+import json
 import logging
 import os
 import pickle
+import tarfile
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coder_plugin import registry
+from coder_plugin.data.captions import open_caps
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions import guess_format, open_regions
-from coder_plugin.data.regions.base import Record, RegionFormat, Regions
+from coder_plugin.data.regions.base import DERIVATIONS, Record, RegionFormat, Regions, names_of
 from coder_plugin.data.regions.convert import convert
-from coder_plugin.data.regions.join import RegionSource
+from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.data.shards import open_shards
 from coder_plugin.data.source import ItemSource, Plan
 from coder_plugin.errors import CoderError
+from coder_plugin.training.setup import make_regions
 
 MODULES = ("precomp", "shards", "tsv", "hdf5", "lmdb_", "folder")
 PLACES = {
@@ -111,9 +119,11 @@ def test_every_format_becomes_every_other(tmp_path, one, other):
     if other == "lxmert" and one not in EXTRAS:
         assert "objects_id" in fault(quietly, source, destination, **kinds)
         return
-    if other == "bua" and one in EXTRAS:
-        assert "without extras" in fault(quietly, source, destination, **kinds) and not os.path.exists(destination)
-    report = quietly(source, destination, **kinds, extras=other != "bua")
+    if other in ("bua", "precomp") and one in EXTRAS:
+        message = fault(quietly, source, destination, **kinds)
+        assert f"(attrs_conf, attrs_id, objects_conf, objects_id), which {other} has no place for" in message
+        assert "--without-extras" in message and (not os.path.exists(destination) or not os.listdir(destination))
+    report = quietly(source, destination, **kinds, extras=other not in ("bua", "precomp"))
     assert report.images == 3 and (report.from_kind, report.to_kind) == (one, other)
     before, after = open_regions(source, one), open_regions(destination, other)
     assert set(after) == set(before) == set(NAMES)
@@ -129,9 +139,47 @@ def test_every_format_becomes_every_other(tmp_path, one, other):
 @pytest.mark.parametrize("there, back", [("shards", "precomp"), ("precomp", "shards")])
 def test_captions_of_the_file_itself_go_along(tmp_path, there, back):
     source = written(tmp_path / "from", there, captions=2)
-    report = quietly(source, destination := place(tmp_path / "to", back), to_split="dev")
-    assert report.captions == 6
+    report = quietly(source, destination := place(tmp_path / "to", back), to_split="dev", extras=False)
+    assert report.captions == 6 and report.left == 0 and "3 images with 6 captions written" in str(report)
     assert open_regions(destination, split="dev").captions == {each.name: each.captions for each in records(2)}
+
+
+@pytest.mark.parametrize("kind", [name for name, (_, layout) in FORMATS.items() if "captions" not in layout.keeps])
+def test_captions_that_a_layout_cannot_hold_are_told_of(tmp_path, caplog, kind):
+    source, destination = written(tmp_path / "from", "lxmert"), place(tmp_path / "to", kind)
+    kinds = {"from_kind": "lxmert", "to_kind": kind, "extras": kind != "bua", "captions": captioned(*NAMES)}
+    report = quietly(source, destination, **kinds)
+    assert (report.images, report.captions, report.left) == (3, 0, 6)
+    assert not hasattr(open_regions(destination, kind), "captions")
+    assert f"3 images written, lxmert to {kind}\n6 captions left out: {kind} has no place" in str(report)
+    assert "--regions" in str(report) and f"{destination}: {kind} has no place for captions: 6 left out" in caplog.text
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_a_layout_says_it_keeps_it_keeps_and_no_more(tmp_path, kind):
+    layout, path = FORMATS[kind][1], place(tmp_path, kind)
+    whole = np.ones(2, np.float32) if "whole" in layout.keeps else None
+    extras = regions(0).extras if "extras" in layout.keeps else {}
+    layout.write(path, [Record("a", replace(regions(0), whole=whole, extras=extras), ("one", "two"))], split="train")
+    file = layout.open(path, split="train")
+    assert (file["a"].whole is not None) == ("whole" in layout.keeps)
+    assert set(file["a"].extras) == set(extras)
+    assert getattr(file, "captions", {}) == ({"a": ("one", "two")} if "captions" in layout.keeps else {})
+
+
+def test_a_whole_image_s_feature_is_not_lost(tmp_path):
+    path = place(tmp_path, "precomp")
+    one = replace(regions(0), whole=np.ones(2, np.float32), extras={})
+    FORMATS["precomp"][1].write(path, [Record("a", one)], split="train")
+    message = fault(quietly, path, str(tmp_path / "x.tsv"), to_kind="bua")
+    assert "'a' has a feature of the whole image, which bua has no place for" in message
+    assert not (tmp_path / "x.tsv").exists()
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_numbers_of_captions_that_cannot_be(tmp_path, number):
+    message = fault(quietly, written(tmp_path), place(tmp_path, "shards"), captions_per_image=number)
+    assert f"captions_per_image is {number}" in message
 
 
 def test_captions_joined_in_set_the_order_and_the_names(tmp_path):
@@ -231,6 +279,72 @@ def test_names_that_are_looked_for(tmp_path, key, names):
     assert np.array_equal(next(source.items())[1].load().features, regions(0).features)
 
 
+@given(st.lists(st.integers(0, 2_000_000), min_size=1, max_size=30, unique=True), st.integers(0, 9))
+def test_zero_padded_names_of_any_length_find_their_numbers(numbers, padding):
+    """Also where some are longer than the padding, so that their digits are their number."""
+    captions = captioned(*(f"{number:0{padding}}.jpg" for number in numbers))
+    source = RegionSource(captions, {str(number): number for number in numbers}, max_missing=0)
+    assert [item.load() for _, item in source.items()] == numbers
+
+
+@given(st.text(max_size=12) | st.from_regex(r"[a-z/]{0,5}_?[0-9]{0,4}(\.jpg)?", fullmatch=True))
+def test_a_derivation_has_one_place_for_all_names(name):
+    found = names_of(name)
+    assert len(found) == len(DERIVATIONS) and found[0] == name and "" not in found[1:]
+    if found[4] is not None:
+        assert found[3].lstrip("0") == found[4] or (set(found[3]), found[4]) == ({"0"}, "0")
+
+
+def test_kinds_of_names_do_not_mix(tmp_path):
+    """The second image has no number of the first kind, and one of the other kind that is a third image's first."""
+    items = [Item(f"{n}.jpg", ("x",), None, names) for n, names in enumerate([("6", "70"), (None, "8"), ("8", "90")])]
+    source = RegionSource(ItemSource(items), {"6": "six", "8": "eight"})
+    loaded = [item for _, item in source.items()]
+    assert (loaded[0].load(), loaded[2].load()) == ("six", "eight")
+    with pytest.raises(ValueError, match="'1.jpg'"):
+        loaded[1].load()
+
+
+def test_ids_that_count_do_not_join_numbers_of_another_list(tmp_path):
+    path = place(tmp_path, "precomp")
+    given_ = [Record(str(n), replace(regions(n), extras={}), ("a",)) for n in range(6)]
+    FORMATS["precomp"][1].write(path, given_, split="train")
+    items = [Item(f"p{n}.jpg", ("x",), None, (None, str(n))) for n in range(2, 8)]
+    message = fault(joined, path, ItemSource(items, name="karpathy"))
+    assert "none of 6 images has regions" in message and "'train_0'" in message
+    assert "none of 6" in fault(quietly, path, place(tmp_path, "shards"), captions=ItemSource(items))
+    caps = open_caps(f"{path}/train_caps.txt")  # of the same folder
+    assert [item.key for _, item in joined(path, caps, max_missing=0).items()] == [f"train_{n}" for n in range(6)]
+
+
+def test_the_rule_is_told_unless_it_is_the_key_itself(tmp_path, caplog):
+    path = written(tmp_path)
+    with caplog.at_level(logging.INFO, logger="coder_plugin.data.regions.join"):
+        joined(path, captioned(*NAMES))
+        assert not caplog.records
+        joined(path, captioned(*(f"val/C_{int(name):012}.jpg" for name in NAMES)))
+        joined(path, ItemSource([Item(f"{name}.x", ("a",), None, (None, name)) for name in NAMES], name="c"))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert f"found by its key, the number at its end: those of 'val/C_{int(NAMES[0]):012}.jpg' are '{NAMES[0]}'" in first
+    assert f"c: an image's regions are found by its other name 2, as it is: those of '{NAMES[0]}.x'" in second
+
+
+def test_of_two_rules_that_find_as_many_the_more_exact_is_taken_and_told_of(tmp_path, caplog):
+    items = [Item(f"x_{n}.jpg", ("x",), None, (str(2 - n),)) for n in range(3)]
+    source = RegionSource(ItemSource(items, name="c"), {"0": 0, "1": 1, "2": 2})
+    assert [item.load() for _, item in source.items()] == [2, 1, 0]
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    message = record.getMessage()
+    assert "c: 'x_0.jpg' has regions as '2', by its other name 1, as it is, and others as '0', by its key" in message
+
+
+def test_two_names_of_one_image_are_no_other_rule(tmp_path, caplog):
+    path = written(tmp_path)
+    (tmp_path / "x_precomp/id_mapping.json").write_text(str({name: f"v/{name}.jpg" for name in NAMES}).replace("'", '"'))
+    joined(path, captioned(*(f"v/{name}.jpg" for name in NAMES)))
+    assert not caplog.records
+
+
 def test_one_rule_names_all_images(tmp_path):
     """The last image's own number is not in the file, and its number elsewhere is another image's there."""
     keys = [f"a_{name}.jpg" for name in NAMES[:2]] + ["a_99.jpg"]
@@ -270,9 +384,90 @@ def test_captions_that_come_as_a_stream(tmp_path):
     assert {item.key for item in chunks[0]} == set(NAMES)
     for _, item in source.items():
         assert np.array_equal(item.load().features, regions(NAMES.index(item.key)).features)
-    missing = RegionSource(stream, {"7": regions(0)})
-    with pytest.raises(ValueError, match="not in the file of regions"):
-        next(missing.items())[1].load()
+    assert "none of 3 images" in fault(RegionSource, stream, {"7": regions(0)})
+
+
+def stream_of(folder: Path, numbers: list[tuple[int, int]]) -> str:
+    """A shard of captions: ``__key__`` and ``image_id`` of each."""
+    path = folder / "s.tar"
+    with tarfile.open(path, "w") as tar:
+        for key, image_id in numbers:
+            data = json.dumps({"image_id": image_id, "captions": ["x"]}).encode()
+            member = tarfile.TarInfo(f"{key:09}.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return str(path)
+
+
+def test_one_rule_names_a_whole_stream(tmp_path, caplog):
+    """The last images are missing, and their samples' numbers are other images' in the file."""
+    stream = open_shards(stream_of(tmp_path, [(40 + n, 391890 + n) for n in range(4)]))
+    file = {"391890": 0, "391891": 1, "42": "another's", "43": "another's"}
+    source = RegionSource(stream, file, max_missing=2)
+    assert "2 of 4 images at its start have no regions, such as '391892', '391893'" in caplog.text
+    found = {item.key: item for chunk in source.chunks(Plan(seed=1, epoch=0, batch_size=4)) for item in chunk}
+    found |= {item.key: item for _, item in source.items()}
+    assert (found["391890"].load(), found["391891"].load()) == (0, 1)
+    for key in ("391892", "391893"):
+        with pytest.raises(ValueError, match=f"'{key}' is not in the file"):
+            found[key].load()
+    assert "at most 1 may" in fault(RegionSource, stream, file, max_missing=1)
+
+
+def test_the_start_of_a_stream_decides(tmp_path, monkeypatch):
+    """However many of the later images another rule would find."""
+    monkeypatch.setattr("coder_plugin.data.regions.join.FIRST", 2)
+    stream = open_shards(stream_of(tmp_path, [(40 + n, 391890 + n) for n in range(9)]))
+    file = {"391890": 0, "391891": 1, **{str(40 + n): n for n in range(2, 9)}}
+    source = pickle.loads(pickle.dumps(RegionSource(stream, file, max_missing=0)))
+    loaded = [item for _, item in source.items()]
+    assert (loaded[0].load(), loaded[1].load()) == (0, 1)
+    for item in loaded[2:]:
+        with pytest.raises(ValueError, match="not in the file"):
+            item.load()
+
+
+# several files of regions as one
+
+
+def test_files_are_read_as_one(tmp_path):
+    one, other = {"a": 1, "b": 2}, open_regions(written(tmp_path))
+    both = pickle.loads(pickle.dumps(Joined([("one", one), ("other", other)])))
+    assert list(both) == ["a", "b", *NAMES] and len(both) == 5 and "a" in both and "c" not in both
+    assert both["b"] == 2 and np.array_equal(both[NAMES[1]].features, regions(1).features) and both.get("c") is None
+
+
+def precomp_of(folder: Path, *names: str, ids=()) -> str:
+    given = [Record(name, replace(regions(n), extras={}), ("a",)) for n, name in enumerate(ids or names)]
+    FORMATS["precomp"][1].write(str(folder), given, split="train")
+    (folder / "id_mapping.json").write_text(json.dumps(dict(zip(ids, names, strict=True))) if ids else "{}")
+    return str(folder)
+
+
+def test_files_that_have_an_image_of_one_name_are_refused(tmp_path):
+    one, other = precomp_of(tmp_path / "one", "a", "b"), precomp_of(tmp_path / "other", "c", "d")
+    config = SimpleNamespace(regions=f"{one}::{other}", regions_type="auto")
+    assert list(make_regions(config, split="train")) == ["a", "b", "c", "d"]
+    config.regions += "::" + precomp_of(tmp_path / "third", "e", "b")
+    message = fault(make_regions, config, split="train")
+    assert f"{tmp_path / 'third'}: has 'b', as {one} has" in message
+    config.regions = f"{one}::{one}"
+    assert "'a', 'b'" in fault(make_regions, config, split="train")
+
+
+def test_row_numbers_of_two_files_are_refused(tmp_path):
+    """Names of images listed there count as well as those that find them."""
+    one = precomp_of(tmp_path / "one", "v/x.jpg", ids=("17",))
+    assert "'17'" in fault(Joined, [("one", open_regions(one)), ("other", {"17": regions(0)})])
+    assert "'17'" in fault(Joined, [("other", {"17": regions(0)}), ("one", open_regions(one))])
+
+
+def test_a_short_name_that_two_files_have_finds_nothing(tmp_path):
+    paths = [precomp_of(tmp_path / split, f"{split}/1.jpg", ids=(id_,)) for split, id_ in (("a", "17"), ("b", "18"))]
+    both = Joined([(path, open_regions(path)) for path in paths])
+    assert "1.jpg" not in both and both.get("1.jpg") is None
+    assert all(each in both for each in ("a/1.jpg", "b/1.jpg", "17", "18"))
+    assert both.resolve("18") == "b/1.jpg"
 
 
 @pytest.mark.parametrize("kind", FORMATS)

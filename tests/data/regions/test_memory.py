@@ -16,6 +16,8 @@ FORMATS = {
     "folder": ("coder_plugin.data.regions.folder:FOLDER", "x", True),
     "hdf5": ("coder_plugin.data.regions.hdf5:HDF5", "x.hdf5", True),
     "lmdb": ("coder_plugin.data.regions.lmdb_:LMDB", "x.lmdb", True),
+    "precomp": ("coder_plugin.data.regions.precomp:PRECOMP", "x_precomp", False),
+    "shards": ("coder_plugin.data.regions.shards:SHARDS", "x_shards", True),
 }
 NEEDS = {"hdf5": "h5py", "lmdb": "lmdb"}
 MB = 1 << 20
@@ -28,7 +30,7 @@ import numpy as np
 from coder_plugin.data.regions.base import Record, Regions
 
 what, target, path, number, extras, hold = sys.argv[1:4] + [int(each) for each in sys.argv[4:]]
-for module in ("h5py", "lmdb"):
+for module in ("h5py", "lmdb", "coder_plugin.data.shards"):
     try:
         importlib.import_module(module)
     except ImportError:

@@ -7,7 +7,8 @@ import logging
 import multiprocessing
 import os
 import pickle
-import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,22 @@ def test_ids_that_only_count_do_not_join_images_of_different_splits(tmp_path, st
     assert [item.names for item in train] == [(str(start + k),) for k in range(3)]
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_ids_that_only_count_find_no_image(tmp_path, start):
+    """Another file's numbers count other images."""
+    file = PRECOMP.open(folder(tmp_path, ids=range(start, start + 3)), split="train")
+    assert list(file) == ["train_0", "train_1", "train_2"] == list(file.captions)
+    assert not any(str(number) in file for number in range(4))
+    assert np.array_equal(file["train_2"].features, features()[2])
+
+
+def test_ids_that_count_and_are_mapped_name_images(tmp_path):
+    spec = folder(tmp_path, ids=range(3))
+    (tmp_path / "id_mapping.json").write_text(json.dumps({str(n): f"{n}.jpg" for n in range(3)}))
+    file = PRECOMP.open(spec, split="train")
+    assert list(file) == ["0.jpg", "1.jpg", "2.jpg"] and "1" in file
+
+
 def test_different_ids_are_different_images_even_of_equal_rows(tmp_path, caplog):
     assert len(items(folder(tmp_path, np.ones((4, 1, 1)), captions=4, ids="abcd"))) == 4
     assert "every 4 rows are the same" in caplog.text
@@ -158,6 +175,27 @@ def test_a_test_split_beside_testall_is_warned_of(tmp_path, caplog):
         items(spec, "test")
     message = caplog.records[0].getMessage()
     assert "test holds 2 of testall's 10 images" in message and "--split testall --folds 5" in message
+
+
+@pytest.mark.parametrize(
+    "name, images, mapped, warned",
+    [
+        ("coco_precomp", 1000, False, True),
+        ("COCO/precomp", 1000, False, True),
+        ("data", 1000, True, True),
+        ("coco_precomp", 999, False, False),
+        ("f30k_precomp", 1000, False, False),
+        ("coco/f30k_precomp", 1000, False, False),
+    ],
+)
+def test_a_test_split_of_coco_alone_is_warned_of(tmp_path, caplog, name, images, mapped, warned):
+    ids = range(5, 5 + images) if mapped else None
+    spec = folder(tmp_path / name, np.ones((images, 1, 1), "f4"), captions=5 * images, ids=ids, split="test")
+    if mapped:
+        names = {str(number): f"COCO_val2014_{number:012}.jpg" for number in ids}
+        (tmp_path / name / "id_mapping.json").write_text(json.dumps(names))
+    PRECOMP.open(spec, split="test")
+    assert ("first fold of COCO's testall" in caplog.text and "--folds 5" in caplog.text) == warned
 
 
 def test_headers_of_python_2_are_read(tmp_path):
@@ -406,6 +444,24 @@ def test_a_split_is_not_written_over(tmp_path):
     assert list(PRECOMP.open(str(tmp_path), split="train")) == ["a"]
 
 
+def test_a_split_that_cannot_get_all_its_names_has_none(tmp_path, monkeypatch):
+    real, done = os.replace, []
+
+    def failing(one, other):
+        if len(done) == 1:
+            raise OSError("disk gone")
+        done.append(other)
+        real(one, other)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk gone"):
+        patch.setattr("os.replace", failing)
+        PRECOMP.write(str(tmp_path), [record("a")], split="train")
+    assert len(done) == 1 and not os.listdir(tmp_path)
+    PRECOMP.write(str(tmp_path), [record("a")], split="train")
+    (tmp_path / "train_ims.npy").unlink()  # as a kill would have it
+    assert "without train_ims.npy" in fault(PRECOMP.write, str(tmp_path), [record("a")], split="train")
+
+
 def test_extras_have_no_place_and_that_is_told(tmp_path, caplog):
     extra = Record("a", Regions(np.ones((1, 2)), extras={"objects_id": np.ones(1)}))
     PRECOMP.write(str(tmp_path), [extra], split="train")
@@ -424,18 +480,34 @@ def test_the_file_goes_to_other_processes(tmp_path):
         assert np.array_equal(pool.apply(file.__getitem__, (NAMES[1],)).features, features()[1])
 
 
-def test_reading_all_of_a_large_file_takes_little_memory(tmp_path):
-    path = tmp_path / "train_ims.npy"
-    images = 500  # 295 MB, the file being sparse
-    with open(path, "wb") as file:
-        file.write(header(np.dtype("float32"), (images, 72, 2048)))
-        file.truncate(128 + images * 72 * 2048 * 4)
-    (tmp_path / "train_ids.txt").write_text("".join(f"{7 * k}\n" for k in range(images)))
-    opened = PRECOMP.open(str(tmp_path), split="train")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for name in opened:
-        assert opened[name].features.shape == (72, 2048)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
+# ru_maxrss would begin with the size of the process that started it
+PADDING = """
+import sys
+import numpy as np
+from coder_plugin.data.regions.base import Record, Regions
+from coder_plugin.data.regions.precomp import PRECOMP
+
+
+def memory(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) >> 10 for line in status if line.startswith(field))
+
+
+before = memory("VmRSS")
+records = (Record(f"{n}", Regions(np.full((36 << n % 2, 2048), n + 1, np.float32))) for n in range(160))
+assert PRECOMP.write(sys.argv[1], records, split="train") == 160
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_images_are_filled_up_one_at_a_time(tmp_path):
+    command = [sys.executable, "-c", PADDING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "train_ims.npy").stat().st_size == 128 + 160 * 72 * 2048 * 4  # 94 MB
+    assert int(done.stdout) < 30  # MB
+    (tmp_path / "train_ims.npy").unlink()  # pytest keeps the files of three runs
 
 
 def test_matches(tmp_path):

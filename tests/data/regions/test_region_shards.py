@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from coder_plugin.data.regions.arrays import decode_npz, encode_npz
 from coder_plugin.data.regions.base import Record, Regions
-from coder_plugin.data.regions.npz import decode_npz, encode_npz
+from coder_plugin.data.regions.folder import FOLDER
 from coder_plugin.data.regions.shards import SHARDS, write, write_shard
 from coder_plugin.data.shards import open_shards, scan
 from coder_plugin.data.source import Plan
@@ -80,7 +81,7 @@ def same(one: Regions, other: Regions) -> bool:
 @given(region_sets())
 def test_npz_is_read_back_to_the_bit_and_always_the_same(regions):
     data = encode_npz(regions)
-    assert same(decode_npz(data), regions) and encode_npz(decode_npz(data)) == data
+    assert same(decode_npz(data, "x"), regions) and encode_npz(decode_npz(data, "x")) == data
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -187,15 +188,16 @@ BOXED = {"features": np.ones((1, 2)), "boxes": np.ones((1, 4))}
 @pytest.mark.parametrize(
     "data, words",
     [
-        (b"", "not a .npz"),
-        (b"PK\x03\x04" + bytes(90), "not a .npz"),
-        (encode_npz(records(1)[0].regions)[:-9], "not a .npz"),
-        (npz(feats=np.ones((1, 2))), "no array 'features' in its npz field, only: feats"),
-        (npz(features=np.array([None])), "not a .npz file of numbers: Object arrays"),
+        (b"", "not an .npz"),
+        (b"PK\x03\x04" + bytes(90), "damaged .npz"),
+        (encode_npz(records(1)[0].regions)[:-9], "damaged .npz"),
+        (npz(feats=np.ones((1, 2))), "no features: none of x, features, feat in feats"),
+        (npz(features=np.array([None])), "'features' is pickled"),
+        (npz(features=np.ones((2, 4)), boxes=np.ones((4, 4)), size=np.ones(2)), "4 boxes"),
         (npz(features=np.array([[np.nan]])), "1 of 1 numbers"),
         (npz(**BOXED, size=np.ones(3)), "width and height"),
         (npz(**BOXED, size=np.zeros(2)), "must be > 0"),
-        (npz(features=np.ones((2, 2)), boxes=np.array([["a"]])), "boxes and size must be numbers"),
+        (npz(features=np.ones((2, 2)), boxes=np.array([["a"]] * 2), size=np.ones(2)), "boxes is <U1, not numbers"),
     ],
 )
 def test_a_damaged_entry_fails_its_image_alone(tmp_path, data, words):
@@ -206,18 +208,34 @@ def test_a_damaged_entry_fails_its_image_alone(tmp_path, data, words):
         file["b"]
 
 
+def test_what_bottom_up_attention_pytorch_writes_is_read_in_a_shard(tmp_path):
+    data = npz(x=np.ones((2, 3), "f4"), bbox=np.ones((2, 4), "f4"), num_bbox=2, image_w=5.0, image_h=4.0, conf=np.ones(2))
+    got = SHARDS.open(tar_of(tmp_path / "x.tar", {"a.npz": data}))["a"]
+    assert got.features.shape == (2, 3) and got.size == (5.0, 4.0) and list(got.extras) == ["conf"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(region_sets())
+def test_shards_unpacked_into_a_folder_are_read_there(tmp_path_factory, regions):
+    folder = tmp_path_factory.mktemp("unpacked")
+    write_shard(str(folder / "x.tar"), [Record("name", regions)])
+    with tarfile.open(folder / "x.tar") as tar:
+        tar.extractall(folder, filter="data")
+    assert same(FOLDER.open(str(folder))["r000000"], regions)
+
+
 def test_a_single_array_is_no_npz():
     file = io.BytesIO()
     np.save(file, np.ones(3))
-    with pytest.raises(ValueError, match="single array"):
-        decode_npz(file.getvalue())
+    with pytest.raises(ValueError, match="no ZIP archive"):
+        decode_npz(file.getvalue(), "x")
 
 
 def test_a_flipped_bit_is_noticed():
     data = bytearray(encode_npz(Regions(np.ones((9, 9)))))
     data[400] ^= 1
-    with pytest.raises(ValueError, match="not a .npz"):
-        decode_npz(bytes(data))
+    with pytest.raises(ValueError, match="damaged .npz"):
+        decode_npz(bytes(data), "x")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import warnings
 
@@ -16,15 +15,19 @@ from torch.utils.data import default_collate
 
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
-from coder_plugin.data.source import isolated_rng
+from coder_plugin.data.source import Unusable, isolated_rng
 from coder_plugin.errors import CoderError
 
 CHANNELS = 3
 
 
+def transform_of(**options: object) -> RegionTransform:
+    return RegionTransform(CHANNELS, **{"boxes": True, **options})  # type: ignore[arg-type]
+
+
 def regions(count: int, *, boxes: bool = True, dtype: type = np.float32, whole: bool = False) -> Regions:
     """Region n holds n + 1 in all channels, and its box tells n."""
-    features = np.repeat(np.arange(1, count + 1, dtype=dtype)[:, None], CHANNELS, 1)
+    features: np.ndarray = np.repeat(np.arange(1, count + 1, dtype=dtype)[:, None], CHANNELS, 1)
     corners = np.stack([[n, 2 * n, n + 10, 2 * n + 20] for n in range(count)]).astype(np.float32) if boxes else None
     size = (400.0, 200.0) if boxes else (1.0, 1.0)
     return Regions(features, corners, size, np.arange(4, dtype=np.float32) if whole else None)
@@ -36,38 +39,36 @@ def numbers(out: dict[str, torch.Tensor]) -> list[int]:
 
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (4, 4), (5, 5), (9, 5)])
 def test_first_regions_padded_and_masked(count, kept):
-    out = RegionTransform(CHANNELS, max_regions=5)(regions(count))
+    out = transform_of(max_regions=5)(regions(count))
     assert out["features"].shape == (5, CHANNELS) and out["features"].dtype == torch.float32
     assert out["mask"].tolist() == [True] * kept + [False] * (5 - kept) and numbers(out) == list(range(kept))
     assert (out["features"][kept:] == 0).all() and (out["boxes"][kept:] == 0).all()
 
 
 def test_boxes_become_fractions_with_the_images_aspect():
-    out = RegionTransform(CHANNELS, max_regions=3)(regions(2))
+    out = transform_of(max_regions=3)(regions(2))
     expected = torch.tensor([[0, 0, 10 / 400, 20 / 200], [1 / 400, 2 / 200, 11 / 400, 22 / 200]])
     torch.testing.assert_close(out["boxes"][:2], expected)
     assert out["boxes"].dtype == out["aspect"].dtype == torch.float32
     assert out["aspect"].item() == 2 and out["aspect"].shape == ()
 
 
-@pytest.mark.parametrize(
-    ("given", "keys"),
-    [
-        ({"boxes": False}, {"features", "mask"}),
-        ({}, {"features", "mask", "boxes", "aspect"}),
-        ({"boxes": False, "whole": True}, {"features", "mask", "global"}),
-    ],
-)
-def test_keys_are_what_the_data_have(given, keys):
-    out = RegionTransform(CHANNELS)(regions(2, **given))
-    assert out.keys() == keys and out["features"].shape == (36, CHANNELS)
-    if "global" in keys:
-        assert out["global"].tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize("boxes", [True, False])
+def test_keys_are_what_the_model_reads(boxes):
+    out = transform_of(boxes=boxes)(regions(2, whole=True))
+    assert out.keys() == {"features", "mask", *(("boxes", "aspect") if boxes else ())}
+    assert out["features"].shape == (36, CHANNELS)
+
+
+def test_an_image_without_boxes_is_unusable_only_where_they_are_read():
+    assert transform_of(boxes=False)(regions(2, boxes=False)).keys() == {"features", "mask"}
+    with pytest.raises(Unusable, match="no boxes"):
+        transform_of()(regions(2, boxes=False))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.dtype(">f4")])
 def test_any_stored_type_becomes_float32(dtype):
-    out = RegionTransform(CHANNELS, max_regions=3)(regions(2, dtype=dtype))
+    out = transform_of(max_regions=3)(regions(2, dtype=dtype))
     assert out["features"].dtype == torch.float32 and numbers(out) == [0, 1]
 
 
@@ -77,14 +78,14 @@ def test_nothing_of_the_file_is_shared_and_no_warning_of_read_only_pages():
         array.setflags(write=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out = RegionTransform(CHANNELS, max_regions=4)(made)
+        out = transform_of(max_regions=4)(made)
     for value in out.values():
         value.zero_()
     assert made.features.all() and made.whole.tolist() == [0, 1, 2, 3]
 
 
 def test_images_of_any_number_of_regions_make_a_batch():
-    transform = RegionTransform(CHANNELS, max_regions=4, dropout=0.5)
+    transform = transform_of(max_regions=4, dropout=0.5)
     batch = default_collate([transform(regions(count)) for count in (1, 4, 9, 2)])
     assert {key: tuple(value.shape) for key, value in batch.items()} == {
         "features": (4, 4, CHANNELS),
@@ -102,7 +103,7 @@ def test_images_of_any_number_of_regions_make_a_batch():
 @given(st.integers(1, 12), st.integers(1, 8), st.floats(0, 0.999), st.integers(0, 10**6))
 def test_dropout_keeps_one_at_least_in_order_with_its_box(count, most, dropout, seed):
     with isolated_rng(seed):
-        out = RegionTransform(CHANNELS, max_regions=most, dropout=dropout)(regions(count))
+        out = transform_of(max_regions=most, dropout=dropout)(regions(count))
     kept = numbers(out)
     assert 1 <= len(kept) <= min(count, most) and kept == sorted(set(kept)) and max(kept) < min(count, most)
     assert out["mask"].tolist() == [True] * len(kept) + [False] * (most - len(kept))
@@ -110,43 +111,32 @@ def test_dropout_keeps_one_at_least_in_order_with_its_box(count, most, dropout, 
 
 
 def test_share_of_the_regions_that_dropout_leaves_out():
-    transform, made = RegionTransform(CHANNELS, max_regions=30, dropout=0.2), regions(30)
+    transform, made = transform_of(max_regions=30, dropout=0.2), regions(30)
     with isolated_rng("share"):
         kept = torch.stack([transform(made)["mask"].sum() for _ in range(400)]).float()
     assert float(kept.mean()) == pytest.approx(24, abs=0.4) and len(set(kept.tolist())) > 5
 
 
 def test_no_region_stays_more_often_than_others_where_one_must():
-    transform, made = RegionTransform(CHANNELS, dropout=0.99), regions(4)
+    transform, made = transform_of(dropout=0.99), regions(4)
     with isolated_rng("one"):
         kept = torch.tensor([numbers(transform(made))[0] for _ in range(800)])
     assert all(count == pytest.approx(200, abs=60) for count in kept.bincount().tolist())
 
 
 def test_dropout_depends_on_the_generator_alone():
-    transform, made = RegionTransform(CHANNELS, max_regions=30, dropout=0.5), regions(30)
+    transform, made = transform_of(max_regions=30, dropout=0.5), regions(30)
     found = []
     for seed in (1, 1, 2):
         with isolated_rng(seed):
             found.append(numbers(transform(made)))
     assert found[0] == found[1] != found[2]
     state = torch.get_rng_state()
-    RegionTransform(CHANNELS)(made)  # evaluation draws nothing
+    transform_of()(made)  # evaluation draws nothing
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# what is told
-
-
-def test_more_regions_than_are_read_are_told_once(caplog):
-    transform = RegionTransform(CHANNELS, max_regions=4)
-    with caplog.at_level(logging.WARNING):
-        transform(regions(4))
-        assert not caplog.records
-        transform(regions(5)), transform(regions(6))
-    assert [record.getMessage() for record in caplog.records] == [
-        "an image has 5 regions, the first 4 are read (--max-regions)"
-    ]
+# what is refused
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from coder_plugin.data.regions import tsv
 from coder_plugin.data.regions.base import Record
@@ -281,6 +282,23 @@ def test_a_name_that_is_not_there_is_a_key_error_and_asking_reads_nothing(tmp_pa
 
 
 # the index beside the file
+
+
+def test_indexing_shows_how_far_it_is(tmp_path, monkeypatch):
+    path = written(tmp_path)
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **options) -> None:
+            super().__init__(**{**options, "disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    BUA.open(path)
+    ((bar),) = bars
+    assert bar.n == bar.total == os.path.getsize(path) and "x.tsv" in bar.desc and bar.unit == "B"
+    BUA.open(path)
+    assert len(bars) == 1
 
 
 def test_the_index_is_kept_used_and_dropped_when_the_file_changes(tmp_path, monkeypatch):

@@ -18,15 +18,17 @@ import torch
 from PIL import Image
 
 from coder_plugin.data.item import Item
-from coder_plugin.data.regions.ahead import ahead
+from coder_plugin.data.regions import precomp_write
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.regions.batches import Batches
-from coder_plugin.data.regions.extract import Job, extract, work
-from coder_plugin.data.regions.pictures import Pictures
 from coder_plugin.data.regions.precomp import PrecompFile
 from coder_plugin.data.regions.shards import ShardFile
 from coder_plugin.data.source import ItemSource
+from coder_plugin.detectors.ahead import ahead
 from coder_plugin.detectors.base import Detector, Prepared, pixels
+from coder_plugin.detectors.batches import Batches
+from coder_plugin.detectors.extract import extract, work
+from coder_plugin.detectors.job import Job
+from coder_plugin.detectors.pictures import Pictures
 from coder_plugin.detectors.torchvision_ import TorchVision
 from coder_plugin.errors import CoderError
 
@@ -181,6 +183,16 @@ def test_precomp_with_uneven_captions_says_so_and_goes_on_with_as_many_of_each(p
     report = extract(job(pictures, tmp_path / "out", source=source, to="precomp", captions_per_image=2))
     assert (report.images, report.new) == (30, 0)
     assert set(PrecompFile(str(tmp_path / "out")).captions.values()) == {("a", "b")}
+    before = contents(tmp_path / "out")
+    for other, told in ((1, "1"), (None, "none")):
+        again = job(pictures, tmp_path / "out", source=source, to="precomp", captions_per_image=other)
+        assert f"was begun with captions_per_image 2, not {told}" in fault(again)
+    assert contents(tmp_path / "out") == before
+
+
+def test_captions_per_image_is_of_precomp(pictures, tmp_path):
+    with pytest.raises(CoderError, match="--captions-per-image is of --to precomp"):
+        job(pictures, tmp_path, captions_per_image=2)
 
 
 # bad pictures
@@ -247,6 +259,54 @@ def test_killed_and_restarted_equals_uninterrupted_byte_for_byte(pictures, tmp_p
     assert extract(job(pictures, killed, to=to)).new == 30 - 7 * done
     extract(job(pictures, whole, to=to))
     assert contents(killed) == contents(whole)
+
+
+def killed_at_name(work: Job, number: int) -> None:
+    """Extract, and go without a farewell before a precomp split's file number ``number`` gets its name."""
+    names = iter(range(100))
+
+    def replace(aside: str, name: str, rename=os.replace) -> None:
+        if os.path.basename(name).startswith(f"{work.split}_") and next(names) == number:
+            os._exit(9)
+        rename(aside, name)
+
+    precomp_write.os = type("Os", (), {**vars(os), "replace": staticmethod(replace)})
+    extract(work)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_killed_while_precomp_files_get_their_names_and_restarted(pictures, tmp_path, number):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    images = [item for _, item in Pictures(str(pictures)).items()]
+    source = ItemSource([Item(item.key, (item.key, "b"), item.load) for item in images])
+    process = multiprocessing.get_context("fork").Process(
+        target=killed_at_name, args=[job(pictures, killed, source=source, to="precomp"), number]
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert len(list(killed.glob("train_*"))) == number  # of caps, ids, img_sizes, boxes and, last, ims
+    work = job(pictures, killed, source=source, to="precomp", captions_per_image=1)
+    assert extract(work).new == 0  # not one picture again
+    extract(job(pictures, whole, source=source, to="precomp", captions_per_image=1))
+    assert contents(killed) == contents(whole)
+    assert set(PrecompFile(str(killed)).captions.values()) == {(item.key,) for item in images}
+
+
+@pytest.mark.parametrize(
+    ("to", "name"), [("precomp", "train_ims.npy"), ("precomp", "train_caps.txt"), ("shards", "train-000009.tar")]
+)
+def test_files_of_others_are_neither_taken_for_the_result_nor_overwritten(pictures, tmp_path, to, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_bytes(b"of somebody else")
+    for other in ("dev_ims.npy", "train-2017-000000.tar"):  # other splits
+        (tmp_path / "out" / other).touch()
+    before = contents(tmp_path / "out")
+    told = fault(job(pictures, tmp_path / "out", to=to))
+    assert name in told and "remove split 'train'" in told
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "out" / name).unlink()
+    assert extract(job(pictures, tmp_path / "out", to=to)).new == 30
 
 
 @pytest.mark.slow
@@ -337,6 +397,19 @@ def test_a_fault_of_the_detector_leaves_no_half_file(pictures, tmp_path):
 class NotANumber(Means):
     def detect(self, pictures: list[Prepared]) -> list[Regions]:
         return [Regions(np.full((1, 4), np.nan, np.float32))]
+
+
+def test_the_thread_that_detects_is_on_the_detectors_device(pictures, tmp_path, monkeypatch):
+    """CUDA's current device belongs to a thread; a new one's is 0, whatever the detector's."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, threading.current_thread().name)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    extract(job(pictures, tmp_path / "one", device="cuda:1"))
+    parts = job(pictures, tmp_path / "two", device="cuda")
+    parts.notes.mkdir(parents=True)
+    work(parts, 6, 8)
+    extract(job(pictures, tmp_path / "three"))
+    assert seen == [("cuda:1", "ahead"), ("cuda:2", "ahead")]
 
 
 def test_features_that_are_no_numbers_name_the_images(pictures, tmp_path):

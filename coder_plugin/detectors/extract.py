@@ -6,103 +6,28 @@ it. Units are dealt to processes in turn; a batch never crosses a unit, so nothi
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from coder_plugin.data.regions.ahead import ahead
 from coder_plugin.data.regions.base import Record
-from coder_plugin.data.regions.batches import Batch, Batches, as_it_is
 from coder_plugin.data.regions.precomp_write import write as write_precomp
-from coder_plugin.data.regions.processes import meet, spawn
 from coder_plugin.data.regions.shards import ShardFile, write_shard
 from coder_plugin.data.source import BadImages
+from coder_plugin.detectors.ahead import ahead
 from coder_plugin.detectors.base import Detector
+from coder_plugin.detectors.batches import Batch, Batches, as_it_is
+from coder_plugin.detectors.job import Job, begin, read_note, write_note
+from coder_plugin.detectors.processes import meet, spawn
 from coder_plugin.errors import CoderError
-
-TO = ("shards", "precomp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is extracted from what, and where it goes; it can be pickled, for processes.
-
-    Args:
-        source: whose pictures; its captions travel along.
-        detector: ``detector(device=…)``, called in each process.
-        folder: of the result: shards ``{split}-000000.tar`` …, or a precomp folder, which is written from shards when
-            all are there. Below it is ``{split}.extraction``: the settings, a note for each unit, and precomp's shards.
-        settings: what a restart must agree with, as JSON values.
-        shard_size, batch_size: images of a unit and of a call of the detector.
-        workers: processes that decode, for each process that detects; 0: none.
-        device: ``cuda`` gives process i the device i modulo their number.
-        max_bad: pictures that may be undecodable.
-        captions_per_image: keep the first so many in a precomp folder, where all must have equally many.
-    """
-
-    source: Any
-    detector: Callable[..., Detector]
-    folder: Path
-    to: str = "shards"
-    split: str = "train"
-    settings: dict[str, Any] = field(default_factory=dict)
-    shard_size: int = 1000
-    batch_size: int = 8
-    workers: int = 2
-    device: str = "cpu"
-    max_bad: int = 100
-    captions_per_image: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.to not in TO:
-            raise CoderError(f"--to is {self.to!r}; it must be one of {', '.join(TO)} (convert makes others of these)")
-        for name, least in (
-            ("shard_size", 1),
-            ("batch_size", 1),
-            ("workers", 0),
-            ("max_bad", 0),
-            ("captions_per_image", 1),
-        ):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise CoderError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
-
-    @property
-    def notes(self) -> Path:
-        return self.folder / f"{self.split}.extraction"
-
-    @property
-    def shards(self) -> Path:
-        return self.folder if self.to == "shards" else self.notes
-
-    def note(self, unit: int) -> Path:
-        return self.notes / f"{unit:06d}.json"
-
-    def shard(self, unit: int) -> Path:
-        return self.shards / f"{self.split}-{unit:06d}.tar"
-
-    @property
-    def precomp(self) -> Path:
-        """The last file that writing a precomp split makes."""
-        return self.folder / f"{self.split}_ims.npy"
-
-    def done(self) -> dict[int, dict[str, Any]]:
-        """The notes of the units that are finished."""
-        notes = {int(path.stem): _read(path) for path in sorted(self.notes.glob("[0-9]*.json"))}
-        return {unit: note for unit, note in notes.items() if not note["images"] or self._there(unit)}
-
-    def _there(self, unit: int) -> bool:
-        # in this order: another rank may be turning the shards into precomp files
-        return self.shard(unit).exists() or self.to == "precomp" and self.precomp.exists()
 
 
 @dataclass(frozen=True)
@@ -152,7 +77,8 @@ def extract(job: Job, *, processes: int = 1) -> Report:
 
 def work(job: Job, part: int, parts: int) -> None:
     """Do the units ``part``, ``part + parts``, … that are not done."""
-    detector = job.detector(device=_device(job.device, part))
+    device = _device(job.device, part)
+    detector = job.detector(device=device)
     begin(job, detector.checksum())
     done = job.done()
     bad = BadImages(job.source.name, job.max_bad)
@@ -177,29 +103,12 @@ def work(job: Job, part: int, parts: int) -> None:
     if total is not None:
         total -= sum(note["images"] + len(note["bad"]) for note in done.values())
     with (
-        ahead(partial(_detected, detector, batches, torch.get_num_threads()), size=4) as found,
+        ahead(partial(_detected, detector, batches, device, torch.get_num_threads()), size=4) as found,
         tqdm(total=total, desc="regions", unit=" images", position=part, disable=None) as bar,
     ):
         flow = _Flow(found, bad, bar)
         while (unit := flow.unit) is not None:
             _write_unit(job, unit, flow)
-
-
-def begin(job: Job, checksum: str) -> None:
-    """Note a job's settings in its folder, or compare them with those of the run that began it."""
-    path = job.notes / "extraction.json"
-    sizes = {"shard_size": job.shard_size, "batch_size": job.batch_size, "to": job.to}
-    device = {"device": job.device.partition(":")[0]}  # numbers differ in their last bits
-    settings = json.loads(json.dumps({**job.settings, **sizes, **device, "checksum of the weights": checksum}))
-    if not path.exists():
-        _write(path, settings)
-    known = _read(path)
-    for name in sorted(set(known) | set(settings)):
-        if known.get(name) != settings.get(name):
-            raise CoderError(
-                f"{job.folder}: was begun with {name} {_told(known.get(name))}, not {_told(settings.get(name))}; "
-                f"give the same options, another folder, or delete {job.notes} to begin anew"
-            )
 
 
 class _Flow:
@@ -226,8 +135,12 @@ class _Flow:
             self._next = next(self._found, None)
 
 
-def _detected(detector: Detector, batches: Iterator[Batch], threads: int) -> Iterator[tuple[Batch, list[Record]]]:
-    torch.set_num_threads(threads)  # OpenMP keeps the number for each of our threads
+def _detected(
+    detector: Detector, batches: Iterator[Batch], device: str, threads: int
+) -> Iterator[tuple[Batch, list[Record]]]:
+    torch.set_num_threads(threads)  # OpenMP keeps the number for each of our threads, CUDA its current device
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
     for batch in batches:
         try:
             regions = detector.detect(batch.pictures) if batch.pictures else []
@@ -248,7 +161,7 @@ def _write_unit(job: Job, unit: int, flow: _Flow) -> None:
     images = 0
     if (first := next(records, None)) is not None:
         images = write_shard(str(job.shard(unit)), chain([first], records))
-    _write(job.note(unit), {"images": images, "bad": bad})
+    write_note(job.note(unit), {"images": images, "bad": bad})
 
 
 def _finish(job: Job, notes: dict[int, dict[str, Any]]) -> None:
@@ -259,9 +172,12 @@ def _finish(job: Job, notes: dict[int, dict[str, Any]]) -> None:
     if job.to == "shards":
         sizes = {job.shard(unit).name: note["images"] for unit, note in notes.items() if note["images"]}
         path = job.folder / "sizes.json"
-        _write(path, {**(_read(path) if path.exists() else {}), **sizes})
+        write_note(path, {**(read_note(path) if path.exists() else {}), **sizes})
         return
     if not job.precomp.exists():
+        for path in job.results():  # of a run that was killed while it gave the files their names
+            path.unlink()
+        write_note(job.settings_file, {**read_note(job.settings_file), "captions_per_image": job.captions_per_image})
         file = ShardFile(str(job.shards), split=job.split)
         records = (Record(name, file[name], file.captions.get(name, ())[: job.captions_per_image]) for name in file)
         bar = tqdm(records, total=len(file), desc="precomp", disable=None)
@@ -275,20 +191,3 @@ def _device(name: str, part: int) -> str:
         return name
     local = int(os.environ.get("LOCAL_RANK", part))
     return f"cuda:{local % max(1, torch.cuda.device_count())}"
-
-
-def _told(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _write(path: Path, content: Any) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(aside, path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise CoderError(f"{path}: cannot be read: {exc}; delete it to have its images extracted again") from exc

@@ -1,0 +1,98 @@
+"""Tar files of WebDataset: their members, whether they are whole, and which fields are images."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from collections.abc import Collection, Iterator
+from itertools import groupby
+from operator import itemgetter
+from typing import IO, NoReturn
+
+import webdataset as wds
+
+from coder_plugin.data.regions.keyed import warn_once
+from coder_plugin.errors import CoderError
+
+PICTURES = ("jpg", "png", "jpeg", "webp")
+REGIONS = "npz"
+IMAGE_FIELDS = (*PICTURES, REGIONS)
+
+
+class ImageField:
+    """Which field of a shard's samples is the image: a picture, or regions in ``npz`` where a sample has no picture.
+
+    Others keep other arrays in ``npz``. The first sample of a shard tells: one with a picture, or with an archive without
+    ``features``, says that they are no regions, and then no more of them is read.
+    """
+
+    def __init__(self, shard: str) -> None:
+        self._shard = shard
+        self.regions: bool | None = None  # None: no sample has told yet
+
+    def see(self, fields: Collection[str], told: bool | None) -> str:
+        """The image's field in the next sample, "" if it has none. While :attr:`regions` is None, ``told`` is what
+        :func:`has_features` says of its archive, if it has one."""
+        picture = next((field for field in PICTURES if field in fields), "")
+        if self.regions is None:
+            if picture and told:
+                warn_once(self._shard, f"its samples have pictures and regions ({REGIONS}): the pictures are read")
+            self.regions = False if picture else told
+        return picture or (REGIONS if REGIONS in fields and self.regions is not False else "")
+
+
+def has_features(file: IO[bytes]) -> bool | None:
+    """Whether an ``npz`` archive holds regions as we write them, from its table of contents; None where it is damaged."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return "features.npy" in archive.namelist()
+    except (zipfile.BadZipFile, tarfile.TarError, OSError, ValueError, NotImplementedError):
+        return None
+
+
+def is_local(shard: str) -> bool:
+    return shard.startswith("file:") or not (shard.startswith("pipe:") or "://" in shard)
+
+
+def local_path(shard: str) -> str:
+    return shard.removeprefix("file://").removeprefix("file:")
+
+
+def scan(shard: str) -> int:
+    """The number of samples with an image, from headers alone; a damaged tar file is an error.
+
+    Reading would not notice: tarfile takes a broken header, and a file that stops between two members, for the end.
+    """
+    image, count = ImageField(shard), 0
+    for _, files in groupby(members(shard), key=itemgetter(1)):
+        told: bool | None = None
+        fields = set()
+        for tar, _, field, member in files:
+            fields.add(field)
+            if field == REGIONS and image.regions is None:
+                told = has_features(tar.extractfile(member))  # type: ignore[arg-type]  # of a regular file never None
+        count += bool(image.see(fields, told))
+    return count
+
+
+def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
+    """The files in a shard, as (tar file, sample, field, header); see :func:`scan` of damaged ones."""
+    try:
+        with tarfile.open(local_path(shard)) as tar:
+            for member in tar:
+                stem, field = wds.tariterators.base_plus_ext(member.name)
+                if member.isreg() and stem is not None:
+                    yield tar, stem, field.lower(), member
+            tar.fileobj.seek(tar.offset)  # type: ignore[union-attr]
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # type: ignore[union-attr]
+                raise tarfile.ReadError(f"truncated or damaged at byte {tar.offset}")
+    except CoderError:
+        raise
+    except Exception as exc:
+        unreadable(shard, exc)
+
+
+def unreadable(shard: str, exc: Exception) -> NoReturn:
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc.args[0] if exc.args else exc)
+    reason = " ".join(reason.split()) or type(exc).__name__
+    raise CoderError(f"shard {shard!r} cannot be read: {reason}") from exc

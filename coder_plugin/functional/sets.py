@@ -1,0 +1,40 @@
+"""Sets of regions or words in padded tensors.
+
+Shapes: B batch, L positions, D dimensions. Masks are bool [B, L], True where valid, a position at least in each row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coder_plugin.functional.similarity import raise_precision
+
+
+def unit_channels(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Each channel divided by its norm over the set's valid positions, as VSRN's and CAMERA's released codes do it."""
+    rows = torch.where(mask[..., None], tokens, 0)
+    return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
+
+
+def last_state(states: Tensor, mask: Tensor) -> Tensor:
+    """A recurrent layer's states [B, L, D] -> the one at each row's last valid position [B, D]."""
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, places, 0).amax(1)
+    return states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1])).squeeze(1)
+
+
+def valid_first(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same sets with their valid positions in front, in order: what a recurrent layer may run over."""
+    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    return tokens.gather(1, order[..., None].expand_as(tokens)), mask.gather(1, order)
+
+
+def mean(tokens: Tensor, mask: Tensor) -> Tensor:
+    """[B, L, D] -> [B, D] over the valid positions, in float32 or better, also under autocast."""
+    return raise_precision(torch.where(mask[..., None], tokens, 0)).sum(1) / mask.sum(1, keepdim=True)
+
+
+def greatest(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Each dimension's largest value over the valid positions [B, L, D] -> [B, D]."""
+    return tokens.masked_fill(~mask[..., None], -torch.inf).amax(1)

@@ -1,0 +1,566 @@
+"""Whole runs of region models on generated features: learning, resuming, exports, ensembles, what a person may get wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coder_plugin import registry
+from coder_plugin.cli import main
+from coder_plugin.data.regions.base import Record, Regions
+from coder_plugin.errors import CoderError
+from coder_plugin.retrieval import recall
+from coder_plugin.training import setup
+from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.loop import Trainer
+from coder_plugin.training.optim import create_schedule, parameter_groups
+from tests.backbones import tiny_bert
+from tests.training import region_data
+from tests.training.test_two_processes import ordered, records, state, train
+
+SMALL = ["embed_dim=16", "context_length=16"]
+BIGRU = [*SMALL, "word_dim=8"]
+CAPTIONER = ["captioner.hidden=16", "captioner.word_dim=8"]
+CAMERA = [*SMALL, "heads=4", "views=3"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, str]:
+    """Paths: a tiny BERT with dropout, the features as a precomp folder, the captions as a Karpathy file, concepts."""
+    folder = tmp_path_factory.mktemp("regions")
+    return {
+        "bert": tiny_bert.make(folder / "bert", dropout=0.1),
+        "precomp": region_data.write_precomp(folder / "precomp"),
+        "karpathy": region_data.write_karpathy(folder / "dataset.json"),
+        "concepts": region_data.write_vocabulary(folder / "concepts.safetensors"),
+    }
+
+
+def config(made: dict[str, str], logs: Path, name: str = "run", **options: Any) -> TrainConfig:
+    model = options.get("model", "region-bert")
+    text = [f"text={made['bert']}"] if "bert" in model else []
+    defaults = {
+        "model": model,
+        "model_kwargs": [*(BIGRU if "bigru" in model else CAMERA if "camera" in model else SMALL), *text],
+        "train_data": made["precomp"],
+        "val_data": made["precomp"],
+        "logs": str(logs),
+        "name": name,
+        "batch_size": 8,
+        "epochs": 2,
+        "lr": 1e-2,
+        "workers": 0,
+        "val_frequency": 0,
+        "warmup": 2,
+        "log_every_n_steps": 1,
+    }
+    return TrainConfig(**{**defaults, **options})
+
+
+def coder(made: dict[str, str]) -> dict[str, Any]:
+    heads = ["momentum.bank_size=24", "prototypes.clusters=6", "prototypes.recluster=40", "concepts.warmup=6"]
+    return {"loss": "coder", "concepts": made["concepts"], "set": heads}
+
+
+def losses(folder: Path, name: str = "run") -> list[float]:
+    return [record["loss"] for record in records(folder, name) if "loss" in record]
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    newest = sorted((folder / name / "checkpoints").iterdir())[-1]
+    return {**load_file(newest / "model.safetensors"), **load_file(newest / "optimizer.safetensors")}
+
+
+def result(tmp_path: Path, *arguments: str) -> Any:
+    target = tmp_path / "result.json"
+    assert main(["eval", *arguments, "--json", str(target)]) == 0
+    return json.loads(target.read_text())
+
+
+# learning
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "options"),
+    [
+        ("region-bert", "dcl", {}),
+        ("region-bigru", "triplet(hardest=false)", {"lr": 3e-3}),
+        ("region-bert-camera", "triplet + 0.01*view_diversity", {}),
+        pytest.param(
+            "region-bigru-vsrn",
+            "triplet(hardest=false) + 0.1*caption",
+            {"lr": 3e-3, "set": CAPTIONER},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_learns_and_its_evaluation_repeats(tmp_path, made, model, loss, options):
+    """With region and word dropout at their defaults; chance is some 125 here."""
+    options = {"model": model, "loss": loss, "epochs": 5, "val_frequency": 5, "captions": "all", "wd": 0.0, **options}
+    found = Trainer(config(made, tmp_path, **options)).run()
+    value = losses(tmp_path)
+    assert sum(value[-5:]) < 0.85 * sum(value[:5]), (value[:5], value[-5:])
+    before = next(record["val/rsum"] for record in records(tmp_path, "run") if "val/rsum" in record)
+    assert before < 220 and found["last"]["rsum"] > 300, (before, found["last"])
+    again = result(tmp_path, str(tmp_path / "run"), "--export", "last")
+    assert again["rsum"] == pytest.approx(found["last"]["rsum"], abs=0.01) and again["images"] == 24
+
+
+def test_coder_learns_with_its_banks_concepts_and_prototypes(tmp_path, made):
+    options = {**coder(made), "epochs": 5, "val_frequency": 5, "captions": "all", "log_every_n_steps": 5}
+    trainer = Trainer(config(made, tmp_path, **options, wd=0.0))
+    found = trainer.run()
+    value = losses(tmp_path)
+    assert sum(value[-4:]) < 0.95 * sum(value[4:8]), value  # when all terms have begun to speak
+    assert found["last"]["rsum"] > 250, found["last"]
+    state = trainer.model.state_dict()
+    assert state["coder.heads.momentum.bank.count"] == 24 and state["coder.heads.prototypes.centres.filled"] == 6
+    again = result(tmp_path, str(tmp_path / "run"), "--export", "last")  # with the concept level in the score
+    assert again["rsum"] == pytest.approx(found["last"]["rsum"], abs=0.01)
+    rows = result(tmp_path, str(tmp_path / "run"), "--export", "last", "--beta", "1", "0.9")
+    assert rows[1]["rsum"] == pytest.approx(found["last"]["rsum"], abs=0.5) and len(rows) == 2
+
+
+# resuming
+
+
+class Killed(Exception):
+    pass
+
+
+def run_killed_after(config: TrainConfig, steps: int) -> None:
+    trainer = Trainer(config)
+    take = trainer._step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if trainer.step == steps:
+            raise Killed
+        return take(*args, **kwargs)
+
+    trainer._step = step  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        trainer.run()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "workers"),
+    [("region-bert", "coder", 0), ("region-bert", "dcl", 2), ("region-bigru-vsrn", "triplet + caption", 0)],
+)
+def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, model, loss, workers):
+    """All dropouts on: of regions, of words, inside BERT and of the captioner; BatchNorm's statistics go with it."""
+    options = {"model": model, "workers": workers, **(coder(made) if loss == "coder" else {"loss": loss})}
+    options |= {"set": CAPTIONER} if "caption" in loss else {}
+    options |= {"region_dropout": 0.3, "word_dropout": 0.3, "ema_decay": 0.9}
+    Trainer(config(made, tmp_path, "whole", **options)).run()
+    run_killed_after(config(made, tmp_path, "broken", save_every_steps=4, **options), 9)
+    Trainer(config(made, tmp_path, "broken", resume="latest", **options)).run()
+    whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
+    assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
+    by_step = [{r["step"]: r["loss"] for r in records(tmp_path, name) if "loss" in r} for name in ("whole", "broken")]
+    assert by_step[0] == by_step[1] and len(by_step[0]) == 12
+
+
+def test_dropouts_change_what_is_trained_on(tmp_path, made):
+    found = {}
+    for name, dropped in {"none": (0.0, 0.0), "regions": (0.4, 0.0), "words": (0.0, 0.4)}.items():
+        region, word = dropped
+        trainer = Trainer(config(made, tmp_path, name, region_dropout=region, word_dropout=word))
+        batch = next(iter(trainer.loader.epoch(0)))
+        found[name] = batch["image"]["mask"].sum(), batch["text"]
+        assert trainer.encoder.transform.dropout == 0 and trainer.encoder.tokenizer.word_dropout == 0
+    assert found["none"][0] == 8 * 6 == found["words"][0] and found["regions"][0] < 45
+    assert torch.equal(found["none"][1], found["regions"][1]) and not torch.equal(found["none"][1], found["words"][1])
+
+
+def test_micro_batches_are_one_batch(tmp_path, made):
+    """Without BatchNorm and dropout; the features of micro-batches are cached as dicts of regions go by."""
+    plain = {"region_dropout": 0.0, "word_dropout": 0.0, "epochs": 1, "opt": "sgd", "lr": 0.05}
+    bert = tiny_bert.make(tmp_path / "bert")
+    kwargs = {"model_kwargs": [*SMALL, "mlp=false", f"text={bert}"], **plain}
+    Trainer(config(made, tmp_path, "one", batch_size=16, **kwargs)).run()
+    Trainer(config(made, tmp_path, "two", batch_size=8, accum_freq=2, **kwargs)).run()
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=1e-4)
+
+
+TWO = {
+    "views": (["triplet + 0.1*view_diversity(reduction='sum')"], ["image_pooling=views", "views=3"]),
+    "coder": (["3*dcl(diversity_over='batch+bank') + m_dcl + concept_dcl"], []),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO)
+def test_two_processes_train_as_one(tmp_path, made, case):
+    """Regions are dropped by image and epoch, so on any number of ranks the same ones; words by chunk, so not here."""
+    loss, kwargs = TWO[case]
+    bert = tiny_bert.make(tmp_path / "bert")
+    flags = {
+        "model": "region-bert",
+        "model-kwargs": [*SMALL, "mlp=false", f"text={bert}", *kwargs],  # without BatchNorm: its batch is a rank's
+        "dataset-type": "precomp",
+        "train-data": made["precomp"],
+        "val-data": made["precomp"],
+        "train-num-samples": 48,
+        "region-dropout": 0.3,
+        "word-dropout": 0.0,
+        "loss": [*loss, *(["--concepts", made["concepts"], "--set", "momentum.bank_size=32"] if case == "coder" else [])],
+    }
+    for name, processes in (("one", 1), ("two", 2)):
+        train(tmp_path, name, processes=processes, **flags)
+    one, two = records(tmp_path, "one"), records(tmp_path, "two")
+    assert len(one) == len(two) and sum("loss" in record for record in one) == 6
+    for ours, theirs in zip(one, two, strict=True):
+        for key in ours:
+            assert theirs[key] == pytest.approx(ours[key], rel=2e-4, abs=1e-6), key
+    before, after = ordered(state(tmp_path, "one")), ordered(state(tmp_path, "two"))
+    for key, value in before.items():
+        value, other = value.double(), after[key].double()
+        assert (other - value).norm() <= 1e-3 * value.norm() + 1e-6, key
+
+
+# the vocabulary
+
+
+def test_a_bigrus_vocabulary_is_the_training_captions_words(tmp_path, made):
+    trainer = Trainer(config(made, tmp_path, model="region-bigru", epochs=1))
+    words = list(trainer.tokenizer.ids)
+    assert words[:4] == ["<pad>", "<start>", "<end>", "<unk>"]
+    assert set(words[4:]) == {*region_data.WORDS, *"a and with the of two on in ,".split()}
+    trainer.run()
+    exported = json.loads((tmp_path / "run" / "export" / "last" / "coder_model.json").read_text())
+    assert exported["options"]["vocabulary"] == words and exported["options"]["region_dim"] == 12
+    (tmp_path / "words.json").write_text(json.dumps([*words[:4], "dog"]))
+    kwargs = [*BIGRU, f"vocabulary={tmp_path / 'words.json'}"]
+    assert Trainer(config(made, tmp_path, "given", model="region-bigru", model_kwargs=kwargs)).tokenizer.size == 5
+
+
+# evaluation
+
+
+def test_splits_folds_and_an_ensemble_from_the_command_line(tmp_path, made, capsys):
+    runs = []
+    for name, options in {"a": {"seed": 1}, "b": {"seed": 2, "model": "region-bert-camera", "loss": "triplet"}}.items():
+        Trainer(config(made, tmp_path, name, epochs=1, **options)).run()
+        runs.append(str(tmp_path / name))
+    alone = [result(tmp_path, run, "--export", "last", "--folds", "4") for run in runs]
+    assert alone[0]["images"] == 24 and alone[0]["texts"] == 120 and len(alone[0]["folds"]["folds"]) == 4
+    rows = result(tmp_path, *runs, "--export", "last", "--folds", "4")
+    assert [row["name"] for row in rows] == [*runs, "ensemble of 2"]
+    for one, row in zip(alone, rows, strict=False):
+        assert row["rsum"] == pytest.approx(one["rsum"])
+    similarity, owners = averaged(runs)
+    expected = recall(similarity, owners)
+    for key in ("i2t_r1", "i2t_r10", "t2i_r1", "t2i_r10", "rsum"):
+        assert rows[2][key] == pytest.approx(expected[key], abs=1.0), key
+    assert rows[2]["folds"]["rsum"] > rows[2]["rsum"]  # smaller sets are easier
+    assert result(tmp_path, runs[0], "--export", "last", "--split", "test")["images"] == 20
+    assert main(["eval", *runs, "--export", "last", "--beta", "0.5"]) == 2
+    assert main(["eval", runs[0], "--export", "last", "--split", "testall"]) == 2
+    error = capsys.readouterr().err
+    assert "--beta is for one model" in error and "no testall_ims.npy; splits present: dev, test, train" in error
+
+
+def test_each_model_of_an_ensemble_reads_its_own_features(tmp_path, made):
+    noisy = tmp_path / "noisy"
+    shutil.copytree(made["precomp"], noisy)
+    features = np.load(noisy / "dev_ims.npy")
+    np.save(noisy / "dev_ims.npy", features + np.random.default_rng(0).standard_normal(features.shape).astype(np.float32))
+    for name, data in {"a": made["precomp"], "b": str(noisy)}.items():
+        Trainer(config(made, tmp_path, name, epochs=1, val_data=data)).run()
+    runs = [str(tmp_path / name) for name in "ab"]
+    alone = [result(tmp_path, run, "--export", "last") for run in runs]
+    assert alone[0]["i2t_meanr"] != alone[1]["i2t_meanr"]
+    rows = result(tmp_path, *runs, "--export", "last")
+    assert [row["i2t_meanr"] for row in rows[:2]] == [each["i2t_meanr"] for each in alone]
+
+
+def averaged(runs: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of the runs' similarities on the validation images, by their embeddings one image at a time."""
+    from coder_plugin import create_model
+    from coder_plugin.data import open_source
+
+    total: Any = 0
+    owners: list[int] = []
+    for run in runs:
+        export = Path(run) / "export" / "last"
+        model = create_model(str(export), recipe="dcl", pretrained=str(export / "coder_model.safetensors")).eval()
+        data = json.loads((Path(run) / "config.json").read_text())["val_data"]
+        images, texts, owners = [], [], []
+        transform, tokenizer = model.transform(), model.tokenizer()
+        with torch.no_grad():
+            for index, item in open_source(data, split="val").items():
+                image = {key: value[None] for key, value in transform(item.load()).items()}
+                images.append(model.embed_image(image)[0])
+                texts.append(model.embed_text(tokenizer(list(item.captions))))
+                owners += [index] * len(item.captions)
+        rows = [(image.reshape(-1, image.shape[-1]) @ torch.cat(texts).T).amax(0) for image in images]
+        total = total + torch.stack(rows)
+    return total / len(runs), torch.tensor(owners)
+
+
+def test_an_export_starts_another_run_and_needs_no_bert(tmp_path, made):
+    own = {**made, "bert": str(tmp_path / "bert")}
+    shutil.copytree(made["bert"], own["bert"])
+    first = Trainer(config(own, tmp_path, "first", epochs=1, val_frequency=1)).run()
+    shutil.rmtree(own["bert"])
+    export = tmp_path / "first" / "export" / "last"
+    options = {"model": str(export), "model_kwargs": None, "pretrained": str(export / "coder_model.safetensors")}
+    second = Trainer(config(own, tmp_path, "second", **options, val_frequency=1))
+    second._prepare()
+    second._evaluate("before the first step")
+    assert second.last["rsum"] == first["last"]["rsum"]
+
+
+# captions from one file, regions from another
+
+
+@pytest.mark.parametrize("layout", ["tsv", "hdf5", "folder"])
+def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
+    if layout == "hdf5":
+        pytest.importorskip("h5py")
+    path = tmp_path / {"tsv": "regions.tsv", "hdf5": "regions.h5", "folder": "regions"}[layout]
+    everything = [record for split in region_data.SPLITS for record in region_data.records(split)]
+    left_out = {"train_003", "train_030", "dev_007"}
+    regions: Any = registry.load("regions", layout)
+    regions.write(str(path), [each._replace(captions=()) for each in everything if each.name not in left_out], split="train")
+    data = {"train_data": made["karpathy"], "val_data": made["karpathy"], "regions": str(path), "regions_type": layout}
+    with caplog.at_level(logging.WARNING):
+        found = Trainer(config(made, tmp_path, **data, epochs=1, val_frequency=1)).run()
+    assert found["last"]["images"] == 23 and found["last"]["texts"] == 115
+    told = [record.getMessage() for record in caplog.records if "have no regions" in record.getMessage()]
+    assert any("2 of 48 images have no regions" in each and "train_003.jpg" in each for each in told)
+    assert any("1 of 24 images have no regions" in each and "dev_007.jpg" in each for each in told)
+    again = result(tmp_path, str(tmp_path / "run"), "--export", "last", "--split", "test")
+    assert again["images"] == 20
+    with pytest.raises(CoderError, match="2 of 48 images have no regions.*at most 1 may lack them"):
+        Trainer(config(made, tmp_path, "strict", **data, max_bad_images=1))
+
+
+def test_regions_of_other_images(tmp_path, made):
+    others = [Record(f"other{n}", Regions(np.ones((2, 12), np.float32), np.ones((2, 4), np.float32))) for n in range(3)]
+    layout: Any = registry.load("regions", "tsv")
+    layout.write(str(tmp_path / "others.tsv"), others, split="train")
+    data = {"train_data": made["karpathy"], "regions": str(tmp_path / "others.tsv"), "regions_type": "tsv"}
+    with pytest.raises(CoderError, match="none of 48 images has regions.*'train_000.jpg'.*'other0'"):
+        Trainer(config(made, tmp_path, **{**data, "val_data": None}))
+
+
+# damaged features
+
+
+def damaged(made: dict[str, str], folder: Path, split: str, *places: int) -> str:
+    shutil.copytree(made["precomp"], folder)
+    features = np.load(folder / f"{split}_ims.npy")
+    features[list(places), 1, 2] = np.nan
+    np.save(folder / f"{split}_ims.npy", features)
+    return str(folder)
+
+
+def test_an_image_of_nan_is_skipped_named_and_counted(tmp_path, made, caplog):
+    """Also where it is the first image, off which the trainer reads the channels."""
+    path = damaged(made, tmp_path / "data", "train", 0)
+    options = {"train_data": path, "epochs": 1, "loss": "triplet"}
+    with caplog.at_level(logging.WARNING):
+        trainer = Trainer(config(made, tmp_path, **options))
+        trainer.run()
+    assert trainer.loader.bad.keys == ["train_000"] and trainer.step == 5  # 47 images fill five batches of eight
+    told = [record.getMessage() for record in caplog.records if "skipped image" in record.getMessage()]
+    assert len(told) == 1 and "'train_000'" in told[0] and "1 of 72 numbers in the features are NaN" in told[0]
+    assert all(np.isfinite(losses(tmp_path)))
+
+
+def test_too_many_of_them_end_the_run(tmp_path, made):
+    path = damaged(made, tmp_path / "data", "train", *range(5, 9))
+    with pytest.raises(CoderError, match="4 images cannot be decoded, more than max_bad=3"):
+        Trainer(config(made, tmp_path, train_data=path, max_bad_images=3)).run()
+    path = damaged(made, tmp_path / "none", "train", *range(48))
+    with pytest.raises(CoderError, match="none of the first 48 images can be read; the first: train_000: .*NaN"):
+        Trainer(config(made, tmp_path, "none", train_data=path))
+
+
+def test_damaged_validation_images_are_left_out_of_the_recall(tmp_path, made):
+    path = damaged(made, tmp_path / "data", "dev", 3, 23)
+    found = Trainer(config(made, tmp_path, val_data=path, epochs=1, val_frequency=1)).run()
+    assert found["last"]["images"] == 22 and found["last"]["texts"] == 110
+
+
+# rates
+
+
+def test_text_lr_scale_is_of_the_pretrained_encoder_alone(tmp_path, made):
+    trainer = Trainer(config(made, tmp_path, text_lr_scale=0.1, wd=0.05))
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    groups = parameter_groups(trainer.model, lr=1e-2, weight_decay=0.05, text_lr_scale=0.1)
+    assert {(group["lr_scale"], group["weight_decay"]) for group in groups} == {(0.1, 0), (0.1, 0.05), (1, 0), (1, 0.05)}
+    for group in groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            assert (group["lr_scale"] == 0.1) == name.startswith("text.transformer."), name
+            assert (group["weight_decay"] == 0) == (parameter.ndim < 2), name
+    trainer._prepare()
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3 / 2, 1e-2 / 2}  # warm-up's first step of two
+    bigru = Trainer(config(made, tmp_path, "bigru", model="region-bigru", text_lr_scale=0.1))
+    assert {group["lr_scale"] for group in parameter_groups(bigru.model, lr=1, weight_decay=0, text_lr_scale=0.1)} == {1.0}
+
+
+def test_a_rate_of_zero_for_the_text_encoder_leaves_it(tmp_path, made):
+    trainer = Trainer(config(made, tmp_path, text_lr_scale=0.0, epochs=1))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert "text.proj.weight" in moved and not any(name.startswith("text.transformer.") for name in moved)
+
+
+def test_warmup_epochs_and_drops(made, tmp_path):
+    given = {"warmup": None, "warmup_epochs": 0.5, "lr_scheduler": "step", "lr_step_epochs": 1, "lr_step_gamma": 0.1}
+    options = config(made, tmp_path, **given).resolved()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = create_schedule(optimizer, options, steps_per_epoch=6)
+    rates = []
+    for _ in range(12):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step(), schedule.step()
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, *[0.1] * 6])
+
+
+# what a person may get wrong
+
+
+def arguments(made: dict[str, str], tmp_path: Path, model: str = "region-bert") -> list[str]:
+    text = [f"text={made['bert']}"] if "bert" in model else []
+    kwargs = {"region-bert-camera": CAMERA, "region-bigru": BIGRU}.get(model, SMALL)
+    return [
+        "train", "--logs", str(tmp_path), "--train-data", made["precomp"], "--model", model, "--model-kwargs", *kwargs, *text,
+        "--epochs", "1", "--batch-size", "8", "--workers", "0", "--dry-run",
+    ]  # fmt: skip
+
+
+MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    "CLIP on regions": ("coder-tiny", [], "the data are regions; they want --model region-bert"),
+    "GPO over pooled regions": ("region-bert", ["--aggregator", "gpo"], "region-bert pools its regions itself"),
+    "an option without value": ("region-bert", ["--model-kwargs", "embed_dim"], "write OPTION=VALUE, such as embed_dim=512"),
+    "an unknown option": ("region-bert", ["--model-kwargs", "dim=5"], "region-bert has no option dim; it has: region_dim"),
+    "an option out of range": ("region-bert", ["--model-kwargs", "embed_dim=0"], "embed_dim must be 1 or more, got 0"),
+    "other channels": ("region-bert", ["--model-kwargs", "region_dim=2048"], "regions have 12 channels; the model was"),
+    "both warm-ups": ("region-bert", ["--warmup", "3", "--warmup-epochs", "1"], "--warmup and --warmup-epochs both say"),
+    "a negative scale": ("region-bert", ["--text-lr-scale", "-1"], "--text-lr-scale must be >= 0, got -1.0"),
+    "coder with views": ("region-bert-camera", ["--loss", "dcl + m_dcl"], "this model gives an image 3 features"),
+    "clip with views": ("region-bert-camera", ["--loss", "clip"], "compares one feature of an image"),
+    "all words dropped": ("region-bert", ["--word-dropout", "1"], "word dropout must be in [0, 1), got 1.0"),
+    "all regions dropped": ("region-bert", ["--region-dropout", "1"], "region dropout must be in [0, 1), got 1.0"),
+    "no regions": ("region-bert", ["--max-regions", "0"], "max regions must be 1 or more, got 0"),
+    "no concepts": ("region-bert", ["--loss", "coder"], "needs a concept vocabulary: --concepts FILE"),
+    "weights of another model": ("region-bert", ["--pretrained", "none.safetensors"], "weights none.safetensors do not exist"),
+    "a BERT that is not there": ("region-bert", ["--model-kwargs", "text=no/where"], "text encoder 'no/where' cannot be"),
+    "groups of regions' layers": ("region-bert", ["--lock-image", "--lock-image-unlocked-groups", "1"], "no layer groups"),
+    "layers of a BiGRU": ("region-bigru", ["--lock-text", "--lock-text-unlocked-layers", "1"], "has no layers to unlock"),
+    "adapters in a BiGRU": ("region-bigru", ["--lora-rank", "2"], "no unlocked linear layer in numbered blocks"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_in_one_line(tmp_path, made, capsys, mistake):
+    model, more, message = MISTAKES[mistake]
+    command = arguments(made, tmp_path, model)
+    if "kwargs" not in " ".join(more) and model == "coder-tiny":
+        command = [part for part in command if part not in ("--model-kwargs", *SMALL)]
+    if mistake == "other channels":
+        command.remove("--dry-run")
+    assert main([*command, *more]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("coder-plugin: error: ") and message in error, error
+
+
+def test_region_models_on_pictures_and_their_options_on_clip(tmp_path, made, tiny_model, capsys):
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "pairs.csv").write_text("filepath\ttitle\n" + "a.png\ta dog\n" * 20)
+    train = ["train", "--dry-run", "--logs", str(tmp_path), "--train-data", str(tmp_path / "pairs.csv"), "--batch-size", "4"]
+    kwargs = ["--model-kwargs", *SMALL, f"text={made['bert']}"]
+    assert main([*train, "--model", "region-bert", *kwargs]) == 2
+    assert main([*train, "--model", tiny_model, "--model-kwargs", "embed_dim=8"]) == 2
+    error = capsys.readouterr().err
+    assert "the data are pictures; they want a --model of open_clip's, or extract regions" in error
+    assert re.search(r"--model-kwargs are options of region models, and \S+ is open_clip's", error)
+
+
+def test_camera_without_boxes_is_told_and_can_do_without(tmp_path, made, capsys):
+    folder = tmp_path / "data"
+    shutil.copytree(made["precomp"], folder)
+    for path in [*folder.glob("*_boxes.npy"), *folder.glob("*_img_sizes.npy")]:
+        path.unlink()
+    own = {**made, "precomp": str(folder)}
+    command = [part for part in arguments(own, tmp_path, "region-bert-camera") if part != "--dry-run"]
+    assert main([*command, "--name", "with", "--max-bad-images", "5"]) == 2
+    assert "it has no boxes, which this model reads" in capsys.readouterr().err
+    assert main([*command, "--name", "none_left"]) == 2  # within --max-bad-images, and nothing to train on
+    assert "epoch 0 gave no step on some rank: 48 images of rank 0 could not be used" in capsys.readouterr().err
+    assert main([*command, "--name", "without", "--model-kwargs", "context=none"]) == 0
+    options = json.loads((tmp_path / "without" / "export" / "last" / "coder_model.json").read_text())["options"]
+    assert options["context"] == "none" and options["text_context"] == "camera"
+
+
+def test_resuming_with_other_options_of_the_model_is_refused(tmp_path, made):
+    Trainer(config(made, tmp_path, epochs=1)).run()
+    other = [*SMALL, "mlp=false", f"text={made['bert']}"]
+    with pytest.raises(CoderError, match="--model-kwargs was"):
+        Trainer(config(made, tmp_path, model_kwargs=other, resume="latest")).run()
+
+
+def test_the_plan_of_a_region_model(tmp_path, made, capsys):
+    assert main(arguments(made, tmp_path)) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["model"] == "region-bert (RegionText)" and plan["outputs"]["image_features"] == ["B", 16]
+    assert plan["training data"]["images"] == 48 and plan["steps per epoch"] == 6
+    assert not [path for path in tmp_path.iterdir()]
+
+
+# adapters
+
+
+def test_adapters_go_into_bert_and_come_out_merged(tmp_path, made):
+    pytest.importorskip("peft")
+    trainer = Trainer(config(made, tmp_path, lora_rank=2, epochs=1, loss="triplet", text_lr_scale=0.5))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    inside = {name for name in moved if name.startswith("text.transformer.")}
+    assert inside and all("lora_" in name for name in inside) and "visual.fc.weight" in moved
+    from coder_plugin import create_model
+
+    export = tmp_path / "run" / "export" / "last"
+    plain = create_model(str(export), recipe="dcl", pretrained=str(export / "coder_model.safetensors")).eval()
+    text = plain.tokenizer()(["a red ball", "the dog"])
+    with torch.no_grad():
+        torch.testing.assert_close(plain.embed_text(text), trainer.model.eval().embed_text(text), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_leave_no_new_layer_untrained(tmp_path, made):
+    """VSRN's graph is numbered as blocks are, but nothing of it is pretrained."""
+    pytest.importorskip("peft")
+    kwargs = [*SMALL, "context=vsrn", f"text={made['bert']}"]
+    model = setup_model(config(made, tmp_path, lora_rank=2, model_kwargs=kwargs))
+    assert not any("lora_" in name for name, _ in model.visual.named_parameters())
+    assert all(p.requires_grad for p in model.visual.parameters())
+
+
+def setup_model(options: TrainConfig) -> Any:
+    options = options.resolved()
+    source = setup.make_source(options, split="train")
+    return setup.make_model(options, setup.make_recipe(options), torch.device("cpu"), source)
+
+
+def test_more_regions_than_are_read_are_told_once(tmp_path, made, caplog):
+    Trainer(config(made, tmp_path, max_regions=4, epochs=1)).run()
+    told = [record.message for record in caplog.records if "the first 4 are read" in record.message]
+    assert len(told) == 1 and "images have 6 regions" in told[0]

@@ -43,8 +43,8 @@ def find(name: str) -> Found | None:
         return None
     try:
         made = json.loads(path.read_text())
-    except ValueError as error:
-        raise CoderError(f"model configuration {path} cannot be read: {error}") from error
+    except (OSError, ValueError):
+        return None
     if not isinstance(made, dict) or "backbone" not in made:
         return None
     options = dict(made.get("options", {}))

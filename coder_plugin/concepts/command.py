@@ -54,7 +54,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     vocabulary.save(path)
     data = [f"--{name.replace('_', '-')}={flags[name]}" for name in ("train_data", *READING) if name in flags]
     return f"{report(vocabulary)}\nwritten: {path}, {path.with_suffix('.json')}\nnext: " + shlex.join(
-        ["coder-plugin", "train", "--model", "MODEL", *data, "--loss", "coder", "--concepts", str(path)]
+        ["coder-plugin", "train", *(["--model", "MODEL", *data] if data else ()), "--loss", "coder", "--concepts", str(path)]
     )
 
 

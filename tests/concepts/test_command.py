@@ -69,7 +69,7 @@ def test_a_table(run):
         "1 of a surface form, the word itself having none: box (boxes)",
         "1 missing, random from N(0, 2.58): blue",
         "written: out/c.safetensors, out/c.json",
-        "next: coder-plugin train --train-data=data.csv --loss coder --concepts out/c.safetensors",
+        "next: coder-plugin train --model MODEL --train-data=data.csv --loss coder --concepts out/c.safetensors",
     ):
         assert line in out
     assert f"{report(made)}\n" in out

@@ -151,7 +151,10 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
         CoderError: neither a folder nor a name that can be loaded here.
     """
     from transformers import AutoConfig, AutoModel, AutoTokenizer
+    from transformers.utils import logging as hf_logging
 
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # one of its own for each rank
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
         if pretrained:
@@ -163,6 +166,9 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
             f"text encoder {name!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}; "
             "give a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
         ) from error
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # nothing reads it, and DDP refuses parameters without gradient
     return model.float(), tokenizer  # a file of half precision would be trained in it

@@ -594,3 +594,12 @@ def test_what_is_no_export(tmp_path, bert):
     path.write_text("{")
     with pytest.raises(CoderError, match="coder_model.json cannot be read"):
         create_model(str(path), recipe="dcl")
+
+
+def test_a_bert_of_half_precision_is_trained_in_full(tmp_path, bert):
+    from transformers import AutoModel, AutoTokenizer
+
+    AutoModel.from_pretrained(bert).half().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    model = made("region-bert", str(tmp_path))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

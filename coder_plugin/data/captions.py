@@ -3,17 +3,15 @@ that img2dataset downloads into."""
 
 from __future__ import annotations
 
-import ast
 import logging
 import os
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.data.item import Item
-from coder_plugin.data.regions.precomp_text import counting
+from coder_plugin.data.regions.precomp_text import counting, plain
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import (
     is_name,
@@ -28,8 +26,6 @@ from coder_plugin.data.tables import (
 from coder_plugin.errors import CoderError
 
 PICTURES = ("jpg", "png", "jpeg", "webp")
-#: What repr() writes for bytes, and nothing else.
-_BYTES = re.compile(r"""b(?:'(?:(?![\\'])[ -~]|\\[\\'tnr]|\\x[0-9a-f]{2})*'|"(?:(?![\\"])[ -~]|\\[\\tnr]|\\x[0-9a-f]{2})*")""")
 log = logging.getLogger(__name__)
 
 
@@ -170,20 +166,10 @@ def _lines(path: Path, empty: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
         raise CoderError(f"{path}: cannot be read as lines of text: {reason}") from exc
-    lines = [_plain(line.strip()) for line in text.removesuffix("\n").split("\n")] if text else []
+    lines = [plain(line.strip()) for line in text.removesuffix("\n").split("\n")] if text else []
     refuse(path, [f"line {number}" for number, line in enumerate(lines, 1) if line is None], "bytes that are not UTF-8")
     refuse(path, [f"line {number}" for number, line in enumerate(lines, 1) if not line], empty)
     return [line for line in lines if line]
-
-
-def _plain(line: str) -> str | None:
-    """The text that a line stands for; None for bytes that are none."""
-    if not _BYTES.fullmatch(line):
-        return line
-    try:
-        return ast.literal_eval(line).decode("utf-8").strip()
-    except UnicodeDecodeError:
-        return None
 
 
 # img2dataset

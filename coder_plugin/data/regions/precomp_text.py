@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 from collections.abc import Sequence
 
 from coder_plugin.errors import CoderError
+
+#: What repr() writes for bytes, and nothing else.
+_BYTES = re.compile(r"""b(?:'(?:(?![\\'])[ -~]|\\[\\'tnr]|\\x[0-9a-f]{2})*'|"(?:(?![\\"])[ -~]|\\[\\tnr]|\\x[0-9a-f]{2})*")""")
 
 
 def lines_of(path: str) -> list[str] | None:
@@ -24,7 +29,7 @@ def lines_of(path: str) -> list[str] | None:
     texts = []
     for number, line in enumerate(lines):
         try:
-            texts.append(_plain(line.decode("utf-8").strip()))
+            texts.append(plain(line.decode("utf-8").strip()) or "")
         except UnicodeDecodeError as exc:
             raise CoderError(f"{path}: line {number + 1} is not UTF-8 text") from exc
         if not texts[-1]:
@@ -32,13 +37,15 @@ def lines_of(path: str) -> list[str] | None:
     return texts
 
 
-def _plain(line: str) -> str:
-    """Some copies have captions as Python prints bytes: ``b'a dog'``."""
-    if not line.startswith(("b'", 'b"')):
+def plain(line: str) -> str | None:
+    """The text that a line stands for: some copies have captions as Python prints bytes, ``b'a dog'``; None for bytes that
+    are no text."""
+    if not _BYTES.fullmatch(line):
         return line
-    from coder_plugin.data.captions import _plain as plain
-
-    return plain(line) or ""
+    try:
+        return ast.literal_eval(line).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        return None
 
 
 def counting(ids: Sequence[str]) -> bool:

@@ -225,7 +225,7 @@ def _extract(arguments: argparse.Namespace) -> int:
 
     from coder_plugin.data import guess_kind
     from coder_plugin.detectors.command import extract_command
-    from coder_plugin.training.setup import reading_options
+    from coder_plugin.training.sources import reading_options
 
     config = _reading_config(arguments)
     reading = {}
@@ -267,7 +267,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from coder_plugin.data.regions.convert import convert
-    from coder_plugin.training.setup import make_captions
+    from coder_plugin.training.sources import make_captions
 
     captions = None
     if arguments.captions_data is not None:

@@ -24,7 +24,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     What can fail at once is asked first: tagging a large corpus takes minutes.
     """
     from coder_plugin.training.config import READING, TrainConfig, read_flags
-    from coder_plugin.training.setup import make_captions, make_source
+    from coder_plugin.training.sources import make_captions, make_source
 
     flags = read_flags(arguments)
     config = TrainConfig.from_dict(flags)

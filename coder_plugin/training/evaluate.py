@@ -201,6 +201,7 @@ def _evaluated(arguments: Any, run: str | None) -> tuple[str, Any, Encoder]:
     from coder_plugin.training import setup
     from coder_plugin.training.config import READING, TrainConfig, read_flags
     from coder_plugin.training.export import exported, heads_beside, load_heads, read_heads
+    from coder_plugin.training.sources import make_source
 
     given = read_flags(arguments)
     if run is not None:
@@ -225,7 +226,7 @@ def _evaluated(arguments: Any, run: str | None) -> tuple[str, Any, Encoder]:
     else:
         recipe = setup.make_recipe(config)
     device = setup.make_accelerator(replace(config, precision="fp32")).device
-    source = setup.make_source(config, split=arguments.split)
+    source = make_source(config, split=arguments.split)
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
     model = setup.make_model(config, recipe, device, source, inference=True)

@@ -37,6 +37,7 @@ from coder_plugin.training.evaluate import Encoder, evaluate
 from coder_plugin.training.export import export_heads, export_model
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
+from coder_plugin.training.sources import make_source
 from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward, restored_buffers
 
 #: So many steps on end may the fp16 loss scaler skip while it looks for its scale.
@@ -60,7 +61,7 @@ class Trainer:
         self.log = RunLog(self.folder, self.accelerator, config)
 
         batch_size = config.batch_size or 1
-        train, self.val = setup.make_source(config, split="train"), setup.make_source(config, split="val")
+        train, self.val = make_source(config, split="train"), make_source(config, split="val")
         assert train is not None
         samples = train.samples(config.captions, config.train_num_samples)
         self.recipe = setup.fit_recipe(recipe, config, samples_per_epoch=samples)

@@ -34,6 +34,7 @@ from coder_plugin.resolver import INSIDE, resolve
 from coder_plugin.retrieval import recall_from_embeddings
 from coder_plugin.training import setup
 from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.sources import make_source
 from coder_plugin.training.step import gradient_shares
 
 
@@ -86,7 +87,7 @@ def cache(options: argparse.Namespace) -> None:
         captions: list[str] = []
         owners: list[int] = []
         waiting: list[Tensor] = []
-        source = setup.make_source(config, split=split)
+        source = make_source(config, split=split)
         for number, (_, item) in enumerate(source.items()):
             waiting.append(transform(item.load()))
             captions += item.captions

@@ -23,6 +23,7 @@ from coder_plugin.training import setup
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import create_schedule, parameter_groups
+from coder_plugin.training.sources import make_source
 from tests.backbones import tiny_bert
 from tests.training import region_data
 from tests.training.test_two_processes import ordered, records, state, train
@@ -560,7 +561,7 @@ def test_adapters_leave_no_new_layer_untrained(tmp_path, made):
 
 def setup_model(options: TrainConfig) -> Any:
     options = options.resolved()
-    source = setup.make_source(options, split="train")
+    source = make_source(options, split="train")
     return setup.make_model(options, setup.make_recipe(options), torch.device("cpu"), source)
 
 

@@ -55,7 +55,8 @@ def open_csv(
                 check_captions(f"{spec}, line {rows.line_num}", row[csv_img_key], (row[csv_caption_key],))
                 captions.setdefault(row[csv_img_key], []).append(row[csv_caption_key])
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
-        raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}") from exc
+        hint = " (a file of region features goes with --regions)" if "field larger" in str(exc) else ""
+        raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}{hint}") from exc
     folder = Path(spec).resolve().parent
     items = []
     for path, texts in captions.items():

@@ -115,5 +115,6 @@ def _captions(source: Any, limit: int | None) -> Iterator[str]:
     """The captions of a source, image by image; no picture is decoded."""
     from tqdm import tqdm
 
-    captions = (caption for _, item in source.items() for caption in item.captions)
-    return iter(tqdm(islice(captions, limit), desc="captions", unit="", unit_scale=True, disable=None, leave=False))
+    from coder_plugin.training.sources import captions_of
+
+    return iter(tqdm(islice(captions_of(source), limit), desc="captions", unit="", unit_scale=True, disable=None, leave=False))

@@ -12,7 +12,7 @@ from typing import Any
 
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.precomp_text import counting, plain
-from coder_plugin.data.source import ItemSource
+from coder_plugin.data.source import PICTURES, ItemSource
 from coder_plugin.data.tables import (
     is_name,
     loader,
@@ -25,7 +25,6 @@ from coder_plugin.data.tables import (
 )
 from coder_plugin.errors import CoderError
 
-PICTURES = ("jpg", "png", "jpeg", "webp")
 log = logging.getLogger(__name__)
 
 

@@ -25,6 +25,8 @@ from coder_plugin.data.item import Item, stable_hash
 from coder_plugin.errors import CoderError
 
 CAPTIONS = ("draw", "all")
+#: Endings of picture files, and of the fields of shards that hold one.
+PICTURES = ("jpg", "png", "jpeg", "webp")
 _SHOWN = 10
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import IO, NoReturn
 import webdataset as wds
 
 from coder_plugin.data.regions.keyed import warn_once
+from coder_plugin.data.source import PICTURES
 from coder_plugin.errors import CoderError
 
-PICTURES = ("jpg", "png", "jpeg", "webp")
 REGIONS = "npz"
 IMAGE_FIELDS = (*PICTURES, REGIONS)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model, required_heads
@@ -145,9 +144,6 @@ def make_model(
     )
     if source is not None:
         check_data(model, example, source.name, config)
-        if isinstance(example, Regions) and len(example) > config.max_regions:
-            counts = len(example), config.max_regions
-            logging.warning("%s: images have %d regions, the first %d are read (--max-regions)", source.name, *counts)
     if not inference and (file := heads_beside(config.pretrained)) is not None:
         try:
             load_heads(model, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -93,7 +94,7 @@ def example_of(source: Any, most: int, *, of_regions: bool) -> Any:
 
 def check_data(model: Any, example: Any, name: str, config: TrainConfig) -> None:
     """CoderError where the data are pictures and the model reads regions, the other way round, or regions that it cannot
-    use."""
+    use; a warning where images have more of them than are read."""
     regions = isinstance(example, Regions)
     if regions != isinstance(model, Backbone):
         other = "--model region-bert" if regions else "a --model of open_clip's, or extract regions and name them: --regions"
@@ -103,3 +104,6 @@ def check_data(model: Any, example: Any, name: str, config: TrainConfig) -> None
             model.transform(max_regions=config.max_regions)(example)
         except ValueError as error:
             raise CoderError(f"{name}: its first image: {error}") from error
+        if len(example) > config.max_regions:
+            counts = len(example), config.max_regions
+            logging.warning("%s: images have %d regions, the first %d are read (--max-regions)", name, *counts)

@@ -26,13 +26,15 @@ class Item:
     ``key`` names the image within its data set (a file name, a WebDataset key); ``load()`` gives its RGB picture or its
     regions, and raises ``OSError`` or ``ValueError`` where that is impossible. ``names`` are others that it is known by,
     such as its number in COCO: a file of regions may have it under any of them. A place in ``names`` holds the same kind of
-    name for all images of a data set, and None where an image has none.
+    name for all images of a data set, and None where an image has none. A sample of training has one caption, and the
+    image's ``others`` beside it, in their order.
     """
 
     key: str
     captions: tuple[str, ...]
     load: Callable[[], Image | Regions]
     names: tuple[str | None, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def image_id(self) -> int:

@@ -8,6 +8,7 @@ says which chunks were used up, and that is enough to begin again behind them.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -16,8 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from coder_plugin.data.item import Item
 from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
 from coder_plugin.errors import CoderError
+from coder_plugin.negatives.positives import NONE, SAME_TOKENS, Positives
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -40,6 +43,10 @@ class TrainLoader:
 
     Every rank has a position of its own (bad images fall on one rank): save and hand back each rank's. A rank may end
     an epoch before ``steps_per_epoch``, when shards are unequal or images bad, so ranks have to agree on each step.
+
+    With ``positives`` batches also have the tokens of a positive caption for each row, ``text_positive`` [B, T] int64; all
+    else in them stays as it is. ``positives_made`` counts the rows decoded so far by what made their positive: names of
+    generators, and the kinds of :mod:`coder_plugin.negatives.positives` for those that have none.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class TrainLoader:
         num_samples: int | None = None,
         pin_memory: bool = False,
         shuffle_buffer: int = 2000,
+        positives: Positives | None = None,
     ) -> None:
         for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0), ("max_bad", max_bad, 0)):
             if number < least:
@@ -73,7 +81,8 @@ class TrainLoader:
             )
         self.bad = BadImages(source.name, max_bad)
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
-        self._transform, self._tokenizer = transform, tokenizer
+        self._transform, self._tokenizer, self._positives = transform, tokenizer, positives
+        self.positives_made: Counter[str] = Counter()
         self._plan = Plan(
             seed=seed,
             epoch=0,
@@ -106,7 +115,7 @@ class TrainLoader:
             first = start.last
             consumed[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
-        stream = _TrainStream(self.source, plan, tuple(consumed), first, self._transform, self._tokenizer)
+        stream = _TrainStream(self.source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives)
         left: dict[str, Any] = {}
         batches, again, size = start.batches, start.leftover, plan.batch_size
         if batches >= self.steps_per_epoch:
@@ -114,6 +123,7 @@ class TrainLoader:
         for chunk in _load(stream, self._workers, self._pin_memory):
             for key, reason in chunk.bad:
                 self.bad.add(key, reason)
+            self.positives_made.update(chunk.positives)
             consumed[chunk.worker] += 1
             if again:
                 if len(chunk) < again:
@@ -223,6 +233,7 @@ class _TrainStream(_Stream):
     first: int
     transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
+    positives: Positives | None = None
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         worker = (worker + self.first) % workers
@@ -233,7 +244,25 @@ class _TrainStream(_Stream):
                 texts = [items[number].captions[0] for number in good]
                 with isolated_rng("text", plan.seed, plan.epoch, *texts):  # some tokenizers drop words at random
                     chunk.tensors["text"] = self.tokenizer(texts)
+                if self.positives is not None:
+                    self._add_positives(chunk, [items[number] for number in good], plan, self.positives)
             yield chunk
+
+    def _add_positives(self, chunk: Chunk, items: list[Item], plan: Plan, positives: Positives) -> None:
+        texts, kinds = [], []
+        for item in items:
+            caption = item.captions[0]
+            # by sample, so that neighbours and workers change nothing
+            with isolated_rng("positive", plan.seed, plan.epoch, item.image_id, caption):
+                text, kind = positives(caption, item.others)
+            texts.append(text)
+            kinds.append(kind)
+        # a call of its own: drawing for both at once would change what the captions' words lose
+        with isolated_rng("positive text", plan.seed, plan.epoch, *texts):
+            tokens = self.tokenizer(texts)
+        for own, made, kind in zip(chunk.tensors["text"], tokens, kinds, strict=True):
+            chunk.positives[SAME_TOKENS if kind != NONE and torch.equal(own, made) else kind] += 1
+        chunk.tensors["text_positive"] = tokens
 
 
 @dataclass

@@ -10,6 +10,7 @@ import io
 import logging
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,7 @@ class Source(Protocol):
         """Samples in an epoch of all ranks, ``num_samples`` being what the user asked for."""
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """Chunks of ``plan.batch_size`` one-caption items; only the last may be smaller."""
+        """Chunks of ``plan.batch_size`` items as :func:`one_caption` makes them; only the last may be smaller."""
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         """Every image once over all ranks, with its position in the data set; ranks take turns block by block."""
@@ -118,7 +119,8 @@ def draw_caption(item: Item, *, seed: int, epoch: int) -> Item:
 
 
 def one_caption(item: Item, index: int) -> Item:
-    return replace(item, captions=(item.captions[index],))
+    others = item.captions[:index] + item.captions[index + 1 :]
+    return replace(item, captions=(item.captions[index],), others=others)
 
 
 def check_mode(captions: str) -> str:
@@ -187,8 +189,9 @@ class Chunk:
 
     worker: int
     bad: list[tuple[str, str]] = field(default_factory=list)
-    tensors: dict[str, Any] = field(default_factory=dict)  # image (a tensor or dict of them), image_id, text or index
+    tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and text_positive) or index
     captions: list[tuple[str, ...]] = field(default_factory=list)
+    positives: Counter[str] = field(default_factory=Counter)  # how many of its rows have which kind
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0

@@ -19,9 +19,12 @@ from coder_plugin.data import loader as module
 from coder_plugin.data import open_source
 from coder_plugin.data.item import Item, stable_hash
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
+from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import ShardSource
 from coder_plugin.data.source import ItemSource, isolated_rng
 from coder_plugin.errors import CoderError
+from coder_plugin.negatives.positives import Positives
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
 NUMBER, BATCH = 43, 5
@@ -554,3 +557,175 @@ def test_sets_of_tensors_in_evaluation(workers):
     shown = [float(text[0].split()[0]) for batch in found for text in batch["captions"]]
     assert [n for batch in found for n in batch["image"]["aspect"].tolist()] == shown
     assert [n for batch in found for n in batch["index"].tolist()] == [n for n in range(NUMBER) if n not in bad]
+
+
+# positive captions
+
+#: A caption of two words can be cut to its first, the image's number.
+POSITIVES = "join+truncate(words=1)"
+
+
+def padded_tokenizer(texts: list[str]) -> torch.Tensor:
+    """Four numbers of a text, -1 where it is shorter, and one drawn, as tokenizers that drop words do."""
+    rows = [[int(n) for n in text.split()] for text in texts]
+    return torch.tensor([[*row, -1, -1, -1][:4] + [int(torch.randint(1000, ()))] for row in rows])
+
+
+def cutting_tokenizer(texts: list[str]) -> torch.Tensor:
+    """The first two numbers of a text, and -1 in the place of a second."""
+    return torch.tensor([[*map(int, text.split()), -1][:2] for text in texts])
+
+
+def region_number(regions: Regions) -> torch.Tensor:
+    return torch.full((1, 2, 2), float(regions.features[0, 0]))
+
+
+def positive_loader(kind: str, folder: Path, **options) -> TrainLoader:
+    bad = options.pop("bad", ())
+    captions = options.pop("captions_each", 3)
+    view = transform
+    if kind == "regions":
+        source = make("table", folder, captions=captions)
+        known = {f"{n}.png": Regions(np.full((1, 2), n, np.float32)) for n in range(NUMBER) if n not in bad}
+        source, view = RegionSource(source, known), region_number
+    elif kind == "resampled":
+        make("shards", folder, bad=bad, captions=captions)
+        source = open_source(str(folder / "*.tar"), resampled=True)
+        options = {"num_samples": 60, **options}
+    else:
+        source = make(kind, folder, bad=bad, captions=captions)
+    given = {"batch_size": BATCH, "seed": 7, "shuffle_buffer": 8, "tokenizer": padded_tokenizer, **options}
+    return TrainLoader(source, transform=view, **given)
+
+
+def pairs(batches) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The numbers of each text and of its positive, without padding."""
+    return [
+        tuple(tuple(n for n in row if n >= 0) for row in both)
+        for batch in batches
+        for both in zip(batch["text"][:, :4].tolist(), batch["text_positive"][:, :4].tolist(), strict=True)
+    ]
+
+
+sources = pytest.mark.parametrize("kind", ["table", "shards", "resampled", "regions"])
+
+
+@sources
+@pytest.mark.parametrize("captions", ["draw", "all"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_positives_are_of_their_own_image_and_disturb_nothing(tmp_path, kind, captions, workers):
+    options = {"captions": captions, "workers": workers, "bad": (3, 17)}
+    plain = list(positive_loader(kind, tmp_path, **options).epoch(1))
+    made = positive_loader(kind, tmp_path, positives=Positives(POSITIVES), **options)
+    batches = list(made.epoch(1))
+    assert equal([{key: value for key, value in b.items() if key != "text_positive"} for b in batches], plain)
+    seen = Counter()
+    for text, positive in pairs(batches):
+        number, own = text
+        if len(positive) == 1:
+            assert positive == (number,)
+            seen["truncate"] += 1
+        else:
+            assert positive[:3] == (number, own, number) and positive[3] in {0, 1, 2} - {own}
+            seen["join"] += 1
+    assert set(made.positives_made) == {"join", "truncate"} == set(seen)
+    assert all(made.positives_made[name] >= seen[name] for name in seen)  # rows that fill no batch were decoded too
+    assert made.positives_made.total() - seen.total() < 2 * BATCH * max(workers, 1)
+
+
+@sources
+@pytest.mark.parametrize("captions", ["draw", "all"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_positives_are_the_same_after_an_interruption(tmp_path, kind, captions, workers):
+    options = {"captions": captions, "workers": workers, "bad": (3, 17), "positives": Positives(POSITIVES)}
+    whole, batches, positions = positive_loader(kind, tmp_path, **options), [], []
+    for batch in whole.epoch(0):
+        batches.append(batch)
+        positions.append(json.dumps(whole.position()))
+    fresh = positive_loader(kind, tmp_path, **options)
+    assert equal(list(fresh.epoch(0, json.loads(positions[4]))), batches[5:])
+
+
+@sources
+def test_a_positive_depends_on_seed_epoch_image_and_caption_alone(tmp_path, kind):
+    drawn = {"num_samples": 400} if kind == "resampled" else {}  # so that two streams have captions in common
+
+    def some(epoch: int = 0, **options) -> dict[tuple[int, ...], tuple[int, ...]]:
+        options = {**drawn, **options}
+        made = positive_loader(kind, tmp_path, captions="all", positives=Positives(POSITIVES), **options)
+        return dict(pairs(made.epoch(epoch)))
+
+    first, other = some(), some(workers=2, batch_size=4, shuffle_buffer=3, rank=1, world_size=2)
+    shared = first.keys() & other.keys()
+    assert len(shared) > 8 and all(first[text] == other[text] for text in shared)
+    for changed in (some(epoch=1), some(seed=8)):
+        shared = first.keys() & changed.keys()
+        assert sum(first[text] != changed[text] for text in shared) > len(shared) / 4
+
+
+def test_both_positives_are_made_equally_often(tmp_path):
+    made = positive_loader("table", tmp_path, captions="all", positives=Positives(POSITIVES))
+    for epoch in range(8):
+        list(made.epoch(epoch))
+    assert made.positives_made.total() == 8 * 125 and abs(made.positives_made["join"] - 500) < 65
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_positive_that_the_context_cuts_to_its_caption_is_counted_so(tmp_path, workers):
+    options = {"tokenizer": cutting_tokenizer, "workers": workers}
+    made = positive_loader("table", tmp_path, positives=Positives("join"), **options)
+    assert all(torch.equal(batch["text"], batch["text_positive"]) for batch in made.epoch(0))
+    assert set(made.positives_made) == {"same tokens"} and 40 <= made.positives_made.total() <= NUMBER
+    both = positive_loader("table", tmp_path, positives=Positives(POSITIVES), **options)
+    same = sum(
+        torch.equal(*rows) for b in both.epoch(0) for rows in zip(b["text"], b["text_positive"], strict=True)
+    )
+    assert set(both.positives_made) == {"same tokens", "truncate"} and 0 <= both.positives_made["same tokens"] - same <= 3
+
+
+@pytest.mark.parametrize(
+    "captions, kinds",
+    [
+        (("one",), {"none"}),
+        (("one", "one", " One "), {"none"}),
+        (("one", "two"), {"join"}),
+        (("1 2 3 4 5",), {"truncate"}),
+        (("word " * 500, "word " * 400), {"join", "truncate", "same tokens"}),
+    ],
+    ids=["one word", "copies", "two of one word", "one caption", "long"],
+)
+@pytest.mark.parametrize("mode", ["draw", "all"])
+def test_poor_captions_give_batches(captions, kinds, mode):
+    """A caption of its own as positive where nothing else is possible; nothing is refused."""
+    items = [Item(f"image {n}", captions, partial(load_number, n, False)) for n in range(30)]
+
+    def tokenize(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([([len(word) for word in text.split()] + [0] * 300)[:300] for text in texts])
+
+    made = TrainLoader(
+        ItemSource(items, name="poor"),
+        batch_size=10,
+        transform=regions_transform,
+        tokenizer=tokenize,
+        captions=mode,
+        positives=Positives(),
+    )
+    batches = list(made.epoch(0))
+    assert len(batches) == made.steps_per_epoch and set(made.positives_made) <= kinds and made.positives_made
+    if kinds == {"none"}:
+        assert all(torch.equal(batch["text"], batch["text_positive"]) for batch in batches)
+    elif len(kinds) == 1:
+        assert not any((batch["text"] == batch["text_positive"]).all(1).any() for batch in batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_positives_do_not_disturb_the_surrounding_generators(tmp_path, workers):
+    def draws() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    found = []
+    for positives in (None, Positives(POSITIVES)):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        made = positive_loader("table", tmp_path, workers=workers, positives=positives)
+        found.append([draws() for _ in made.epoch(0)])
+    assert found[0] == found[1]

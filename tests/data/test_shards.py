@@ -108,6 +108,18 @@ def test_siblings_share_their_id_and_draw_takes_one_of_them(tmp_path):
     assert (data.samples("draw"), data.samples("all")) == (43, 129)
 
 
+@pytest.mark.parametrize("mode", ["draw", "all"])
+@pytest.mark.parametrize("resampled", [False, True])
+def test_a_sample_carries_the_other_captions_of_its_image_in_their_order(tmp_path, mode, resampled):
+    write_set(tmp_path, captions=3)
+    data = open_shards(str(tmp_path / "s*.tar"), resampled=resampled)
+    for _, chunk in zip(range(10), data.chunks(plan(captions=mode)), strict=False):
+        for item in chunk:
+            number, own = item.captions[0].split()
+            assert item.others == tuple(f"{number} {k}" for k in range(3) if k != int(own))
+    assert all(item.others == () for _, item in data.items())
+
+
 def caption_shard(path: Path, *contents: dict[str, object]) -> str:
     return write_tar(path, [sample(n, json=json.dumps(each).encode()) for n, each in enumerate(contents)])
 

@@ -18,7 +18,7 @@ there). Whole matrices are never converted: the work goes through tiles of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +63,15 @@ def recall(similarity: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: 
         raise CoderError(f"similarity must be [images, texts], got shape {tuple(similarity.shape)}")
     images, texts = similarity.shape
     owner = _owners(image_of_text, images, texts, similarity.device)
-    dtype = _score_dtype(similarity)
+    dtype = score_dtype(similarity)
     right = similarity[owner, torch.arange(texts, device=similarity.device)].to(dtype)  # [T]
     beaten = torch.zeros(texts, dtype=torch.int64, device=similarity.device)
     i2t = torch.empty(images, dtype=torch.int64, device=similarity.device)
     for start, stop in _tiles(images, texts, chunk):
         tile = similarity[start:stop].to(dtype)
-        i2t[start:stop] = _caption_ranks(tile, start, owner)
+        i2t[start:stop] = row_ranks(tile, *captions_of(start, len(tile), owner))
         beaten += (tile < right).sum(0, dtype=torch.int32)  # never its own image: nothing is below itself
-    return _summary(i2t, images - 1 - beaten)
+    return summary(i2t, images - 1 - beaten)
 
 
 @torch.no_grad()
@@ -101,17 +101,16 @@ def recall_from_embeddings(
     Returns:
         What `recall` returns.
     """
-    pairs, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
-    dtype = _score_dtype(*(side for pair in pairs for side in pair))
-    pairs = [(images.to(dtype), texts.to(dtype)) for images, texts in pairs]
+    pairs, owner = check_embeddings(image_embeddings, text_embeddings, image_of_text)
+    pairs = comparable(pairs)
     images, texts = len(pairs[0][0]), len(pairs[0][1])
     i2t, t2i = owner.new_empty(images), owner.new_empty(texts)
-    for start, tile in _products(pairs, chunk):
-        i2t[start : start + len(tile)] = _caption_ranks(tile, start, owner)
-    for start, tile in _products([pair[::-1] for pair in pairs], chunk):
+    for start, tile in products(pairs, chunk):
+        i2t[start : start + len(tile)] = row_ranks(tile, *captions_of(start, len(tile), owner))
+    for start, tile in products([pair[::-1] for pair in pairs], chunk):
         right = tile.gather(1, owner[start : start + len(tile), None])
         t2i[start : start + len(tile)] = images - 1 - (tile < right).sum(1, dtype=torch.int32)
-    return _summary(i2t, t2i)
+    return summary(i2t, t2i)
 
 
 def recall_folds(
@@ -135,20 +134,27 @@ def recall_folds(
         The metrics of `recall` without the ranks, each the mean of the folds, and ``folds``: the same metrics of
         each fold, in order. Plain numbers only.
     """
-    pairs, owner = _embeddings(image_embeddings, text_embeddings, image_of_text)
-    images = len(pairs[0][0])
+    pairs, owner = check_embeddings(image_embeddings, text_embeddings, image_of_text)
+
+    def measure(images: slice, texts: Tensor, owner: Tensor) -> dict[str, Any]:
+        sides = [side[images] for side, _ in pairs], [side[texts] for _, side in pairs]
+        return recall_from_embeddings(*sides, owner, chunk=chunk)
+
+    return over_folds(owner, len(pairs[0][0]), folds, measure)
+
+
+def over_folds(
+    image_of_text: Tensor, images: int, folds: int, measure: Callable[[slice, Tensor, Tensor], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What `recall_folds` returns, of any recall: ``measure(images, texts, image_of_text)`` of each fold, that is the run
+    of its images, the numbers of its captions, and the image of each of these, counted from the fold's first."""
     if folds < 1 or images % folds:
         raise CoderError(f"{images} images cannot be cut into {folds} equal folds: folds must divide their number")
     size = images // folds
     each = []
     for first in range(0, images, size):
-        kept = (owner >= first) & (owner < first + size)
-        result = recall_from_embeddings(
-            [side[first : first + size] for side, _ in pairs],
-            [side[kept] for _, side in pairs],
-            owner[kept] - first,
-            chunk=chunk,
-        )
+        row, texts = captions_of(first, size, image_of_text)
+        result = measure(slice(first, first + size), texts, row)
         each.append({key: result[key] for key in _METRICS})
     return {**{key: sum(fold[key] for fold in each) / folds for key in _METRICS}, "folds": each}
 
@@ -172,21 +178,26 @@ def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _caption_ranks(tile: Tensor, first: int, owner: Tensor) -> Tensor:
-    """0-based ranks [R] of images ``first`` … ``first + R`` from their score rows [R, T]; ``owner`` is [T]."""
-    rows, texts = tile.shape
+def captions_of(first: int, rows: int, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of each right pair in the score rows of images ``first`` … ``first + rows``; ``owner`` is [T]."""
     columns = ((owner >= first) & (owner < first + rows)).nonzero().squeeze(1)
-    row = owner[columns] - first
-    own = tile[row, columns]
+    return owner[columns] - first, columns
+
+
+def row_ranks(tile: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """0-based ranks [R] of the queries of score rows [R, candidates], of which the pairs (``row``, ``column``) are right:
+    the best-ranked right candidate of a row counts."""
+    rows, candidates = tile.shape
+    own = tile[row, column]
     best = tile.new_full((rows,), -torch.inf)
     best.scatter_reduce_(0, row, own.masked_fill(own.isnan(), -torch.inf), "amax")
     beaten = (tile < best[:, None]).sum(1, dtype=torch.int32).long()
-    # Own captions are no competitors: taken out of the candidates, and those below the best out of the beaten ones.
+    # Right candidates are no competitors: taken out of the candidates, and those below the best out of the beaten ones.
     beaten.index_add_(0, row, (own < best[row]).long(), alpha=-1)
-    return texts - torch.bincount(row, minlength=rows) - beaten
+    return candidates - torch.bincount(row, minlength=rows) - beaten
 
 
-def _summary(i2t: Tensor, t2i: Tensor) -> dict[str, Any]:
+def summary(i2t: Tensor, t2i: Tensor) -> dict[str, Any]:
     """The dict of `recall` from the 0-based ranks [N] and [T]."""
     out: dict[str, Any] = {}
     both = {"i2t": i2t.cpu(), "t2i": t2i.cpu()}
@@ -212,7 +223,7 @@ def _tiles(queries: int, candidates: int, chunk: int | None) -> Iterator[tuple[i
         yield start, min(start + chunk, queries)
 
 
-def _products(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int | None) -> Iterator[tuple[int, Tensor]]:
+def products(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int | None) -> Iterator[tuple[int, Tensor]]:
     """Start and score rows [R, candidates] of each tile, of (queries, candidates) of each model, in the same buffers.
 
     A new tensor per tile, with the ranks kept beside it, tears the C allocator's heap into holes that the next tile
@@ -240,7 +251,7 @@ def _views(embeddings: Tensor) -> Tensor:
     return embeddings if embeddings.ndim == 3 else embeddings[:, None]
 
 
-def _score_dtype(*tensors: Tensor) -> torch.dtype:
+def score_dtype(*tensors: Tensor) -> torch.dtype:
     """Where scores are compared: float64 for float64 and integers, float32 for everything narrower."""
     for tensor in tensors:
         if tensor.is_complex():
@@ -249,7 +260,13 @@ def _score_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _embeddings(
+def comparable(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Every model's embeddings in the dtype that their products are compared in."""
+    dtype = score_dtype(*(side for pair in pairs for side in pair))
+    return [(images.to(dtype), texts.to(dtype)) for images, texts in pairs]
+
+
+def check_embeddings(
     image_embeddings: Tensor | Sequence[Tensor],
     text_embeddings: Tensor | Sequence[Tensor],
     image_of_text: Tensor | Sequence[int],

@@ -1,0 +1,211 @@
+"""Two-stage retrieval: a shortlist by the embeddings' products, put in order by a score of pairs (AsCL eq. 4; METHODS 8).
+
+Shape letters: N images, T captions (texts), D joint dimensions, G groups, each of a images and b captions, k candidates
+kept of each query, R queries of one tile, P their right pairs.
+
+A score that depends on the pair, such as AsCL's fusion, cannot be looked up in an index of vectors, and all N x T of them
+cost too much. So a query's k best candidates by embedding are ordered by the score; the others keep their places behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from coder_plugin.errors import CoderError
+from coder_plugin.retrieval.metrics import (
+    captions_of,
+    check_embeddings,
+    comparable,
+    products,
+    row_ranks,
+    score_dtype,
+    summary,
+)
+
+_PAIRS = 1024  # scored at once: 32 tokens of 1,024 channels in float32 are 128 MiB of each side
+
+
+class Scorer(Protocol):
+    """A score of pairs that were not all made beforehand."""
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        """Of images [G, a] and captions [G, b], int64: [G, a, b], higher is more alike."""
+
+    def all_pairs(self) -> Tensor:
+        """[N, T]."""
+
+
+class Products:
+    """The embeddings' own product as a :class:`Scorer`: the greatest where an image has several embeddings.
+
+    Args:
+        images: [N, D] or [N, V, D]. texts: [T, D].
+    """
+
+    def __init__(self, images: Tensor, texts: Tensor) -> None:
+        self.pairs = comparable([(images, texts)])
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        [(images, texts)] = self.pairs
+        views = images if images.ndim == 3 else images[:, None]
+        return torch.einsum("gavd,gbd->gavb", views[image_index], texts[text_index]).amax(2)
+
+    def all_pairs(self) -> Tensor:
+        return torch.cat([tile.clone() for _, tile in products(self.pairs, None)])
+
+
+class MeanScore:
+    """The mean of several models' scores as a :class:`Scorer`: an ensemble's (METHODS 10)."""
+
+    def __init__(self, scorers: Iterable[Scorer]) -> None:
+        self.scorers = list(scorers)
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        return self._mean(scorer(image_index, text_index) for scorer in self.scorers)
+
+    def all_pairs(self) -> Tensor:
+        return self._mean(scorer.all_pairs() for scorer in self.scorers)
+
+    def _mean(self, scores: Iterable[Tensor]) -> Tensor:
+        total: Any = 0
+        for each in scores:
+            total = total + each.cpu()
+        return total / len(self.scorers)
+
+
+@torch.no_grad()
+def rerank(
+    image_embeddings: Tensor | Sequence[Tensor],
+    text_embeddings: Tensor | Sequence[Tensor],
+    image_of_text: Tensor | Sequence[int],
+    score: Callable[[Tensor, Tensor], Tensor],
+    *,
+    k: int,
+    chunk: int | None = None,
+) -> dict[str, Any]:
+    """Recall of two-stage retrieval: the k best candidates of each query by embedding, put in order by ``score``.
+
+    Of a query's right candidates, those in its shortlist are ranked within it; where none is there, the rank by embedding,
+    k or more, stays. A tie counts against the query and a NaN is read as `recall` reads it, in either stage: a wrong
+    candidate as good as the right one by embedding takes its place in the shortlist. Wrong candidates that tie there are
+    taken in their order. With k at or above the number of candidates, the ranks are those of ``score`` for all pairs.
+
+    Neither stage holds [N, T]. Scores are asked for in batches of about a thousand pairs, and only for queries with a right
+    candidate in the shortlist: the others' ranks do not depend on them.
+
+    Args:
+        image_embeddings: [N, D] or [N, V, D], or several models', as in `recall_from_embeddings`.
+        text_embeddings: [T, D], likewise.
+        image_of_text: [T] integers in [0, N), as in `recall`.
+        score: ``score(images, texts)`` of the numbers of images [G, a] and captions [G, b], int64 on the embeddings'
+            device: [G, a, b], any real dtype and device. a is 1 where images are the queries, b where captions are.
+        k: length of the shortlist, 1 or more.
+        chunk: queries whose products are made at once, as in `recall_from_embeddings`.
+
+    Returns:
+        What `recall` returns.
+
+    Raises:
+        CoderError: k or chunk below 1; shapes that do not fit; scores of another shape than asked for.
+    """
+    if k < 1:
+        raise CoderError(f"the shortlist must have 1 candidate or more, got k = {k}")
+    pairs, owner = check_embeddings(image_embeddings, text_embeddings, image_of_text)
+    pairs = comparable(pairs)
+
+    def captions_right(first: int, rows: int) -> tuple[Tensor, Tensor]:
+        return captions_of(first, rows, owner)
+
+    def image_right(first: int, rows: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(rows, device=owner.device), owner[first : first + rows]
+
+    def asked(images: Tensor, texts: Tensor) -> Tensor:
+        scores = score(images, texts)
+        expected = (*images.shape, texts.shape[1])
+        if tuple(scores.shape) != expected:
+            raise CoderError(f"the score of images [G, a] and captions [G, b] must be {expected}, got {tuple(scores.shape)}")
+        return scores.to(owner.device, score_dtype(scores))
+
+    def of_images(images: Tensor, texts: Tensor) -> Tensor:
+        return asked(images[:, None], texts)[:, 0]
+
+    def of_texts(texts: Tensor, images: Tensor) -> Tensor:
+        return asked(images, texts[:, None])[:, :, 0]
+
+    i2t = _ranks(pairs, captions_right, of_images, k, chunk)
+    t2i = _ranks([pair[::-1] for pair in pairs], image_right, of_texts, k, chunk)
+    return summary(i2t, t2i)
+
+
+def _ranks(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    right: Callable[[int, int], tuple[Tensor, Tensor]],
+    score: Callable[[Tensor, Tensor], Tensor],
+    k: int,
+    chunk: int | None,
+) -> Tensor:
+    """0-based ranks of all queries of (queries, candidates); ``right(first, rows)`` names the right pairs of a tile, and
+    ``score(queries [G], candidates [G, b])`` is [G, b]."""
+    ranks = torch.empty(len(pairs[0][0]), dtype=torch.int64, device=pairs[0][0].device)
+    for start, tile in products(pairs, chunk):
+        row, column = right(start, len(tile))
+        place = row_ranks(tile, row, column)
+        shortlist, own = _shortlist(tile, row, column, k)
+        found = own.nonzero().squeeze(1)
+        scores = _scores(score, start + found, shortlist[found])
+        place[found] = _ranks_within(scores, own[found])
+        ranks[start : start + len(tile)] = place
+    return ranks
+
+
+def _shortlist(tile: Tensor, row: Tensor, column: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The best k candidates [R, K] of score rows [R, candidates], K = min(k, candidates), the right ones last, and how
+    many of them are right [R]. Overwrites ``tile``."""
+    rows, candidates = tile.shape
+    k = min(k, candidates)
+    value = tile[row, column]
+    value = value.masked_fill(value.isnan(), -torch.inf)
+    # Wrong candidates alone: the right ones are below all of them, as none of theirs is left at -inf.
+    tile.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=torch.finfo(tile.dtype).min)
+    tile[row, column] = -torch.inf
+    best, shortlist = tile.topk(min(k + 1, candidates), dim=1)
+    tied = (best[:, 1:] == best[:, :-1]).any(1)
+    if tied.any():  # topk takes any of those that tie
+        shortlist[tied] = tile[tied].sort(dim=1, descending=True, stable=True).indices[:, : best.shape[1]]
+    best, shortlist = best[:, :k].contiguous(), shortlist[:, :k].contiguous()
+    # A right candidate's place is behind the wrong ones that are as good, and behind the better right ones.
+    order = value.argsort(descending=True, stable=True)
+    order = order[row[order].argsort(stable=True)]
+    value, row, column = value[order], row[order], column[order]
+    count = torch.bincount(row, minlength=rows)
+    behind = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+    table = value.new_full((rows, int(count.max())), torch.inf)
+    table[row, behind] = value
+    wrong = torch.searchsorted(-best, -table, right=True)[row, behind].minimum(candidates - count[row])
+    inside = wrong + behind < k
+    shortlist[row[inside], k - 1 - behind[inside]] = column[inside]
+    return shortlist, torch.bincount(row[inside], minlength=rows)
+
+
+def _scores(score: Callable[[Tensor, Tensor], Tensor], queries: Tensor, candidates: Tensor) -> Tensor:
+    """Scores [G, K] of each query [G] with its candidates [G, K], in batches of some thousand pairs at most."""
+    groups, width = candidates.shape
+    rows, columns = max(1, _PAIRS // width), min(width, _PAIRS)
+    parts: list[Tensor] = []
+    for first in range(0, groups, rows):
+        asked = candidates[first : first + rows].split(columns, dim=1)
+        parts.append(torch.cat([score(queries[first : first + rows], each) for each in asked], 1))
+    return torch.cat(parts) if parts else candidates.new_empty(0, width, dtype=torch.float32)
+
+
+def _ranks_within(scores: Tensor, own: Tensor) -> Tensor:
+    """0-based ranks [G] by scores [G, K], of which the last ``own`` [G] of each row are right."""
+    width = scores.shape[1]
+    right = torch.arange(width, device=own.device) >= width - own[:, None]
+    best = scores.masked_fill(~right | scores.isnan(), -torch.inf).amax(1, keepdim=True)
+    beaten = ((scores < best) & ~right).sum(1)
+    return width - own - beaten

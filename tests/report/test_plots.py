@@ -1,0 +1,154 @@
+"""Figures of the analyses: which files, what they draw, several models, and what is missing."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from coder_plugin.errors import CoderError
+from coder_plugin.report import plot_analyses, plots
+from coder_plugin.retrieval.analyses import analyse
+
+NAMES = ["alignment", "uniformity", "distances", "recall_by_length"]
+WITHOUT = 'figures need matplotlib: pip install "coder-plugin[report]"'
+
+
+@pytest.fixture
+def matplotlib():
+    return pytest.importorskip("matplotlib", reason=WITHOUT)
+
+
+def row(seed: int, images: int = 6, texts: int = 18, **options) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    image, text = torch.randn(images, 8, generator=generator), torch.randn(texts, 8, generator=generator)
+    captions = [" ".join("w" * (1 + i)) for i in range(texts)]
+    return json.loads(json.dumps(analyse(image, text, torch.arange(texts) % images, captions, **options)))
+
+
+def draw(folder, rows: dict) -> list:
+    """The figures that `plot_analyses` makes, kept for a look."""
+    kept = []
+    legend = plots._legend
+
+    def keep(figure, handles, names):
+        legend(figure, handles, names)
+        kept.append(figure)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(plots, "_legend", keep)
+        plot_analyses(rows, folder)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> tuple[dict, list]:
+    """Two models and their figures."""
+    pytest.importorskip("matplotlib", reason=WITHOUT)
+    rows = {"a": row(0, edges=[3, 7, 40]), "b": row(1, edges=[3, 7, 40])}
+    return rows, draw(tmp_path_factory.mktemp("figures"), rows)
+
+
+@pytest.mark.parametrize(("suffix", "head"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_files(matplotlib, tmp_path, suffix: str, head: bytes) -> None:
+    paths = plot_analyses({"one": row(0)}, tmp_path / "new" / "folder", suffix=suffix)
+    assert [path.name for path in paths] == [f"{name}.{suffix}" for name in NAMES]
+    assert all(path.parent == tmp_path / "new" / "folder" and path.read_bytes().startswith(head) for path in paths)
+
+
+def test_bars_are_the_numbers(two) -> None:
+    rows, drawn = two
+    for figure, part, kinds in (
+        (drawn[0], "alignment", ("image_text", "text_text")),
+        (drawn[1], "uniformity", ("images", "texts")),
+    ):
+        [axes] = figure.axes
+        bars = sorted(axes.patches, key=lambda bar: bar.get_x())  # kind by kind, in each model by model
+        assert [bar.get_height() for bar in bars] == [rows[name][part][kind]["mean"] for kind in kinds for name in rows]
+        assert all(left.get_x() + left.get_width() <= right.get_x() + 1e-9 for left, right in zip(bars, bars[1:], strict=False))
+        assert len({bar.get_facecolor() for bar in bars}) == 2
+        spreads = [bars.errorbar.lines[2][0].get_segments() for bars in axes.containers if hasattr(bars, "errorbar")]
+        for name, segments in zip(rows, spreads, strict=True):
+            lengths = [segment[1][1] - segment[0][1] for segment in segments]
+            assert lengths == pytest.approx([2 * rows[name][part][kind]["std"] for kind in kinds])
+
+
+def test_histograms_have_area_one(two) -> None:
+    for axes in two[1][2].axes:
+        assert len(axes.patches) == 2
+        for stairs in axes.patches:
+            values, edges, _ = stairs.get_data()
+            assert sum(values) * 0.02 == pytest.approx(1) and (edges[0], edges[-1]) == (0, 2)
+
+
+def test_lines_are_the_recalls(two) -> None:
+    rows, drawn = two
+    for axes, key in zip(drawn[3].axes, ("t2i_r1", "t2i_r5", "t2i_r10"), strict=True):
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["<3\n(2)", "3-6\n(4)", "7-39\n(12)", "40+\n(0)"]
+        for line, each in zip(axes.lines, rows.values(), strict=True):
+            expected = [one[key] for one in each["recall_by_length"]["bins"]]
+            assert list(line.get_ydata())[:3] == expected[:3] and expected[3] is None
+            assert line.get_ydata()[3] != line.get_ydata()[3]  # the empty bin is a gap, not a zero
+
+
+def test_counts_are_named_only_where_models_share_them(matplotlib, tmp_path) -> None:
+    drawn = draw(tmp_path, {"a": row(0, edges=[3]), "b": row(0, texts=12, edges=[3])})
+    assert [tick.get_text() for tick in drawn[3].axes[0].get_xticklabels()] == ["<3", "3+"]
+
+
+@pytest.mark.parametrize("models", [1, 12])
+def test_models_and_odd_names(matplotlib, tmp_path, models: int) -> None:
+    """Names are run folders: dollars are no mathematics, an underscore hides nothing, and the longest still fits."""
+    names = [r"_runs/$\frac$ a", "x" * 90, *(f"runs/{i}" for i in range(models))][:models]
+    for figure in draw(tmp_path, {name: row(i) for i, name in enumerate(names)}):
+        assert figure.axes[0].get_position().height * figure.get_figheight() > 2  # inches: the legend leaves room
+        assert len(figure.legends[0].get_texts()) == models
+        assert figure.legends[0].get_texts()[0].get_text().strip() == r"_runs/\$\frac\$ a"
+
+
+def test_what_is_not_there_is_left_blank(matplotlib, tmp_path) -> None:
+    drawn = draw(tmp_path, {"pairs": row(0, images=3, texts=3), "alone": row(0, images=1, texts=1)})
+    assert [len(figure.axes[0].patches) for figure in drawn[:2]] == [2, 2]  # image-text of both; of "pairs" alone
+
+
+def test_no_pyplot(matplotlib, tmp_path) -> None:
+    """Nor matplotlib before it is needed; and files of the same names are replaced."""
+    code = (
+        "import sys\nfrom coder_plugin.report import plot_analyses\n"
+        "assert 'matplotlib' not in sys.modules, 'imported before it is needed'\n"
+        "import json\nplot_analyses({'a': json.load(open(sys.argv[1]))}, sys.argv[2], suffix='svg')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    (tmp_path / "row.json").write_text(json.dumps(row(0)))
+    (tmp_path / "alignment.svg").write_text("an older one")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "row.json"), str(tmp_path)], check=True, timeout=120)
+    assert "an older one" not in (tmp_path / "alignment.svg").read_text()
+
+
+def test_without_matplotlib(tmp_path, monkeypatch) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *rest):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return imported(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(CoderError, match=r"coder-plugin\[report\]"):
+        plot_analyses({"a": row(0)}, tmp_path / "figures")
+    assert not (tmp_path / "figures").exists()
+
+
+def test_bad_input(tmp_path) -> None:
+    with pytest.raises(CoderError, match="png or svg"):
+        plot_analyses({"a": row(0)}, tmp_path, suffix="jpg")
+    with pytest.raises(CoderError, match="no model"):
+        plot_analyses({}, tmp_path)
+    with pytest.raises(CoderError, match="other bins"):
+        plot_analyses({"a": row(0), "b": row(1, edges=[2])}, tmp_path)

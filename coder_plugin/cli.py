@@ -103,20 +103,26 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         metavar="B",
         help="weights of the instance level against the concept level, instead of the recipe's: a row for each",
     )
+    parser.add_argument(
+        "--analyses",
+        metavar="FOLDER",
+        help="also alignment, uniformity and recall by the length of queries (AsCL section III): a table, and numbers and "
+        "plots in FOLDER",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     only = (
         "model pretrained force_image_size force_context_length force_quick_gelu force_custom_text image_mean image_std "
         "image_interpolation image_resize_mode cache_dir model_kwargs val_data dataset_type image_root csv_separator "
-        "csv_img_key csv_caption_key regions regions_type max_regions max_bad_images workers batch_size precision"
+        "csv_img_key csv_caption_key regions regions_type max_regions max_bad_images workers batch_size rerank precision"
     ).split()
     add_flags(parser, only=only)
     parser.set_defaults(run=_eval)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from coder_plugin.retrieval import format_table
-    from coder_plugin.training.evaluate import evaluate_command
+    from coder_plugin.retrieval import format_analyses, format_table
+    from coder_plugin.training.evaluate import analyses_of, evaluate_command
 
     results = evaluate_command(arguments)
     if not results:
@@ -131,10 +137,14 @@ def _eval(arguments: argparse.Namespace) -> int:
             file.write(text + "\n")
     rows = {}
     for name, result in results.items():
-        rows[name] = result
-        if "folds" in result:
-            rows[f"{name}, mean of {arguments.folds} folds"] = result["folds"]
+        for label, figures in ((name, result), (f"{name}, shortlist", result.get("shortlist"))):
+            if figures is not None:
+                rows[label] = figures
+                if "folds" in figures:
+                    rows[f"{label}, mean of {arguments.folds} folds"] = figures["folds"]
     print(format_table(rows))
+    if analyses := analyses_of(results):
+        print(f"\n{format_analyses(analyses)}")
     return 0
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.asymmetry import Asymmetry, Texts
+from coder_plugin.heads.base import Head, Widths, in_score
 from coder_plugin.recipe import Recipe
 from coder_plugin.resolver import Resolution, resolve
 
@@ -79,6 +80,17 @@ class Coder(nn.Module):
             weighed = [block[:, None].expand(-1, feature.shape[1], -1) for block in weighed]
         return torch.cat([base**0.5 * feature, *weighed], -1)
 
+    def further_texts(self, text: Tensor | None, text_positive: Tensor | None) -> Texts | None:
+        """The captions [B, T] with what a head wants encoded beside them, or None where none does."""
+        for head in self.heads.values():
+            if isinstance(head, Asymmetry) and text is not None:
+                return head.further_texts(text, text_positive)
+        return None
+
+    @property
+    def adds_texts(self) -> bool:
+        return any(isinstance(head, Asymmetry) for head in self.heads.values())
+
     def without_heads(self) -> Coder:
         """The same aggregators and no head: what a momentum copy of the model keeps."""
         bare = copy.copy(self)
@@ -108,7 +120,7 @@ class Coder(nn.Module):
         pool = dict(known)
         for head in self.heads.values():
             if all(key in pool for key in head.requires):
-                pool.update(head(**{key: pool[key] for key in head.requires}))
+                pool.update(head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool}))
         return {key: value for key, value in pool.items() if key.startswith("coder_")}
 
     def post_step(self) -> None:
@@ -184,7 +196,8 @@ def create_model(
         pretrained_image_path: weights for the image tower alone.
         aggregator: ``"tower"``, or ``"gpo"`` for an instance branch over patch and word tokens (projection and GPO), whose
             features stand in for the towers' own in training and in ``embed_*``.
-        inference: only the heads that take part in the score, for evaluation and search: no banks, no momentum towers.
+        inference: only the heads that take part in the score or re-rank by their own, for evaluation and search: no banks, no
+            momentum towers.
         options: for ``open_clip.create_model``: precision, device, force_image_size, …; for a backbone its own, such as
             region_dim, embed_dim, text.
 
@@ -192,6 +205,7 @@ def create_model(
         CoderError: unknown names, files that do not fit, a recipe that this model cannot serve.
     """
     from coder_plugin.backbones import clip, own
+    from coder_plugin.backbones.base import words_of
     from coder_plugin.backbones.tokens import TokenTaps
 
     recipe = Recipe.parse(recipe)
@@ -214,7 +228,7 @@ def create_model(
         inside = clip.INSIDE
     resolution = resolve(recipe, clip.available_keys(model), inside)
     if inference:
-        resolution = resolution.of_heads([name for name in resolution.heads if registry.load("heads", name).scores])
+        resolution = resolution.of_heads([name for name in resolution.heads if in_score(registry.load("heads", name))])
         recipe = replace(recipe, heads=tuple(options for options in recipe.heads if options[0] in resolution.heads))
     if found is not None:
         model.coder = Coder(recipe, resolution, model.widths()).to(next(model.parameters()).device)
@@ -223,6 +237,8 @@ def create_model(
         taps = TokenTaps(model, wanted) if wanted else None
         coder = Coder(recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator)
         model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
+    if model.coder.adds_texts:
+        model.words = words_of(model) if found is not None else clip.words_of(model, name, options.get("cache_dir"))
     model.coder.attach(model)
     for key in ("logit_scale", "logit_bias"):
         parameter = getattr(model, key, None)

@@ -14,12 +14,14 @@ from coder_plugin.recipe import Recipe, TermSpec
 #: What a model's forward is given; heads may require it.
 INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
 #: What backbones give their heads and do not return: tokens after the context stage and before it (locals), masks, pooled
-#: features before normalisation, and the regions' scores for an image's views. Each backbone has its own of these.
+#: features before normalisation, the regions' scores for an image's views, and a feature of the whole image. Each backbone
+#: has its own of these.
 INSIDE = frozenset(
-    "image_tokens image_mask image_locals image_pooled image_views text_tokens text_mask text_locals text_pooled".split()
+    "image_tokens image_mask image_locals image_pooled image_views image_global "
+    "text_tokens text_mask text_locals text_pooled".split()
 )
 #: Made by heads from the backbone's own features alone, so a term that compares a head's features cannot use them.
-_KEYS = frozenset({"coder_image_keys", "coder_text_keys"})
+_KEYS = frozenset({"coder_image_keys", "coder_text_keys", "coder_noised_features", "coder_positive_features"})
 
 OWN_DISTRIBUTION = "coder-plugin"
 
@@ -38,7 +40,8 @@ class Resolution:
 
     def of_heads(self, names: Sequence[str]) -> Resolution:
         """Of these heads alone, which must need no other; no term is left."""
-        return Resolution(tuple(names), (), frozenset(key for name in names for key in _head(name).requires))
+        reads = frozenset(key for name in names for key in (*_head(name).requires, *_head(name).uses))
+        return Resolution(tuple(names), (), reads)
 
 
 def resolve(recipe: Recipe, available: Set[str], inside: Set[str] = INSIDE) -> Resolution:
@@ -102,6 +105,7 @@ class _Resolver:
         self.open.append(name)
         for key in _head(name).requires:
             self.need(key, f"head {name!r} (for {who})", None)
+        self.reads.update(_head(name).uses)
         self.open.pop()
         self.heads.append(name)
 
@@ -122,8 +126,8 @@ def _bind(term: TermSpec, made: Any) -> dict[str, str]:
     if term.source:
         if _KEYS & keys.keys():
             raise CoderError(
-                f"{term.name}@{term.source}: the momentum banks hold the backbone's own features, not those of "
-                f"{term.source!r}; use a term without banks, such as dcl@{term.source}"
+                f"{term.name}@{term.source}: the momentum banks hold the backbone's own features, and generated texts have no "
+                f"others: not those of {term.source!r}; use a term of the pairs alone, such as dcl@{term.source}"
             )
         pair = _head(term.source).pair
         if pair is None:
@@ -141,7 +145,7 @@ def _unasked(term: TermSpec) -> set[str]:
 
 
 def _head(name: str) -> Any:
-    return _declared(registry.load("heads", name), f"head {name!r}", "requires", "provides")
+    return _declared(registry.load("heads", name), f"head {name!r}", "requires", "uses", "provides")
 
 
 def _declared(cls: Any, who: str, *attributes: str) -> Any:

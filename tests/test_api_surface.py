@@ -25,6 +25,7 @@ MODULES = (
     "coder_plugin.detectors.base",
     "coder_plugin.heads.base",
     "coder_plugin.losses.base",
+    "coder_plugin.negatives.base",
     "coder_plugin.registry",
     "coder_plugin.retrieval",
 )

@@ -48,6 +48,11 @@ LOSSES = {
     "siglip shift": ("siglip(dist_impl=shift)", True),
     "siglip reduce": ("siglip(dist_impl=reduce)", True),
     "siglip gather": ("siglip(dist_impl=gather)", True),
+    "ascl": ("ascl(temperature=0.5)", True),
+    "ascl without ids": ("ascl(temperature=0.5)", False),
+    "ascl learned": ("ascl(temperature=logit_scale)", True),
+    "ascl fusion": ("ascl(similarity=fusion,temperature=0.5)", True),
+    "triplet fusion": ("triplet(similarity=fusion,margin=0.5)", True),
     "sum of terms": ("2*dcl + 0.5*triplet(margin=0.5) + 0.1*clip", True),
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -72,15 +77,21 @@ class Towers(nn.Module):
             for parameter in (*self.image.parameters(), *self.text.parameters()):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         reads = resolve(recipe, KEYS).reads - ({"logit_bias"} if "siglip" not in str(recipe) else set())
+        reads = reads | {"image_features", "text_features"}
         for key in ("logit_scale", "logit_bias"):  # unread parameters are frozen (DESIGN, rule 2)
             getattr(self, key).requires_grad_(key in reads)
         self.reads = reads
 
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
-        outputs = {
-            "image_features": normalize(self.image(image), dim=-1),
-            "text_features": normalize(self.text(text), dim=-1),
-        }
+        # the captions and, made of them, what AsCL's head would give
+        made = {"text": text, "coder_noised": text + 0.3, "coder_positive": 0.9 * text - 0.1}
+        made["coder_noised_positive"] = text - 0.4
+        outputs = {f"{name}_features": normalize(self.text(each), dim=-1) for name, each in made.items()}
+        outputs["image_features"] = normalize(self.image(image), dim=-1)
+        for name in made:  # scores of this rank's images and all texts, as a fusion head computes them in forward
+            score = outputs["image_features"] @ distributed.gather(outputs[f"{name}_features"]).T
+            outputs["coder_fusion" + name.removeprefix("coder").removeprefix("text")] = score.pow(3)
+        outputs = {key: value for key, value in outputs.items() if key in self.reads}
         return outputs | {key: getattr(self, key) for key in ("logit_scale", "logit_bias") if key in self.reads}
 
 

@@ -236,7 +236,7 @@ def test_a_broken_preset_is_named() -> None:
 # Mistakes. Columns are counted by hand, from 1.
 
 MISTAKES = [
-    ("dlc", 1, "unknown loss or recipe 'dlc'; did you mean 'dcl'? (known: caption, "),
+    ("dlc", 1, "unknown loss or recipe 'dlc'; did you mean 'dcl'? (known: ascl, "),
     ("clip + tripet", 8, "did you mean 'triplet'?"),
     ("2*coder/table2-9", 3, "did you mean 'coder/table2-"),
     ("qqqqqq", 1, "unknown loss or recipe 'qqqqqq' (known: "),

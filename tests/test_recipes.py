@@ -19,9 +19,9 @@ ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 @pytest.mark.parametrize("name", OURS)
 def test_every_recipe_resolves_and_survives_its_file_form(name):
     recipe = Recipe.parse(name)
-    assert set(required_heads(recipe)) <= ALL_HEADS
+    assert set(required_heads(recipe)) <= ALL_HEADS | {"asymmetry", "fusion"}
     assert Recipe.from_dict(recipe.to_dict()) == recipe
-    assert {term.name for term in recipe.terms} <= {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}
+    assert {term.name for term in recipe.terms} <= {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc", "ascl", "clip"}
     given = {} if "model" in dict(recipe.training) else {"model": "ViT-B-32"}
     config = TrainConfig(loss=name, train_data="x.tar", **given).resolved()
     for option, value in recipe.training:
@@ -113,3 +113,51 @@ def test_coder_clips_loss_keeps_its_scale_from_batch_to_batch(mu, gamma):
     kept = abs(loss(2048, 255) - loss(256, 255))
     grown = loss(2048, None) - loss(256, None)
     assert kept < 0.03 and grown > 3 * kept
+
+
+ASCL = {"asymmetry", "fusion", "ids"}
+
+
+@pytest.mark.parametrize(
+    ("name", "terms", "heads", "asymmetry"),
+    [
+        ("table2-full", ["ascl", "ascl"], ASCL, {}),
+        ("table2-without-positives", ["ascl", "ascl"], ASCL, {"positives": None}),
+        ("table2-without-negatives", ["ascl", "ascl"], ASCL, {"negatives": None}),
+        ("table2-without-both", ["ascl", "ascl"], ASCL, {"negatives": None, "positives": None}),
+        ("table2-without-fusion", ["ascl"], {"asymmetry", "ids"}, {}),
+        ("table2-triplet", ["triplet", "triplet"], {"fusion", "ids"}, {}),
+        ("fig3-join", ["ascl", "ascl"], ASCL, {"positives": "join"}),
+        ("fig3-truncate", ["ascl", "ascl"], ASCL, {"positives": "truncate"}),
+        ("fig3-join-and-truncate", ["ascl", "ascl"], ASCL, {}),
+        ("fig3-shuffle", ["ascl", "ascl"], ASCL, {"negatives": "shuffle"}),
+        ("fig3-dropout", ["ascl", "ascl"], ASCL, {"negatives": "dropout"}),
+        ("fig3-gaussian", ["ascl", "ascl"], ASCL, {"negatives": "gaussian"}),
+        ("fig3-cutoff", ["ascl", "ascl"], ASCL, {"negatives": "token_cutoff+feature_cutoff"}),
+        ("fig3-mixture", ["ascl", "ascl"], ASCL, {"negatives": "mixture"}),
+    ],
+)
+def test_ascls_rows(name, terms, heads, asymmetry):
+    recipe = Recipe.parse(f"ascl/{name}")
+    assert [term.name for term in recipe.terms] == terms and set(required_heads(recipe)) == heads
+    assert dict(dict(recipe.heads).get("asymmetry", ())) == asymmetry
+    # where there is a fusion it is the first term's score, and the towers' own cosine the second's
+    similarities = [dict(term.options).get("similarity", "cosine") for term in recipe.terms]
+    assert similarities == (["cosine"] if "without-fusion" in name else ["fusion", "cosine"])
+    if "ascl" in terms:
+        assert all(dict(term.options)["temperature"] == 0.01 for term in recipe.terms)
+    if "fusion" in heads:
+        assert dict(dict(recipe.heads)["fusion"])["local_weight"] == 0.6
+    training = dict(recipe.training)
+    assert (training["batch_size"], training["epochs"], training["lr"]) == (64, 20, 2e-4)
+    assert (training["opt"], training["lr_step_epochs"], training["lr_step_gamma"]) == ("adam", 10, 0.1)
+
+
+def test_ascl_for_coco_and_for_clip():
+    recipe = Recipe.parse("ascl-coco")
+    assert [dict(term.options)["temperature"] for term in recipe.terms] == [0.05, 0.05]
+    assert dict(dict(recipe.heads)["fusion"])["local_weight"] == 0.8
+    assert dict(recipe.training)["lr"] == 5e-4
+    recipe = Recipe.parse("ascl-clip")
+    assert str(recipe) == "clip + ascl(temperature=logit_scale)" and "model" not in dict(recipe.training)
+    assert Recipe.parse("ascl-f30k") == Recipe.parse("ascl/table2-full")

@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.backbones.words import Words
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import Widths
 
@@ -33,6 +34,7 @@ class Backbone(nn.Module):
 
     coder: Any
     logit_scale: nn.Parameter
+    words: Words
 
     def widths(self) -> Widths:
         """Dimensions that heads are built from."""
@@ -44,6 +46,14 @@ class Backbone(nn.Module):
 
     def text_side(self, text: Tensor) -> dict[str, Tensor]:
         """``text_features`` [B, D], L2-normalised, and what of :attr:`inside` is the text's."""
+        raise NotImplementedError
+
+    def text_mask(self, text: Tensor) -> Tensor:
+        """Ids [B, T] -> bool [B, T], True up to a text's end: AsCL's generated texts need to know."""
+        raise NotImplementedError
+
+    def word_embedding(self) -> nn.Module:
+        """The layer that looks up ids [B, T], or the first positions of them, and gives vectors [B, T, E]."""
         raise NotImplementedError
 
     def tokenizer(self, *, word_dropout: float = 0.0) -> Callable[[list[str]], Tensor]:
@@ -91,7 +101,12 @@ class Backbone(nn.Module):
         known: dict[str, Any] = {"logit_scale": self.logit_scale.exp()}
         if image is not None:
             known.update(self.image_side(image))
-        if text is not None:
+        texts = self.coder.further_texts(text, text_positive) if self.training else None
+        if texts is not None:
+            with self.words.noised(texts):
+                known.update(self.text_side(texts.ids))
+            known = texts.parted(known)
+        elif text is not None:
             known.update(self.text_side(text))
         outputs = {key: value for key, value in known.items() if key in RETURNED}
         if not self.training:
@@ -112,11 +127,24 @@ class Backbone(nn.Module):
     def embed_image(self, image: Any) -> Tensor:
         """The retrieval vectors of images [B, D or more], or [B, V, D or more]: their (greatest) product with
         :meth:`embed_text` is the score."""
-        return self.coder.embed("image", self.image_side(image))
+        return self.coder.embed("image", self.describe_image(image))
 
     def embed_text(self, text: Tensor) -> Tensor:
         """The retrieval vectors of texts [B, D or more]."""
-        return self.coder.embed("text", self.text_side(text))
+        return self.coder.embed("text", self.describe_text(text))
+
+    def describe_image(self, image: Any) -> dict[str, Tensor]:
+        """All that is known of images on their own: what :meth:`embed_image` and re-ranking are made of."""
+        return self.image_side(image)
+
+    def describe_text(self, text: Tensor) -> dict[str, Tensor]:
+        """All that is known of texts on their own."""
+        return self.text_side(text)
+
+
+def words_of(model: Backbone) -> Words:
+    """What tells a backbone's words from the rest of its input, and noises them."""
+    return Words(model.word_embedding(), model.text_mask, model.tokenizer()([""]))
 
 
 #: What leaves a backbone.

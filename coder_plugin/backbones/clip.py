@@ -6,6 +6,7 @@ The instance keeps its class's behaviour, attributes and state-dict keys; its cl
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import json
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin import registry
-from coder_plugin.backbones.tokens import TokenTaps
+from coder_plugin.backbones.tokens import TokenTaps, text_mask_of, word_embedding_of
+from coder_plugin.backbones.words import Words
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Widths
 
@@ -33,6 +35,7 @@ class CoderCLIP:
     """What is mixed into an open_clip model. See :func:`coder_plugin.create_model`."""
 
     coder: Any
+    words: Words
     _coder_taps: tuple[TokenTaps, ...]
 
     def forward(
@@ -54,30 +57,43 @@ class CoderCLIP:
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(image, text, *args, **upstream)  # type: ignore[misc]
         self._listen()
-        outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
-        given = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags}
-        known = {**outputs, **given, "image_id": image_id, **self._caught(text)}
+        texts = self.coder.further_texts(text, text_positive)
+        rows = text if texts is None else texts.ids
+        with self.words.noised(texts) if texts is not None else contextlib.nullcontext():
+            outputs = super().forward(image, rows, *args, **upstream)  # type: ignore[misc]
+        known = {**outputs, **self._caught(rows)}
         known = {key: value for key, value in known.items() if value is not None}
-        pooled = self.coder.aggregate(known)
-        outputs.update({key: value for key, value in pooled.items() if key in outputs})
-        return {**outputs, **self.coder({**known, **pooled})}
+        known.update(self.coder.aggregate(known))
+        if texts is not None:
+            known = texts.parted(known)
+        outputs.update({key: known[key] for key in outputs if key in known})
+        given = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+        return {**outputs, **self.coder({**known, **{key: value for key, value in given.items() if value is not None}})}
 
     def embed_image(self, image: Tensor) -> Tensor:
         """The retrieval vectors of images [B, D or more]: their product with :meth:`embed_text` is the score.
 
         The instance feature, L2-normalised, and each scoring head's block, weighted by square roots (DESIGN, rule 5).
         """
-        self._listen()
-        feature = F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]
-        known = {"image_features": feature, **self._caught(None)}
-        return self.coder.embed("image", {**known, **self.coder.aggregate(known)})
+        return self.coder.embed("image", self.describe_image(image))
 
     def embed_text(self, text: Tensor) -> Tensor:
         """The retrieval vectors of texts [B, D or more]."""
+        return self.coder.embed("text", self.describe_text(text))
+
+    def describe_image(self, image: Tensor) -> dict[str, Tensor]:
+        """All that is known of images on their own: what :meth:`embed_image` and re-ranking are made of."""
+        self._listen()
+        feature = F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]
+        known = {"image_features": feature, **self._caught(None)}
+        return {**known, **self.coder.aggregate(known)}
+
+    def describe_text(self, text: Tensor) -> dict[str, Tensor]:
+        """All that is known of texts on their own."""
         self._listen()
         feature = F.normalize(self.encode_text(text).float(), dim=-1)  # type: ignore[attr-defined]
         known = {"text_features": feature, **self._caught(text)}
-        return self.coder.embed("text", {**known, **self.coder.aggregate(known)})
+        return {**known, **self.coder.aggregate(known)}
 
     def _listen(self) -> None:
         for taps in self._coder_taps:
@@ -248,6 +264,24 @@ def extend(model: Any, coder: nn.Module, taps: TokenTaps | None) -> Any:
     model.coder = coder
     model._coder_taps = () if taps is None else (taps,)
     return model
+
+
+def words_of(model: Any, name: str, cache_dir: str | None) -> Words:
+    """What tells the words of the model's input from the rest, and noises them; asks the model's own tokenizer.
+
+    Raises:
+        CoderError: a tokenizer that cannot be loaded, a model that reads captions together with images (CoCa).
+    """
+    import open_clip
+
+    if hasattr(model, "text_decoder"):
+        raise CoderError(f"{name} writes captions, image by image, so that generated texts cannot be encoded beside them")
+    try:
+        tokenizer = open_clip.get_tokenizer(register_config(name), cache_dir=cache_dir)
+    except Exception as error:  # what transformers and its hub raise has no end
+        raise CoderError(f"the tokenizer of {name!r}, which tells words from special tokens, fails: {_cause(error)}") from error
+    blank = tokenizer([""], context_length=model.context_length)
+    return Words(word_embedding_of(model), text_mask_of(model), blank)
 
 
 def probe_widths(model: Any, taps: TokenTaps | None) -> Widths:

@@ -50,6 +50,8 @@ class Options:
         vocabulary: of the BiGRU: a file, or the words; the trainer makes one from the training captions.
         word_dim, text_layers, bidirectional: the BiGRU's.
         context_length: token positions, start and end among them.
+        global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none is read. The
+            trainer reads it off the data for a recipe with such a head.
     """
 
     region_dim: int = 2048
@@ -71,6 +73,7 @@ class Options:
     text_layers: int = 1
     bidirectional: bool = True
     context_length: int = 50
+    global_dim: int = 0
 
     def __post_init__(self) -> None:
         choices = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_origin(hint) is Literal}
@@ -81,8 +84,8 @@ class Options:
                     raise ValueError(f"{name} must be one of {', '.join(choices[name])}, got {value!r}")
             elif option.default is not None and type(value) is not type(option.default):
                 raise ValueError(f"{name} must be {type(option.default).__name__}, got {value!r}")
-            elif type(value) is int and value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+            elif type(value) is int and value < (least := 0 if name == "global_dim" else 1):
+                raise ValueError(f"{name} must be {least} or more, got {value}")
         if self.encoder == "bigru" and self.text_context != "none":
             raise ValueError(f"text_context {self.text_context} is of BERT alone: with bigru take text_context=none")
 
@@ -118,6 +121,8 @@ class RegionText(Backbone):
             self.lock_text_tower()
         if options.image_pooling == "views":
             self.inside = self.inside | {"image_views"}
+        if options.global_dim:
+            self.inside = self.inside | {"image_global"}
         self.train()  # transformers loads in eval mode
 
     def widths(self) -> Widths:
@@ -127,6 +132,7 @@ class RegionText(Backbone):
             image_tokens=options.embed_dim,
             text_tokens=options.embed_dim,
             image_locals=options.embed_dim,
+            image_global=options.global_dim,
             text_locals=options.word_dim if options.encoder == "bigru" else options.embed_dim,
             views=options.views if options.image_pooling == "views" else 1,
             vocabulary=self._tokenizer.size,
@@ -143,11 +149,24 @@ class RegionText(Backbone):
         if self.options.context == "camera" and "boxes" not in image:
             raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: take --model-kwargs context=none")
         found = self.visual(image)
-        scores = {} if found.scores is None else {"image_views": found.scores}
-        return {**_keys("image", found), **scores}
+        more = {} if found.scores is None else {"image_views": found.scores}
+        if self.options.global_dim:
+            if "global" not in image:
+                raise CoderError(
+                    f"{self.name} reads a feature of the whole image, which these data lack: --model-kwargs global_dim=0 does "
+                    "without"
+                )
+            more["image_global"] = image["global"]
+        return {**_keys("image", found), **more}
 
     def text_side(self, text: Tensor) -> dict[str, Tensor]:
         return _keys("text", self.text(text))
+
+    def text_mask(self, text: Tensor) -> Tensor:
+        return self.text.mask(text)
+
+    def word_embedding(self) -> nn.Module:
+        return self.text.word_embedding()
 
     def tokenizer(self, *, word_dropout: float = 0.0) -> Tokenizer:
         made: dict[str, Any] = {"context_length": self.options.context_length, "word_dropout": word_dropout}
@@ -158,7 +177,11 @@ class RegionText(Backbone):
     def transform(self, *, max_regions: int = 36, region_dropout: float = 0.0) -> RegionTransform:
         options = self.options
         return RegionTransform(
-            options.region_dim, max_regions=max_regions, dropout=region_dropout, boxes=options.context == "camera"
+            options.region_dim,
+            max_regions=max_regions,
+            dropout=region_dropout,
+            boxes=options.context == "camera",
+            global_dim=options.global_dim,
         )
 
     def example_image(self, rows: int) -> dict[str, Tensor]:
@@ -168,6 +191,7 @@ class RegionText(Backbone):
             "features": torch.randn(rows, 8, self.options.region_dim, generator=generator),
             "mask": torch.ones(rows, 8, dtype=torch.bool),
             "boxes": torch.cat([corner, corner + 0.25], -1),
+            "global": torch.randn(rows, self.options.global_dim, generator=generator),
         }
 
     def config(self) -> dict[str, Any]:

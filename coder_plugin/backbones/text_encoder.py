@@ -43,6 +43,10 @@ class TextEncoder(nn.Module):
         [B, D] where there is one."""
         raise NotImplementedError
 
+    def word_embedding(self) -> nn.Module:
+        """The layer that looks words up."""
+        raise NotImplementedError
+
     def forward(self, text: Tensor) -> Encoded:
         mask = self.mask(text)
         longest = int(mask.sum(1).max())
@@ -92,6 +96,9 @@ class BertText(TextEncoder):
             self.transformer.eval()
         return self
 
+    def word_embedding(self) -> nn.Module:
+        return self.transformer.get_input_embeddings()
+
     def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden = self.transformer(input_ids=text, attention_mask=mask.long()).last_hidden_state
@@ -121,6 +128,9 @@ class BiGRUText(TextEncoder):
         self.embed = nn.Embedding(words, word_dim)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         self.rnn = nn.GRU(word_dim, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
+
+    def word_embedding(self) -> nn.Module:
+        return self.embed
 
     def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         vectors = self.embed(text)

@@ -86,21 +86,37 @@ class TokenTaps:
         from open_clip.hf_model import HFTextEncoder
         from open_clip.transformer import TextTransformer
 
+        self._text_mask = text_mask_of(model)
         text = getattr(model, "text", None)
         if text is None:  # open_clip's CLIP holds the parts of its text tower itself
             self._catch(model.ln_final, "text")
-            self._text_mask = _mask_by_pool(model.text_pool_type, getattr(model, "text_eos_id", None), pad=0)
+        elif isinstance(text, TextTransformer) and text.cls_emb is None:
+            self._catch(text.ln_final, "text")
         elif isinstance(text, TextTransformer):
-            if text.cls_emb is None:
-                self._catch(text.ln_final, "text")
-            else:
-                self._catch(text.transformer, "text", lambda tokens: tokens[:, :-1])
-            self._text_mask = _mask_by_pool(text.pool_type, getattr(text, "eos_id", None), pad=text.pad_id)
+            self._catch(text.transformer, "text", lambda tokens: tokens[:, :-1])
         elif isinstance(text, HFTextEncoder):
             self._catch(text.transformer, "text", lambda output: output.last_hidden_state)
-            self._text_mask = _mask_by_padding(text.config.pad_token_id)
-        else:
-            raise CoderError(f"no token features from a text tower of type {type(text).__name__}")
+
+
+def text_mask_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """Which positions of an open_clip model's text input [B, T] count: bool [B, T], True up to the text's end."""
+    from open_clip.hf_model import HFTextEncoder
+    from open_clip.transformer import TextTransformer
+
+    text = getattr(model, "text", None)
+    if text is None:
+        return _mask_by_pool(model.text_pool_type, getattr(model, "text_eos_id", None), pad=0)
+    if isinstance(text, TextTransformer):
+        return _mask_by_pool(text.pool_type, getattr(text, "eos_id", None), pad=text.pad_id)
+    if isinstance(text, HFTextEncoder):
+        return _mask_by_padding(text.config.pad_token_id)
+    raise CoderError(f"no token features from a text tower of type {type(text).__name__}")
+
+
+def word_embedding_of(model: Any) -> nn.Module:
+    """The layer in which an open_clip model's text tower looks its words up."""
+    text = getattr(model, "text", model)
+    return text.token_embedding if hasattr(text, "token_embedding") else text.transformer.get_input_embeddings()
 
 
 class _TimmTap:

@@ -5,6 +5,7 @@ half-precision inputs are raised first, float64 in gives float64 out. Features a
 product is a cosine; only :func:`concept_embedding` normalises, as its equation does.
 """
 
+from coder_plugin.functional.asymmetry import ascl, check_temperature, directed_ascl
 from coder_plugin.functional.concepts import concept_embedding, concept_graph, pgc, pgc_of_logits
 from coder_plugin.functional.contrast import (
     DiversityOver,
@@ -23,13 +24,16 @@ __all__ = [
     "Diversity",
     "DiversityOver",
     "Reverse",
+    "ascl",
     "check_dcl_options",
     "check_m_dcl_options",
+    "check_temperature",
     "concept_embedding",
     "concept_graph",
     "cosine",
     "dcl",
     "different_images",
+    "directed_ascl",
     "directed_dcl",
     "directed_triplet",
     "diversity",

@@ -14,14 +14,16 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What a backbone tells its heads: the joint dimension D, the channels of its tokens and of what they were before the
-    context stage (0: it has none), how many features an image has, and how many tokens its tokenizer knows."""
+    """What a backbone tells its heads: the joint dimension D, the channels of its tokens, of what they were before the
+    context stage and of a feature of the whole image (0: it has none), how many features an image has, and how many tokens
+    its tokenizer knows."""
 
     embed_dim: int
     image_tokens: int = 0
     text_tokens: int = 0
     image_locals: int = 0
     text_locals: int = 0
+    image_global: int = 0
     views: int = 1
     vocabulary: int = 0
 
@@ -29,20 +31,27 @@ class Widths:
 class Head(nn.Module):
     """Base of all heads (DESIGN, rules 2-4).
 
-    A subclass takes :class:`Widths` and its options (keyword-only), names the keys it ``requires`` and those it
-    ``provides``, and is called inside the model's forward with exactly the required ones. Keys that start with
-    ``coder_`` leave the model and must be batch-first and of fixed shape; others stay inside, for later heads.
+    A subclass takes :class:`Widths` and its options (keyword-only), names the keys it ``requires``, those it ``uses`` when
+    they are there, and those it ``provides``, and is called inside the model's forward with exactly the first two. Keys
+    that start with ``coder_`` leave the model and must be batch-first and of fixed shape; others stay inside, for later
+    heads.
 
     State is persistent buffers. Forward never writes them: a loss term hands the new values to :meth:`stash`, and
     :meth:`post_step` writes them, once per performed optimizer step.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
+    #: Never a reason to build another head.
+    uses: ClassVar[tuple[str, ...]] = ()
     provides: ClassVar[tuple[str, ...]] = ()
     #: Keys that stand in for (image_features, text_features) in ``term@head``.
     pair: ClassVar[tuple[str, str] | None] = None
     #: Whether it takes part in the score: then it has the ``score_weights`` and the blocks, from the backbone's keys alone.
     scores: ClassVar[bool] = False
+    #: Whether its outputs are of all pairs of a batch, so that the batches of an accumulated step cannot be run one by one.
+    whole_batch: ClassVar[bool] = False
+    #: Whether it scores pairs that a shortlist has found: then it has ``image_item``, ``text_item`` and ``scorer``.
+    reranks: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,3 +103,8 @@ class Head(nn.Module):
         norms = [name for name, module in self.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         statistics = {f"{norm}.{name}" if norm else name for norm in norms for name in _STATISTICS}
         return [name for name, _ in self.named_buffers() if name not in statistics] + frozen
+
+
+def in_score(head: Head | type[Head]) -> bool:
+    """Whether evaluation needs the head: exports keep it."""
+    return head.scores or head.reranks

@@ -54,10 +54,7 @@ def global_batch(
     """
     images, texts = distributed.gather(image_features), distributed.gather(text_features)
     ids = torch.arange(len(images), device=images.device) if image_ids is None else distributed.gather(image_ids)
-    own = slice(None)
-    if local_loss and distributed.world_size() > 1:
-        own = slice(distributed.rank() * len(image_features), (distributed.rank() + 1) * len(image_features))
-    return Batch(images, texts, ids, own)
+    return Batch(images, texts, ids, own_rows(len(image_features), local_loss=local_loss))
 
 
 def compare(batch: Batch) -> Pairs:
@@ -66,6 +63,25 @@ def compare(batch: Batch) -> Pairs:
     whole = batch.own == slice(None)
     text_to_image = image_to_text.T if whole else cosine(batch.texts[batch.own], batch.images)
     return Pairs(image_to_text, text_to_image, batch.positive(image_to_text), batch.negatives)
+
+
+def compare_rows(rows: Tensor, image_ids: Tensor | None, *, local_loss: bool = False) -> Pairs:
+    """The similarities that a head has computed inside forward, this rank's images against the texts of all ranks.
+
+    Args:
+        rows: [B, N]. image_ids, local_loss: as in :func:`global_batch`.
+    """
+    whole, own = distributed.gather(rows), own_rows(len(rows), local_loss=local_loss)
+    ids = torch.arange(len(whole), device=whole.device) if image_ids is None else distributed.gather(image_ids)
+    negatives = ids[own, None] != ids[None, :]
+    return Pairs(whole[own], whole.T[own], whole.diagonal()[own], negatives)
+
+
+def own_rows(count: int, *, local_loss: bool) -> slice:
+    """Which of all ranks' pairs are anchors: with a local loss this rank's, so many on each."""
+    if not local_loss or distributed.world_size() == 1:
+        return slice(None)
+    return slice(distributed.rank() * count, (distributed.rank() + 1) * count)
 
 
 def normalised(spreads: Sequence[Tensor], *, local_loss: bool) -> Tensor:

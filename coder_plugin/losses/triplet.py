@@ -9,7 +9,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.functional import directed_triplet
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.pairs import compare, global_batch
+from coder_plugin.losses.pairs import compare, compare_rows, global_batch
 
 
 class Triplet(Term):
@@ -19,6 +19,7 @@ class Triplet(Term):
         margin: by how much the positive must win.
         hardest: each anchor's hardest negative alone, or all.
         reduction: ``mean`` or ``sum`` over anchors.
+        similarity: ``cosine`` of the two towers' features, or ``fusion``, the score of the head of that name.
         mask_same_image: pairs of one image are not each other's negatives.
     """
 
@@ -31,16 +32,31 @@ class Triplet(Term):
         margin: float = 0.2,
         hardest: bool = True,
         reduction: Literal["mean", "sum"] = "mean",
+        similarity: Literal["cosine", "fusion"] = "cosine",
         mask_same_image: bool = True,
     ) -> None:
         super().__init__()
         self.margin, self.hardest, self.reduction = margin, hardest, reduction
         self.mask_same_image = mask_same_image
+        if similarity not in ("cosine", "fusion"):
+            raise ValueError(f"similarity must be 'cosine' or 'fusion', got {similarity!r}")
+        if similarity == "fusion":
+            self.requires = ("coder_fusion",)
 
-    def forward(self, image_features: Tensor, text_features: Tensor, coder_ids: Tensor | None = None) -> Tensor:
-        """This rank's image and text features [B, D], L2-normalised, and image ids [B] -> scalar."""
+    def forward(
+        self,
+        image_features: Tensor | None = None,
+        text_features: Tensor | None = None,
+        coder_fusion: Tensor | None = None,
+        coder_ids: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's features [B, D], L2-normalised, or rows of scores [B, N], and image ids [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        pairs = compare(global_batch(image_features, text_features, ids, local_loss=self.local_loss))
+        if coder_fusion is not None:
+            pairs = compare_rows(coder_fusion, ids, local_loss=self.local_loss)
+        else:
+            assert image_features is not None and text_features is not None
+            pairs = compare(global_batch(image_features, text_features, ids, local_loss=self.local_loss))
         loss = pairs.positive.new_zeros(())
         for similarity in (pairs.image_to_text, pairs.text_to_image):
             loss = loss + directed_triplet(

@@ -66,6 +66,10 @@ class TrainConfig:
 
     loss: str = _flag("dcl", "loss", 'loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)", or a recipe\'s name')
     concepts: str | None = _flag(None, "loss", "concept vocabulary, a file of coder-plugin concepts [scenes: their own]")
+    negatives: str | None = _flag(
+        None, "loss", "AsCL's noised negatives: mixture, or names with options, such as 'gaussian(std=0.2)+shuffle', or none"
+    )
+    positives: str | None = _flag(None, "loss", "AsCL's positive captions: join, truncate, both with +, or none [both]")
     set: list[str] = _flag([], "loss", "options of terms and heads, such as dcl.mu=0.07")
     local_loss: bool = _flag(False, "loss", "each rank compares its own anchors alone with all candidates")
 
@@ -121,6 +125,9 @@ class TrainConfig:
     resume: str | None = _flag(None, "run", "a checkpoint folder, or 'latest' of --name")
     save_frequency: int = _flag(0, "run", "keep the checkpoint of every n-th epoch beside best and last")
     save_every_steps: int = _flag(0, "run", "save in mid-epoch, every n steps")
+    rerank: str | None = _flag(
+        None, "run", "a fusion score re-orders each query's first so many in evaluation, or all: every pair [32]"
+    )
     val_frequency: int = _flag(1, "run", "evaluate every n epochs (0: never)")
     log_every_n_steps: int = _flag(20, "run", "steps between log lines")
     report_to: str = _flag("", "run", "trackers: tensorboard, wandb, or both with a comma")

@@ -1,121 +1,62 @@
-"""Encode a data set and read its recall (METHODS 10)."""
+"""Encode a data set and read its recall (METHODS 10), by a fusion score in two stages (METHODS 8), and analyse it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
-from coder_plugin.retrieval import recall_folds, recall_from_embeddings
+from coder_plugin.training.encode import Encoded, Encoder
+from coder_plugin.training.recalls import measure, plain
+
+__all__ = ["Encoded", "Encoder", "analyses_of", "ensemble", "evaluate", "evaluate_command", "shortlist_length", "sweep_beta"]
+
+#: Candidates of each query that a fusion score re-orders where nothing else is said.
+SHORTLIST = 32
 
 
-class Encoded(NamedTuple):
-    """A data set's retrieval vectors on the CPU, in the data's order, of one model or, as lists, of several."""
-
-    images: Any  # [N, D] or [N, V, D]
-    texts: Any  # [T, D]
-    image_of_text: Tensor  # [T]
-    image_ids: Tensor  # [N]
-
-
-class Encoder:
-    """Retrieval vectors of a data set's images and captions, each rank encoding its share."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Callable[[list[str]], Tensor],
-        transform: Callable[..., Tensor],
-        *,
-        device: torch.device,
-        batch_size: int = 64,
-        workers: int = 2,
-        max_bad: int = 100,
-        autocast: Callable[[], Any] = contextlib.nullcontext,
-    ) -> None:
-        self.model, self.tokenizer, self.transform, self.device = model, tokenizer, transform, device
-        self.batch_size, self.workers, self.max_bad, self.autocast = batch_size, workers, max_bad, autocast
-
-    @torch.no_grad()
-    def __call__(self, source: Any) -> Encoded:
-        """Every image of the data and its captions; images that cannot be read are left out."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            share = self._own_share(source)
-        finally:
-            self.model.train(training)
-        parts = [part for part in distributed.gather_objects(share) if part is not None]
-        if not parts:
-            raise CoderError("the validation data hold no image")
-        index = torch.cat([part["index"] for part in parts])
-        order = index.argsort()
-        captions = torch.cat([part["captions"] for part in parts])
-        owner = torch.repeat_interleave(torch.arange(len(index)), captions)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        image_of_text = place[owner]
-        text_order = image_of_text.argsort(stable=True)
-        images = torch.cat([part["images"] for part in parts])[order]
-        texts = torch.cat([part["texts"] for part in parts])[text_order]
-        ids = torch.cat([part["image_ids"] for part in parts])[order]
-        return Encoded(images, texts, image_of_text[text_order], ids)
-
-    def _own_share(self, source: Any) -> dict[str, Tensor] | None:
-        images, texts, index, ids, counts = [], [], [], [], []  # type: list, list, list, list, list
-        batches = evaluation_batches(
-            source,
-            batch_size=self.batch_size,
-            transform=self.transform,
-            workers=self.workers,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            max_bad=self.max_bad,
-        )
-        for batch in batches:
-            with self.autocast():
-                image = map_tensors(lambda each: each.to(self.device), batch["image"])
-                images.append(self.model.embed_image(image).float().cpu())
-            index.append(torch.as_tensor(batch["index"]))
-            ids.append(batch["image_id"])
-            counts.extend(len(captions) for captions in batch["captions"])
-            texts.append(self._texts([caption for captions in batch["captions"] for caption in captions]))
-        if not images:
-            return None
-        return {
-            "images": torch.cat(images),
-            "texts": torch.cat(texts),
-            "index": torch.cat(index),
-            "image_ids": torch.cat(ids),
-            "captions": torch.tensor(counts),
-        }
-
-    def _texts(self, captions: Sequence[str]) -> Tensor:
-        parts = []
-        for start in range(0, len(captions), self.batch_size):
-            tokens = self.tokenizer(list(captions[start : start + self.batch_size])).to(self.device)
-            with self.autocast():
-                parts.append(self.model.embed_text(tokens).float().cpu())
-        return torch.cat(parts)
-
-
-def evaluate(encoder: Encoder, source: Any, *, folds: int = 0) -> dict[str, Any]:
+def evaluate(encoder: Encoder, source: Any, *, folds: int = 0, rerank: int | str | None = None) -> dict[str, Any]:
     """Recall over the whole set, and with ``folds`` also their mean (COCO's 1K protocol) under ``folds``.
 
-    Every rank gets the numbers; rank 0 computes them.
+    Of a model with a fusion score, recall is that of the re-ranked shortlists; ``rerank`` says how long these were, and
+    ``shortlist`` holds the same figures of the embeddings alone. Every rank gets the numbers; rank 0 computes them.
+
+    Args:
+        rerank: how many candidates of each query the fusion score re-orders, or "all": it scores every pair, as the paper
+            does. None: 32.
+
+    Raises:
+        CoderError: ``rerank`` is neither, or the model has no fusion score.
     """
-    return _recalls([encoder(source)], folds)[0]
+    depth = shortlist_length(rerank, encoder)
+    return _results([encoder(source)], folds, depth)[0]
+
+
+def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
+    """Candidates of each query that are re-ranked, None for all pairs, from what a person asked for: "K", "all" or None.
+
+    Raises:
+        CoderError: it is neither, or the model has no fusion score to re-rank by.
+    """
+    if rerank is None:
+        return SHORTLIST
+    if rerank == "all" or (str(rerank).isdecimal() and int(rerank) > 0):
+        if encoder.reranking is None:
+            raise CoderError(f"--rerank {rerank} orders candidates by a fusion score, and this model has no fusion head")
+        return None if rerank == "all" else int(rerank)
+    raise CoderError(f"--rerank must be a number of candidates, 1 or more, or all, got {rerank!r}")
 
 
 def ensemble(encoded: Sequence[Encoded]) -> Encoded:
     """Several models' vectors of the same images as one: its score is the mean of their similarities (METHODS 10).
+
+    Shortlists are by the mean product; where one of them re-ranks, the mean is of the others' products and its fusion score.
 
     Raises:
         CoderError: the models did not read the same images and captions.
@@ -128,10 +69,19 @@ def ensemble(encoded: Sequence[Encoded]) -> Encoded:
                 f"the models of an ensemble read different images: {len(first.image_ids)} and {len(other.image_ids)}, "
                 f"{common} in common, or in another order: evaluate them on the same data (--val-data)"
             )
-    return Encoded([each.images for each in encoded], [each.texts for each in encoded], *first[2:])
+    return Encoded(
+        [each.images for each in encoded],
+        [each.texts for each in encoded],
+        first.image_of_text,
+        first.image_ids,
+        first.captions,
+        [each.items for each in encoded],
+    )
 
 
-def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: int = 0) -> list[dict[str, Any]]:
+def sweep_beta(
+    encoder: Encoder, source: Any, betas: Sequence[float], *, folds: int = 0, rerank: int | str | None = None
+) -> list[dict[str, Any]]:
     """:func:`evaluate` for each weight of the instance level, ``S = beta S_I + (1 - beta) S_C``; encodes once.
 
     Raises:
@@ -143,6 +93,7 @@ def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: 
     scoring = {name: head for name, head in encoder.model.coder.heads.items() if head.scores}
     if list(scoring) != ["concepts"]:
         raise CoderError(f"--beta weighs the concept level, and this model scores with: {', '.join(scoring) or 'no head'}")
+    depth = shortlist_length(rerank, encoder)
     with scoring["concepts"].weighing(0.5):
         encoded = encoder(source)
     middle = encoded.images.shape[-1] // 2  # [sqrt(1/2) v_I ; sqrt(1/2) v_C], of one dimension
@@ -153,50 +104,100 @@ def sweep_beta(encoder: Encoder, source: Any, betas: Sequence[float], *, folds: 
     swept = (
         encoded._replace(images=weighed(encoded.images, beta), texts=weighed(encoded.texts, beta)) for beta in betas
     )
-    return _recalls(swept, folds)
+    return _results(swept, folds, depth)
 
 
-def _recalls(encoded: Iterable[Encoded], folds: int) -> list[dict[str, Any]]:
+def _results(
+    encoded: Iterable[Encoded], folds: int, depth: int | None, *, analyses: bool = False
+) -> list[dict[str, Any]]:
+    """The figures of each, on every rank; with ``analyses`` those of single models are under that key."""
     results: list[dict[str, Any]] = []
-    for images, texts, image_of_text, ids in encoded:
+    for each in encoded:
         result: dict[str, Any] = {}
         if distributed.rank() == 0:
-            result = recall_from_embeddings(images, texts, image_of_text)
-            result = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
-            result.update(images=len(ids), texts=len(image_of_text))
-            if folds:
-                result["folds"] = recall_folds(images, texts, image_of_text, folds=folds)
+            result = measure(each, folds, depth)
+            ranks = result["t2i_ranks"]
+            result = plain(result)
+            if analyses and isinstance(each.images, Tensor):
+                from coder_plugin.retrieval.analyses import analyse
+
+                vectors = each.images, each.texts, each.image_of_text
+                result["analyses"] = analyse(*vectors, each.captions, t2i_ranks=ranks)
         results.append(result)
     return distributed.gather_objects(results)[0]
 
 
 def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     """``coder-plugin eval``: recall by the model's name, once for each ``--beta``, and of several models each and together
-    (empty on ranks but the first)."""
+    (empty on ranks but the first), as :func:`evaluate` gives it. With ``--analyses FOLDER``, each model's are under
+    ``analyses`` and written there with their figures."""
     runs = list(dict.fromkeys(arguments.run_folder)) or [None]
     if len(runs) > 1 and arguments.beta:
         raise CoderError("--beta is for one model: an ensemble has each model's own")
+    folder = getattr(arguments, "analyses", None)
+    if folder and arguments.beta:
+        raise CoderError("--analyses are of a model as it was trained: leave out --beta")
+    if folder:
+        _check_figures(Path(folder))
     if arguments.beta:
-        name, source, encoder = _evaluated(arguments, runs[0])
-        swept = sweep_beta(encoder, source, arguments.beta, folds=arguments.folds)
-        results = {f"{name}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
+        one = _evaluated(arguments, runs[0])
+        swept = sweep_beta(one.encoder, one.source, arguments.beta, folds=arguments.folds, rerank=one.rerank)
+        results = {f"{one.name}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
     else:
         encoded: dict[str, Encoded] = {}
+        depths: list[int | None] = []
         for run in runs:
-            name, source, encoder = _evaluated(arguments, run)
-            encoded[name] = encoder(source)
-            del encoder  # one model at a time on the device
+            one = _evaluated(arguments, run)
+            depths.append(shortlist_length(one.rerank, one.encoder))
+            encoded[one.name] = one.encoder(one.source)
+            del one  # one model at a time on the device
         if len(runs) > 1:
             encoded[f"ensemble of {len(runs)}"] = ensemble(list(encoded.values()))
-        results = dict(zip(encoded, _recalls(encoded.values(), arguments.folds), strict=True))
-    return results if distributed.rank() == 0 else {}
+            depths.append(depths[0])
+        results = {}
+        for (name, each), depth in zip(encoded.items(), depths, strict=True):
+            [results[name]] = _results([each], arguments.folds, depth, analyses=bool(folder))
+    if distributed.rank() != 0:
+        return {}
+    if folder:
+        _write_analyses(analyses_of(results), Path(folder))
+    return results
 
 
-def _evaluated(arguments: Any, run: str | None) -> tuple[str, Any, Encoder]:
-    """The name, the data and the model of one run's export, or of what the flags name."""
-    import json
+def analyses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The analyses among :func:`evaluate_command`'s rows, for ``format_analyses``."""
+    return {name: result["analyses"] for name, result in results.items() if "analyses" in result}
+
+
+def _check_figures(folder: Path) -> None:
+    """:class:`CoderError` now, and not after everything has been encoded, where no figure could be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+
+        folder.mkdir(parents=True, exist_ok=True)
+    except ImportError as error:
+        raise CoderError('--analyses draws with matplotlib: pip install "coder-plugin[report]"') from error
+    except OSError as error:
+        raise CoderError(f"--analyses {folder} cannot be made: {error}") from error
+
+
+def _write_analyses(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    from coder_plugin.report.plots import plot_analyses
+
+    (folder / "analyses.json").write_text(json.dumps(rows, indent=2) + "\n")
+    plot_analyses(rows, folder)
+
+
+class _Evaluated(NamedTuple):
+    name: str
+    source: Any
+    encoder: Encoder
+    rerank: str | None
+
+
+def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
+    """The name, the data, the model and the shortlist's length of one run's export, or of what the flags name."""
     from dataclasses import replace
-    from pathlib import Path
 
     from coder_plugin.training import setup
     from coder_plugin.training.config import READING, TrainConfig, read_flags
@@ -242,4 +243,4 @@ def _evaluated(arguments: Any, run: str | None) -> tuple[str, Any, Encoder]:
         max_bad=config.max_bad_images,
         autocast=setup.make_autocast(config, device),
     )
-    return str(run or config.pretrained or config.model), source, encoder
+    return _Evaluated(str(run or config.pretrained or config.model), source, encoder, config.rerank)

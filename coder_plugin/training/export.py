@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import in_score
 from coder_plugin.recipe import Recipe
 
 WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; backbones of ours have their own
@@ -138,7 +139,7 @@ def load_model(folder: str | Path, *, device: Any = None) -> Any:
 
 
 def _scoring_state(model: Any) -> dict[str, Tensor]:
-    wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if head.scores]]
+    wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if in_score(head)]]
     return {name: value for name, value in model.state_dict().items() if name.startswith(tuple(wanted))}
 
 

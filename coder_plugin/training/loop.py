@@ -33,7 +33,7 @@ from coder_plugin.retrieval import format_table
 from coder_plugin.training import checkpoint, setup
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.evaluate import Encoder, evaluate
+from coder_plugin.training.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.training.export import export_heads, export_model
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
@@ -68,6 +68,7 @@ class Trainer:
         _seed(config.seed)
         self.model = setup.make_model(config, self.recipe, self.device, train)
         self.loss = create_loss(self.recipe, model=self.model)
+        setup.check_accumulation(self.model, config)
         self.tokenizer = setup.make_tokenizer(config, self.model)
         train_transform, val_transform = setup.make_transforms(self.model, config)
         self.loader = TrainLoader(
@@ -75,6 +76,7 @@ class Trainer:
             batch_size=batch_size,
             transform=train_transform,
             tokenizer=setup.make_tokenizer(config, self.model, training=True),
+            positives=setup.make_positives(self.model),
             seed=config.seed,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
@@ -103,6 +105,7 @@ class Trainer:
             max_bad=config.max_bad_images,
             autocast=self.accelerator.autocast,
         )
+        shortlist_length(config.rerank, self.encoder)  # a slip is told of now, and not after an epoch
         self.frozen = setup.freeze_unread(self.model, self.loss, self.tokenizer)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the recipe's heads have no parameters")
@@ -180,11 +183,18 @@ class Trainer:
                 if config.save_every_steps and self.step % config.save_every_steps == 0:
                     self._save()
         self.log.bad_images(self.loader.bad)
+        self._tell_of_positives()
         if self.position is None:
             raise CoderError(
                 f"epoch {self.epoch} gave no step on some rank: {len(self.loader.bad)} images of rank {distributed.rank()} "
                 "could not be used (see the warnings), and what is left is less than a batch"
             )
+
+    def _tell_of_positives(self) -> None:
+        """How many positive captions of which kind the run has had so far, and how many were none."""
+        made = self.loader.positives_made
+        if made and self.epoch == 0:
+            self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(made.items())))
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda each: each.to(self.device, non_blocking=True), batch)
@@ -241,9 +251,10 @@ class Trainer:
             if buffer.is_floating_point() and name not in state:
                 distributed.broadcast(buffer)  # BatchNorm's statistics: ranks evaluate one model, the exported one
         with self._averaged():
-            self.last = {**evaluate(self.encoder, self.val), "epoch": self.epoch, "step": self.step}
+            self.last = {**evaluate(self.encoder, self.val, rerank=self.config.rerank), "epoch": self.epoch, "step": self.step}
         self.log.write({f"val/{k}": v for k, v in self.last.items() if k != "step"}, step=self.step)
-        self.log.say(f"{when}:\n{format_table({'val': self.last})}")
+        rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
+        self.log.say(f"{when}:\n{format_table({name: row for name, row in rows.items() if row})}")
         if self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
             self.best = {**self.last, "checkpoint": self._checkpoint_name()}
             self._export("best")

@@ -18,6 +18,7 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model, required_heads
+from coder_plugin.negatives.positives import Positives, parse_positives
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.export import heads_beside, load_heads
@@ -34,6 +35,13 @@ def make_recipe(config: TrainConfig) -> Recipe:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
     recipe = Recipe.parse(config.loss).with_options(settings)
+    given = {"negatives": config.negatives, "positives": config.positives}
+    generated = {f"asymmetry.{name}": parse_value(value) for name, value in given.items() if value is not None}
+    if generated:
+        if "asymmetry" not in required_heads(recipe):
+            flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
+            raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
+        recipe = recipe.with_options(generated)
     return replace(recipe, local_loss=recipe.local_loss or config.local_loss)
 
 
@@ -61,6 +69,23 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
         pairs = samples_per_epoch * (5 if config.captions == "draw" else 1)
         settings["prototypes.clusters"] = max(2, min(10_000, pairs // 15))
     return recipe.with_options(settings)
+
+
+def make_positives(model: Any) -> Positives | None:
+    """What makes positive captions of raw text, where a head of the model reads them."""
+    if "asymmetry" not in model.coder.heads or (expression := model.coder.heads["asymmetry"].positives) is None:
+        return None
+    return parse_positives(expression)
+
+
+def check_accumulation(model: Any, config: TrainConfig) -> None:
+    """CoderError where a head needs the whole batch in one forward, and there are several to a step."""
+    whole = [name for name, head in model.coder.heads.items() if head.whole_batch]
+    if config.accum_freq > 1 and whole:
+        raise CoderError(
+            f"--accum-freq {config.accum_freq}: the head {whole[0]!r} scores every pair of a batch inside the model, and "
+            "accumulated batches meet only after it: take a larger --batch-size, or more processes"
+        )
 
 
 def make_accelerator(config: TrainConfig) -> Any:
@@ -120,6 +145,9 @@ def make_model(
         if source is not None:
             captions = partial(captions_of, source)
             options.update(example=example, captions=captions)
+            whole = getattr(example, "whole", None)
+            if whole is not None and "fusion" in required_heads(recipe):
+                options.setdefault("global_dim", len(whole))
     elif config.model_kwargs:
         raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")
     else:

@@ -186,7 +186,7 @@ def machine(options: argparse.Namespace) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="coder-tiny", help="open_clip model name [coder-tiny]")
-    parser.add_argument("--recipe", default="coder", help="what is compared with clip [coder]")
+    parser.add_argument("--recipe", "--loss", default="coder", help="what is compared with clip [coder]")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--bank", type=int, default=4096, help="entries of each bank [4096]")
     parser.add_argument("--clusters", type=int, default=10_000, help="prototypes [10000]")

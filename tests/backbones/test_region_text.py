@@ -25,12 +25,13 @@ REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
 WORDS = [*SPECIAL, "a", "red", "ball", "dog", "and", "tree", "of", "picture"]
 TEXTS = ["a red ball", "dog and a tree and a ball", "a", "red dog"]
 NAMES = ("region-bert", "region-bigru", "region-bert-camera", "region-bigru-vsrn")
+ASCL = ["ascl", "ascl(similarity=fusion) + ascl", "triplet(similarity=fusion) + dcl"]
 ANY = ["dcl", "triplet", "dcl + concept_dcl", "triplet + caption"]
 RECIPES = {
-    "region-bert": [*ANY, "coder", "clip"],
-    "region-bigru": [*ANY, "coder", "clip"],
-    "region-bert-camera": [*ANY, "triplet + 0.01*view_diversity(reduction='sum')"],
-    "region-bigru-vsrn": [*ANY, "coder", "clip"],
+    "region-bert": [*ANY, "coder", "clip", *ASCL],
+    "region-bigru": [*ANY, "coder", "clip", *ASCL],
+    "region-bert-camera": [*ANY, *ASCL, "triplet + 0.01*view_diversity(reduction='sum')"],
+    "region-bigru-vsrn": [*ANY, "coder", "clip", *ASCL],
 }
 CASES = [(name, recipe) for name, recipes in RECIPES.items() for recipe in recipes]
 SMALL = {

@@ -18,22 +18,24 @@ from coder_plugin.errors import CoderError
 
 class RegionTransform:
     """Regions -> ``features`` float32 [M, R] and bool ``mask`` [M], and for a model that reads them ``boxes`` [M, 4]
-    (fractions) with ``aspect`` [], the image's width over its height.
+    (fractions) with ``aspect`` [], the image's width over its height, or ``global`` [G], a feature of the whole image.
 
     Args:
         region_dim: R, checked. max_regions: M: the first M of the file's order are kept, fewer are padded.
         dropout: share of the regions that are left out at random, in training (VSE-infinity's 0.2); one always stays.
         boxes: whether the model reads them: an image without is then unusable.
+        global_dim: G, checked, where the model reads that feature; likewise.
     """
 
     def __init__(
-        self, region_dim: int, *, max_regions: int = 36, dropout: float = 0.0, boxes: bool = False
+        self, region_dim: int, *, max_regions: int = 36, dropout: float = 0.0, boxes: bool = False, global_dim: int = 0
     ) -> None:
         if max_regions < 1:
             raise CoderError(f"max regions must be 1 or more, got {max_regions}")
         if not 0 <= dropout < 1:
             raise CoderError(f"region dropout must be in [0, 1), got {dropout}")
-        self.region_dim, self.max_regions, self.dropout, self.boxes = region_dim, max_regions, dropout, boxes
+        self.region_dim, self.max_regions, self.dropout = region_dim, max_regions, dropout
+        self.boxes, self.global_dim = boxes, global_dim
 
     def __call__(self, regions: Any) -> dict[str, Tensor]:
         if not isinstance(regions, Regions):
@@ -51,6 +53,15 @@ class RegionTransform:
                 raise Unusable("it has no boxes, which this model reads (--model-kwargs context=none does without)")
             out["boxes"] = self._padded(fractions, kept)
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
+        if self.global_dim:
+            whole = regions.whole
+            if whole is None:
+                raise Unusable(
+                    "it has no feature of the whole image, which this model reads (--model-kwargs global_dim=0 does without)"
+                )
+            if len(whole) != self.global_dim:
+                raise CoderError(f"whole images have {len(whole)} channels; the model was made for {self.global_dim}")
+            out["global"] = torch.from_numpy(whole.astype(np.float32))
         return out
 
     def _kept(self, count: int) -> Tensor:

@@ -1,0 +1,296 @@
+"""The fusion head: keys, tiles, projections, what is saved for the backward pass, precision, and the scorer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coder_plugin.functional.fusion import Attention
+from coder_plugin.heads.base import Widths
+from coder_plugin.heads.fusion import Fusion
+from coder_plugin.heads.fusion_scorer import FusionScorer
+from tests.references import fusion as reference
+
+PLAIN = Widths(embed_dim=8, image_tokens=8, text_tokens=8)
+OTHER = Widths(embed_dim=8, image_tokens=10, text_tokens=6, image_global=5)
+
+
+def made(widths: Widths = PLAIN, *, seed: int = 0, **options: Any) -> Fusion:
+    torch.manual_seed(seed)
+    return Fusion(widths, **{"heads": 2} | options).double()
+
+
+def batch(
+    widths: Widths = PLAIN, n: int = 5, regions: int = 4, words: int = 6, *, texts: tuple[str, ...] = ("text",), seed: int = 1
+) -> dict[str, Tensor]:
+    """Tokens [n, S, C] in float64 that ask for a gradient, and masks with a valid position at least."""
+    generator = torch.Generator().manual_seed(seed)
+    given: dict[str, Tensor] = {}
+    for name, positions, channels in (
+        ("image", regions, widths.image_tokens),
+        *((name, words, widths.text_tokens) for name in texts),
+    ):
+        tokens = torch.randn(n, positions, channels, generator=generator, dtype=torch.float64)
+        given[f"{name}_tokens"] = tokens.requires_grad_()
+        given[f"{name}_mask"] = torch.rand(n, positions, generator=generator) < 0.7
+        given[f"{name}_mask"][:, 0] = True
+    if widths.image_global:
+        given["image_global"] = torch.randn(n, widths.image_global, generator=generator, dtype=torch.float64)
+    return given
+
+
+def items(head: Fusion, given: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with torch.no_grad():
+        return head.image_item(given), head.text_item(given)
+
+
+def matrices(head: Fusion) -> list[dict[str, Tensor]]:
+    return [
+        {name: getattr(direction, name) for name in Attention._fields}
+        for direction in (head.image_to_text, head.text_to_image)
+    ]
+
+
+def test_is_the_papers_score_of_projected_tokens():
+    head, given = made(OTHER, local_weight=0.3), batch(OTHER)
+    regions, words = given["image_tokens"] @ head.project_image.weight.T, given["text_tokens"] @ head.project_text.weight.T
+    whole = given["image_global"] @ head.project_whole.weight.T
+    got = head(**given)["coder_fusion"]
+    for i in range(5):
+        for j in range(5):
+            want = reference.score(
+                regions[i][given["image_mask"][i]],
+                words[j][given["text_mask"][j]],
+                *matrices(head),
+                heads=2,
+                local_weight=0.3,
+                whole=whole[i],
+            )
+            torch.testing.assert_close(got[i, j], want, rtol=1e-12, atol=1e-12)
+
+
+def test_every_set_of_texts_that_is_there_has_its_scores():
+    head = made()
+    names = ("text", "positive", "noised", "noised_positive")
+    given = batch(texts=names)
+    got = head(**given)
+    assert tuple(got) == head.provides
+    for key, name in zip(head.provides, names, strict=True):
+        alone = {key: value for key, value in given.items() if key.startswith("image")}
+        alone |= {"text_tokens": given[f"{name}_tokens"], "text_mask": given[f"{name}_mask"]}
+        torch.testing.assert_close(got[key], head(**alone)["coder_fusion"])
+    assert set(head(**batch())) == {"coder_fusion"}
+    assert {f"{name}_{what}" for name in names[1:] for what in ("tokens", "mask")} < set(head.uses)
+
+
+@pytest.mark.parametrize("pairs_per_tile", [1, 3, 7, 10, None])
+def test_tiles_do_not_matter_forward_or_backward(pairs_per_tile):
+    found = []
+    for tile in (10_000, pairs_per_tile):
+        head, given = made(OTHER, pairs_per_tile=tile), batch(OTHER, n=7)
+        scores = head(**given)["coder_fusion"]
+        weighed = scores * torch.linspace(-1, 1, scores.numel(), dtype=scores.dtype).view_as(scores)
+        leaves = [*head.parameters(), given["image_tokens"], given["text_tokens"]]
+        found.append([scores, *torch.autograd.grad(weighed.sum(), leaves)])
+        with torch.no_grad():
+            torch.testing.assert_close(head(**given)["coder_fusion"], scores)
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_images_beyond_a_tile(monkeypatch):
+    monkeypatch.setattr("coder_plugin.heads.fusion._IMAGES", 2)
+    head, given = made(), batch(n=5)
+    tiled = head(**given)["coder_fusion"]
+    monkeypatch.undo()
+    torch.testing.assert_close(tiled, head(**given)["coder_fusion"])
+
+
+@pytest.mark.parametrize("widths", [PLAIN, OTHER])
+def test_all_parameters_are_used_and_none_is_there_for_what_is_absent(widths):
+    head = made(widths)
+    head(**batch(widths))["coder_fusion"].square().sum().backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    extra = {name.split(".")[0] for name, _ in head.named_parameters()} - {"image_to_text", "text_to_image"}
+    assert extra == ({"project_image", "project_text", "project_whole"} if widths is OTHER else set())
+    assert not head.state_names()
+
+
+def saved_bytes(n: int, *, tile: int) -> int:
+    """Of what forward keeps for the backward pass, beside parameters and inputs."""
+    head, given = made(pairs_per_tile=tile).float(), batch(n=n, regions=9, words=8)
+    given = {key: value.float() if value.is_floating_point() else value for key, value in given.items()}
+    known = {each.untyped_storage().data_ptr() for each in (*head.parameters(), *given.values())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        head(**given)
+    return sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in known)
+
+
+def test_what_is_saved_grows_with_the_tokens_and_not_with_the_pairs():
+    few, many = saved_bytes(32, tile=64), saved_bytes(128, tile=64)
+    attention = 4 * 128**2 * 2 * 9 * 8  # bytes of one direction's, of all pairs
+    assert many < 4.5 * few
+    assert many < attention / 3
+
+
+MEMORY = """
+import resource, torch
+from coder_plugin.heads.base import Widths
+from coder_plugin.heads.fusion import Fusion
+torch.set_num_threads(1)
+head = Fusion(Widths(embed_dim=32, image_tokens=32, text_tokens=32))
+image, text = torch.randn(2, 96, 36, 32, requires_grad=True)
+mask = torch.ones(96, 36, dtype=torch.bool)
+run = lambda n: head(image[:n], mask[:n], text[:n], mask[:n])["coder_fusion"].square().sum().backward()
+run(16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(96)
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the unit of ru_maxrss is the platform's")
+def test_peak_memory_is_that_of_a_tile():
+    ran = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    attention = 4 * 96**2 * 4 * 36 * 36  # bytes of one direction's, of all pairs: 191 MB
+    assert int(ran.stdout) < attention
+
+
+def test_float32_under_autocast_and_finite_gradients():
+    head, given = made(OTHER).float(), batch(OTHER)
+    given = {key: value.detach().float() if value.is_floating_point() else value for key, value in given.items()}
+    given["image_tokens"].requires_grad_()
+    want = head(**given)["coder_fusion"]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = head(**given)["coder_fusion"]
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=0, atol=0.02)  # the projections alone are in bfloat16
+    got.sum().backward()
+    assert given["image_tokens"].grad.isfinite().all()
+
+
+def test_half_precision_parameters():
+    head, given = made(OTHER).bfloat16(), batch(OTHER)
+    given = {key: value.detach().bfloat16() if value.is_floating_point() else value for key, value in given.items()}
+    got = head(**given)["coder_fusion"]
+    assert got.dtype == torch.float32 and got.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("widths", "options", "message"),
+    [
+        (PLAIN, {"heads": 3}, "heads must divide the joint dimension 8, got 3"),
+        (PLAIN, {"heads": 0}, "got 0"),
+        (PLAIN, {"local_weight": 1.1}, r"local_weight must be in \[0, 1\], got 1.1"),
+        (PLAIN, {"pairs_per_tile": 0}, "pairs_per_tile must be >= 1, got 0"),
+        (Widths(embed_dim=8, image_tokens=8), {}, "the tokens of both towers"),
+    ],
+)
+def test_mistakes_are_named(widths, options, message):
+    with pytest.raises(ValueError, match=message):
+        Fusion(widths, **options)
+
+
+def test_a_missing_feature_of_the_whole_image_is_named():
+    given = batch(OTHER)
+    del given["image_global"]
+    with pytest.raises(ValueError, match="this batch has none"):
+        made(OTHER)(**given)
+
+
+# The scorer
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.sampled_from([1, 4, 7, 1000]),
+    st.sampled_from([0, 2500, 1 << 30]),
+    st.integers(0, 99),
+)
+def test_the_scorer_gives_what_forward_gives(images, texts, pairs_per_tile, memory, seed):
+    head = made(OTHER, pairs_per_tile=pairs_per_tile)
+    image_item, _ = items(head, batch(OTHER, n=images, seed=seed))
+    _, text_item = items(head, batch(OTHER, n=texts, words=9, seed=seed + 1))
+    text_item["mask"] &= torch.arange(9) < torch.randint(1, 10, (texts, 1), generator=torch.Generator().manual_seed(seed))
+    scorer = head.scorer(image_item, text_item, memory=memory)
+    want = plain(head, image_item, text_item)
+    torch.testing.assert_close(scorer.all_pairs(), want, rtol=1e-9, atol=1e-9)
+    generator = torch.Generator().manual_seed(seed)
+    for a, b in ((1, 3), (4, 1), (2, 2)):
+        i, j = (torch.randint(n, (5, k), generator=generator) for n, k in ((images, a), (texts, b)))
+        got = scorer(i, j)
+        assert got.shape == (5, a, b)
+        torch.testing.assert_close(got, want[i[:, :, None], j[:, None]], rtol=1e-9, atol=1e-9)
+
+
+def plain(head: Fusion, images: dict[str, Tensor], texts: dict[str, Tensor]) -> Tensor:
+    """[N, M] of the reference."""
+    rows = [
+        reference.score(
+            images["tokens"][i][images["mask"][i]],
+            texts["tokens"][j][texts["mask"][j]],
+            *matrices(head),
+            heads=head.heads,
+            local_weight=head.local_weight,
+            whole=images["whole"][i],
+        )
+        for i in range(len(images["mask"]))
+        for j in range(len(texts["mask"]))
+    ]
+    return torch.stack(rows).view(len(images["mask"]), -1).detach()
+
+
+def test_captions_too_long_for_gamma_beside_short_ones():
+    head = made()
+    image_item, _ = items(head, batch(n=3))
+    _, text_item = items(head, batch(n=10, words=30))
+    text_item["mask"] = torch.arange(30) < torch.tensor([1, 2, 30, 3, 2, 29, 1, 2, 3, 30])[:, None]
+    scorer = head.scorer(image_item, text_item)
+    i, j = torch.arange(3).repeat(2)[:, None], torch.arange(10).expand(6, 10)
+    scores = scorer(i, j)
+    kept = scorer.texts.kept
+    assert kept is not None and {side.gram is None for side in kept} == {True, False}
+    torch.testing.assert_close(scores[:3, 0], scorer.all_pairs())
+
+
+def test_a_scorer_reads_half_precision_and_leaves_no_gradient():
+    head, given = made().float(), batch()
+    image_item, text_item = (
+        {key: value.half() if value.is_floating_point() else value for key, value in item.items()}
+        for item in items(made(), given)
+    )
+    scorer = head.scorer(image_item, text_item)
+    index = torch.arange(5)[:, None]
+    assert scorer.all_pairs().dtype == scorer(index, index).dtype == torch.float32
+    assert not scorer(index, index).requires_grad
+    torch.testing.assert_close(scorer(index, index)[:, 0, 0], scorer.all_pairs().diagonal())
+
+
+def test_sides_are_kept_within_the_memory():
+    head, given = made(), batch()
+    images, texts = items(head, given)
+    index = torch.zeros(1, 1, dtype=torch.int64)
+
+    def kept(memory: int) -> list[bool]:
+        scorer = head.scorer(images, texts, memory=memory)
+        scorer(index, index)
+        return [each.kept is not None for each in (scorer.images, scorer.texts)]
+
+    assert kept(0) == [False, False] and kept(1 << 20) == [True, True]
+    assert isinstance(head.scorer(images, texts), FusionScorer) and head.reranks

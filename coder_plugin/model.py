@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
-from coder_plugin.heads.asymmetry import Asymmetry, Texts
+from coder_plugin.heads.asymmetry import Texts
 from coder_plugin.heads.base import Head, Widths, in_score
 from coder_plugin.recipe import Recipe
 from coder_plugin.resolver import Resolution, resolve
@@ -45,7 +45,9 @@ class Coder(nn.Module):
         self.heads: Any = nn.ModuleDict()
         for name in resolution.heads:
             try:
-                self.heads[name] = registry.load("heads", name)(widths, **dict(options.pop(name, ())))
+                head = registry.load("heads", name)(widths, **dict(options.pop(name, ())))
+                head.read = resolution.reads
+                self.heads[name] = head
             except (ValueError, TypeError) as error:
                 raise CoderError(f"head {name!r}: {error}") from error
         if options:
@@ -82,14 +84,13 @@ class Coder(nn.Module):
 
     def further_texts(self, text: Tensor | None, text_positive: Tensor | None) -> Texts | None:
         """The captions [B, T] with what a head wants encoded beside them, or None where none does."""
-        for head in self.heads.values():
-            if isinstance(head, Asymmetry) and text is not None:
-                return head.further_texts(text, text_positive)
-        return None
+        head = self.adds_texts
+        return None if head is None or text is None else head.further_texts(text, text_positive)
 
     @property
-    def adds_texts(self) -> bool:
-        return any(isinstance(head, Asymmetry) for head in self.heads.values())
+    def adds_texts(self) -> Any:
+        """The head that wants further texts encoded, if there is one."""
+        return next((head for head in self.heads.values() if head.adds_texts), None)
 
     def without_heads(self) -> Coder:
         """The same aggregators and no head: what a momentum copy of the model keeps."""
@@ -237,7 +238,7 @@ def create_model(
         taps = TokenTaps(model, wanted) if wanted else None
         coder = Coder(recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator)
         model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
-    if model.coder.adds_texts:
+    if model.coder.adds_texts is not None:
         model.words = words_of(model) if found is not None else clip.words_of(model, name, options.get("cache_dir"))
     model.coder.attach(model)
     for key in ("logit_scale", "logit_bias"):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional import ascl
+from coder_plugin.functional import ascl, directed_ascl
 from tests.test_functional_coder import vectors
 
 
@@ -68,6 +68,17 @@ def test_noise_is_in_the_images_ratio_alone():
     torch.testing.assert_close(more, wanted)
 
 
+def test_noised_texts_that_do_not_count_are_as_if_they_were_not_there():
+    similarity, noise = scores(4, 5, 6)
+    valid = torch.tensor([True, False, True, False, True])
+    temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    negatives = ~torch.eye(4, dtype=torch.bool)
+    given = similarity, similarity.diagonal(), negatives
+    some = directed_ascl(*given, noise, noise_valid=valid, temperature=temperature)
+    torch.testing.assert_close(some, directed_ascl(*given, noise[:, valid], temperature=temperature))
+    assert torch.isfinite(torch.autograd.grad(some.sum(), temperature)[0])
+
+
 def test_gradient():
     similarity, noise = scores(4, 5, 2)
     leaves = (similarity.requires_grad_(), noise.requires_grad_())
@@ -114,7 +125,7 @@ def test_bad_shapes(arguments, message):
         ascl(*arguments, temperature=0.1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
 def test_bad_temperature(temperature):
     with pytest.raises(ValueError, match="temperature must be > 0"):
         ascl(torch.zeros(2, 2), temperature=temperature)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coder_plugin.backbones.words import Words
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import Widths
+from coder_plugin.heads.norm import statistics_of
 
 #: The file of an export that says how its model is made.
 CONFIG = "coder_model.json"
@@ -103,7 +104,7 @@ class Backbone(nn.Module):
             known.update(self.image_side(image))
         texts = self.coder.further_texts(text, text_positive) if self.training else None
         if texts is not None:
-            with self.words.noised(texts):
+            with self.words.noised(texts), statistics_of(self, texts.batch):
                 known.update(self.text_side(texts.ids))
             known = texts.parted(known)
         elif text is not None:

@@ -110,7 +110,7 @@ def text_mask_of(model: Any) -> Callable[[Tensor], Tensor]:
         return _mask_by_pool(text.pool_type, getattr(text, "eos_id", None), pad=text.pad_id)
     if isinstance(text, HFTextEncoder):
         return _mask_by_padding(text.config.pad_token_id)
-    raise CoderError(f"no token features from a text tower of type {type(text).__name__}")
+    raise CoderError(f"no token features from a text tower of type {type(text).__name__}, and no telling which are its words")
 
 
 def word_embedding_of(model: Any) -> nn.Module:

@@ -39,12 +39,13 @@ class Words:
 
     def of(self, text: Tensor) -> Tensor:
         """Ids [R, T] -> bool [R, T], True at words: neither start nor end nor padding."""
-        return self.mask(text) & ~torch.isin(text, self._special.to(text.device))
+        self._special = self._special.to(text.device)
+        return self.mask(text) & ~torch.isin(text, self._special)
 
     @contextlib.contextmanager
-    def noised(self, texts: Texts | None) -> Iterator[None]:
+    def noised(self, texts: Texts) -> Iterator[None]:
         """Put noise into the word embeddings of the texts that ask for it, in the forward that runs inside."""
-        if texts is None or not texts.noised:
+        if not texts.noised:
             yield
             return
         self._texts, self._read = texts, False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ def directed_ascl(
     noise_similarity: Tensor | None = None,
     *,
     temperature: float | Tensor,
+    noise_valid: Tensor | None = None,
 ) -> Tensor:
     """One ratio of AsCL's eq. 5 or 6 as a loss, per anchor.
 
@@ -26,6 +29,7 @@ def directed_ascl(
         negatives: bool [n, q].
         noise_similarity: of the anchors and noised texts [n, m]; those above the anchor's positive do not count (a = 0).
         temperature: t, > 0.
+        noise_valid: bool [m], False where a noised text does not count at all.
 
     Returns:
         [n], >= 0; an anchor without any negative has 0.
@@ -41,7 +45,10 @@ def directed_ascl(
                 f"noise_similarity must have shape ({len(similarity)}, m), got {tuple(noise_similarity.shape)}"
             )
         noise = raise_precision(noise_similarity)
-        logits.append((noise / temperature).masked_fill(noise > positive[:, None], -torch.inf))
+        left_out = noise > positive[:, None]
+        if noise_valid is not None:
+            left_out = left_out | ~noise_valid
+        logits.append((noise / temperature).masked_fill(left_out, -torch.inf))
     positive = positive / temperature
     return torch.cat([positive[:, None], *logits], 1).logsumexp(1) - positive
 
@@ -83,5 +90,5 @@ def ascl(
 
 def check_temperature(temperature: float | Tensor) -> None:
     """:class:`ValueError` where a number is no temperature; a tensor's value is not looked at."""
-    if not isinstance(temperature, Tensor) and not temperature > 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}")
+    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be > 0 and finite, got {temperature}")

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin.functional.similarity import raise_precision
@@ -60,15 +59,6 @@ class Side(NamedTuple):
         query, product, key = (field[..., :length, :] for field in (self.query, self.product, self.key))
         gram = None if self.gram is None else self.gram[..., :length, :, :length]
         return Side(query, product, self.square[..., :length], key, self.mask[..., :length], gram, self.whole)
-
-    def padded(self, length: int) -> Side:
-        """The side with padding after its positions, so many in all."""
-        more = length - self.mask.shape[-1]
-        if not more:
-            return self
-        query, product, key = (F.pad(field, (0, 0, 0, more)) for field in (self.query, self.product, self.key))
-        gram = None if self.gram is None else F.pad(self.gram, (0, more, 0, 0, 0, more))
-        return Side(query, product, F.pad(self.square, (0, more)), key, F.pad(self.mask, (0, more)), gram, self.whole)
 
 
 def by_gram(positions: int, dim: int, heads: int) -> bool:

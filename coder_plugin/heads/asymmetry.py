@@ -22,12 +22,13 @@ from coder_plugin.negatives.positives import Truncate
 NoiseAt = Literal["input", "output"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Texts:
     """A batch's captions and what is encoded with them in one pass of the text tower, B rows each, one below the other.
 
     ``names``: what the rows after the captions are. ``words`` [last, T] says what noise may change in the last rows;
     ``noised``: whether it does so in their word embeddings, as the tower looks them up, or else in the tokens it gives.
+    ``changed`` [last] then says which it has changed: a text of one word has no other order.
     """
 
     ids: Tensor  # [R, T]
@@ -36,6 +37,7 @@ class Texts:
     words: Tensor
     noise: Noise | None
     noised: bool
+    changed: Tensor | None = None
 
     def with_noise(self, embeddings: Tensor) -> Tensor:
         """The rows' word embeddings [R, T, E], or fewer positions where a tower has cut padding, with the noise in them."""
@@ -52,6 +54,8 @@ class Texts:
             names = _noised("text", *self.names)
             out.update(self._named("tokens", self._noise(known["text_tokens"]), names))
             out.update(self._named("mask", known["text_mask"], names))
+        if self.changed is not None:
+            out["noise_changed"] = torch.stack(self.changed.split(self.batch), 1)
         return out
 
     def _named(self, key: str, value: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
@@ -59,15 +63,19 @@ class Texts:
 
     def _noise(self, rows: Tensor) -> Tensor:
         assert self.noise is not None
-        return self.noise(rows, self.words[:, : rows.shape[1]])
+        noised = self.noise(rows, self.words[:, : rows.shape[1]])
+        self.changed = (noised != rows).flatten(1).any(1)
+        return noised
 
 
 class Asymmetry(Head):
     """The features of generated texts, each [B, D], L2-normalised: ``coder_noised_features`` and, of the generated
-    positives, ``coder_positive_features`` and ``coder_noised_positive_features``.
+    positives, ``coder_positive_features`` and ``coder_noised_positive_features``. ``coder_noise_changed`` bool [B, 1 or 2]
+    says which of the captions and of the positives the noise has changed at all.
 
     They are encoded by the same text tower in the same pass as the captions. Positives come with the batch
-    (``text_positive``, made of raw text by the loader); where only tokens reach the model they are prefixes of these.
+    (``text_positive``, made of raw text by the loader); where only tokens reach the model they are prefixes of these, or
+    with ``join`` alone the captions themselves.
 
     Args:
         negatives: noise (Asymmetry-I): a name of the group ``coder_plugin.negatives``, with options, or several with +, of
@@ -78,8 +86,14 @@ class Asymmetry(Head):
     """
 
     requires = ("text", "text_features")
-    uses = ("positive_features", "noised_features", "noised_positive_features")
-    provides = ("coder_positive_features", "coder_noised_features", "coder_noised_positive_features")
+    uses = ("positive_features", "noised_features", "noised_positive_features", "noise_changed")
+    provides = (
+        "coder_positive_features",
+        "coder_noised_features",
+        "coder_noised_positive_features",
+        "coder_noise_changed",
+    )
+    adds_texts = True
 
     def __init__(
         self,
@@ -103,6 +117,11 @@ class Asymmetry(Head):
         """Captions [B, T] and their positives [B, T] -> all that is to be encoded."""
         ids, names = text, []
         if self.positives is not None:
+            if text_positive is not None and text_positive.shape != text.shape:
+                raise ValueError(
+                    f"text_positive must have text's shape {tuple(text.shape)}, got {tuple(text_positive.shape)}: one positive "
+                    "for each caption, tokenised alike"
+                )
             ids = torch.cat([text, self.truncated(text) if text_positive is None else text_positive])
             names.append("positive")
         words = self._words[0].of(ids)
@@ -113,7 +132,8 @@ class Asymmetry(Head):
         return Texts(ids, len(text), tuple(names), words, self.noise, noised)
 
     def truncated(self, text: Tensor) -> Tensor:
-        """A prefix of each text's words [B, T], as many as ``truncate`` leaves; all of them where it is not asked for."""
+        """A prefix of each text's tokens but special ones [B, T], of the share that ``truncate`` leaves of words; all of them
+        where it is not asked for."""
         if (rule := self._truncate) is None:
             return text
         words = self._words[0]
@@ -132,11 +152,13 @@ class Asymmetry(Head):
         positive_features: Tensor | None = None,
         noised_features: Tensor | None = None,
         noised_positive_features: Tensor | None = None,
+        noise_changed: Tensor | None = None,
     ) -> dict[str, Tensor]:
         made = {
             "coder_positive_features": positive_features,
             "coder_noised_features": noised_features,
             "coder_noised_positive_features": noised_positive_features,
+            "coder_noise_changed": noise_changed,
         }
         return {key: value for key, value in made.items() if value is not None}
 

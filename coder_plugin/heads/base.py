@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,13 +48,19 @@ class Head(nn.Module):
     pair: ClassVar[tuple[str, str] | None] = None
     #: Whether it takes part in the score: then it has the ``score_weights`` and the blocks, from the backbone's keys alone.
     scores: ClassVar[bool] = False
+    #: Whether it wants texts encoded beside the captions: then it has ``further_texts`` and ``positives`` (heads/asymmetry.py).
+    adds_texts: ClassVar[bool] = False
     #: Whether its outputs are of all pairs of a batch, so that the batches of an accumulated step cannot be run one by one.
     whole_batch: ClassVar[bool] = False
     #: Whether it scores pairs that a shortlist has found: then it has ``image_item``, ``text_item`` and ``scorer``.
     reranks: ClassVar[bool] = False
 
+    #: The keys that terms and heads of the recipe read; what is not among them need not be computed.
+    read: Set[str]
+
     def __init__(self) -> None:
         super().__init__()
+        self.read = frozenset(self.provides)
         self._stashed: Mapping[str, Any] = {}
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Shapes: B batch of this rank, N batch of all ranks, L regions, T words, D joint 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -60,7 +61,8 @@ class Fusion(Head):
     Args:
         heads: H of the attention; it divides D.
         local_weight: u, of the local score; the paper has 0.6 for Flickr30K and 0.8 for COCO.
-        pairs_per_tile: how many pairs are scored at once; a pair of 36 regions and 32 words takes some 0.2 MB in training.
+        pairs_per_tile: how many pairs are scored at once, by default 256 on a CPU and 4,096 elsewhere. In training a pair of
+            36 regions and 32 words takes 0.2 MB while its tile is at work, or 0.3 MB with D 1,024.
     """
 
     requires = ("image_tokens", "image_mask", "text_tokens", "text_mask")
@@ -83,7 +85,7 @@ class Fusion(Head):
         super().__init__()
         dim = widths.embed_dim
         if not widths.image_tokens or not widths.text_tokens:
-            raise ValueError("fusion needs the tokens of both towers, and this model gives none of one")
+            raise ValueError("fusion needs the tokens of both towers, and this model gives none of one: take similarity=cosine")
         if heads < 1 or dim % heads:
             raise ValueError(f"heads must divide the joint dimension {dim}, got {heads}")
         if not 0 <= local_weight <= 1:
@@ -103,10 +105,12 @@ class Fusion(Head):
         known = {"text_tokens": text_tokens, "text_mask": text_mask, **others}
         weights = self._weights()
         images = self._image_side(self.image_item({"image_tokens": image_tokens, "image_mask": image_mask, **others}), weights)
-        present = {key: name for key, name in _TEXTS.items() if f"{name}_tokens" in known}
-        lengths = torch.tensor([known[f"{name}_mask"].shape[1] for name in present.values()], device=image_mask.device)
+        present = {key: name for key, name in _TEXTS.items() if key in self.read and f"{name}_tokens" in known}
+        lengths = [known[f"{name}_mask"].shape[1] for name in present.values()]
+        if distributed.world_size() > 1:
+            lengths = distributed.all_max(torch.tensor(lengths, device=image_mask.device)).tolist()
         scores = {}
-        for (key, name), length in zip(present.items(), distributed.all_max(lengths).tolist(), strict=True):
+        for (key, name), length in zip(present.items(), lengths, strict=True):
             tokens, mask = self._gathered(known[f"{name}_tokens"], known[f"{name}_mask"], length)
             scores[key] = self._against(images, tokens, mask, weights)
         return scores
@@ -194,7 +198,7 @@ class Fusion(Head):
         size = self._tile_size()
         images_at_once = min(len(images.mask), size, _IMAGES)
         tiles = [
-            images.each(lambda field: field[start : start + images_at_once][None])  # noqa: B023
+            images.each(operator.itemgetter((None, slice(start, start + images_at_once))))
             for start in range(0, len(images.mask), images_at_once)
         ]
         columns = []

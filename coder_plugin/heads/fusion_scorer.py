@@ -24,15 +24,16 @@ _PARTS = 8
 class FusionScorer:
     """Scores pairs of a data set's images and texts on the head's device, without a gradient.
 
-    What an item brings to all its pairs is made at the first call and kept, if it fits into ``memory``; else each call makes
-    it again. Tiles are cut to the longest items in them, which changes no score beyond rounding.
+    What items bring to all their pairs is made once and kept, if it fits into ``memory``, for the side of which a group has
+    several; a shortlist's query is in one group alone. Tiles are cut to the longest items in them, which changes no score
+    beyond rounding.
 
     Args:
         images, texts: what the head's ``image_item`` and ``text_item`` returned, of all N and M, on any device and of any
             float type. A mask may be longer than the longest of its items.
         image_side, text_side: an item on ``device`` -> its :class:`Side`. pairs: sides [G, a, ...], [G, b, ...] -> [G, a, b].
         pairs_per_tile: how many pairs are scored at once, which bounds the memory at work.
-        memory: bytes of sides that may be kept, images' first.
+        memory: bytes of what may be kept. Where it does not suffice, each call makes it again.
     """
 
     def __init__(
@@ -49,17 +50,17 @@ class FusionScorer:
     ) -> None:
         self.images, self.texts = Items(images, image_side, device), Items(texts, text_side, device)
         self.pairs, self.pairs_per_tile, self.memory = pairs, pairs_per_tile, memory
-        self.fresh = True
 
     @torch.no_grad()
     def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
         """Of images [G, a] and texts [G, b], int64: [G, a, b] on the head's device. A group's pairs are scored at once."""
-        if self.fresh:
-            self.texts.keep(self.memory - self.images.keep(self.memory))
-            self.fresh = False
+        for items, index in ((self.images, image_index), (self.texts, text_index)):
+            if index.shape[1] > 1:
+                self.memory -= items.keep(self.memory)
         image_index, text_index = image_index.cpu(), text_index.cpu()
         order = self.texts.lengths[text_index].amax(1).argsort()  # like lengths together: less padding
-        groups = max(1, self.pairs_per_tile // (image_index.shape[1] * text_index.shape[1]))
+        # what a group's items bring is copied for it, so that half as many pairs take the memory of a tile
+        groups = max(1, self.pairs_per_tile // (2 * image_index.shape[1] * text_index.shape[1]))
         tiles = [self.pairs(self.images(image_index[g]), self.texts(text_index[g])) for g in order.split(groups)]
         scores = torch.cat(tiles)
         return torch.empty_like(scores).index_copy_(0, order.to(scores.device), scores)
@@ -90,6 +91,7 @@ class Items:
         self.lengths = (item["mask"] * places).amax(1).clamp(min=1).cpu()  # up to the last valid position
         self.dtype = torch.promote_types(item["tokens"].dtype, torch.float32)
         self.kept: list[Side] | None = None
+        self.tried = False
         self.part = self.place = torch.empty(0, dtype=torch.int64)  # where in kept each item is
 
     def __len__(self) -> int:
@@ -103,7 +105,10 @@ class Items:
         return self.make({name: field.to(self.device) for name, field in rows.items()})
 
     def keep(self, memory: int) -> int:
-        """Keep the sides of all items if they fit into so many bytes -> how many they take."""
+        """Keep the sides of all items, once, if they fit into so many bytes -> how many these take."""
+        if self.tried:
+            return 0
+        self.tried = True
         ordered = self.lengths.sort().values
         longest = ordered[[len(self) * part // _PARTS - 1 for part in range(1, _PARTS + 1)]].unique()
         self.part = torch.searchsorted(longest, self.lengths)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +12,12 @@ from coder_plugin.functional.similarity import raise_precision
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):
-    """``nn.BatchNorm1d`` over positions [..., C] of which some are padding: these count in no statistic."""
+    """``nn.BatchNorm1d`` over positions [..., C] of which some are padding: these count in no statistic.
+
+    ``rows``: so many of the batch's first rows count in training, None: all. See :func:`statistics_of`.
+    """
+
+    rows: int | None = None
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Positions [..., C] and bool mask [...], True where valid -> [..., C]; what padding becomes means nothing."""
@@ -20,10 +28,10 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         with torch.autocast(input.device.type, enabled=False):
             values, valid = raise_precision(input), mask[..., None]
             over = tuple(range(values.ndim - 1))
-            count = mask.sum()
-            mean = values.sum(over) / count
+            count = mask[: self.rows].sum()
+            mean = values[: self.rows].sum(over) / count
             centred = torch.where(valid, values - mean, 0)
-            variance = centred.square().sum(over) / count
+            variance = centred[: self.rows].square().sum(over) / count
             if self.track_running_stats:
                 self._follow(mean, variance * count / (count - 1).clamp(min=1))
             out = centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias
@@ -36,3 +44,17 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked += 1
+
+
+@contextlib.contextmanager
+def statistics_of(module: nn.Module, rows: int) -> Iterator[None]:
+    """In the forward inside, the masked BatchNorms of a module take their statistics of the batch's first rows alone: of
+    captions, and not of what was generated of them."""
+    norms = [each for each in module.modules() if isinstance(each, MaskedBatchNorm)]
+    try:
+        for norm in norms:
+            norm.rows = rows
+        yield
+    finally:
+        for norm in norms:
+            norm.rows = None

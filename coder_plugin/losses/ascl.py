@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from coder_plugin import distributed
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
 
 #: What the head ``asymmetry`` makes of a batch's texts; the fusion head's rows of these are named alike.
-_MADE = ("coder_noised_features", "coder_positive_features", "coder_noised_positive_features")
+_MADE = ("coder_noised_features", "coder_positive_features", "coder_noised_positive_features", "coder_noise_changed")
 _ROWS = ("coder_fusion_noised", "coder_fusion_positive", "coder_fusion_noised_positive")
 
 
@@ -27,6 +28,7 @@ class AsCL(Term):
     ``L_I`` compares images and their captions, with noised captions as further negatives of the images; ``L_II&III`` does
     so for the positive captions that were generated, with noised ones made of these. Which are generated, and how, are
     options of the head ``asymmetry``; without generated positives ``L_I`` is the whole loss, without noise both are InfoNCE.
+    A text that its noise has not changed (one word shuffled) is no negative.
 
     Args:
         temperature: > 0, or ``logit_scale``: the model's own, which then learns.
@@ -79,6 +81,7 @@ class AsCL(Term):
         coder_fusion_noised: Tensor | None = None,
         coder_fusion_positive: Tensor | None = None,
         coder_fusion_noised_positive: Tensor | None = None,
+        coder_noise_changed: Tensor | None = None,
     ) -> Tensor:
         """This rank's features [B, D], L2-normalised, or rows of scores [B, N], and image ids [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
@@ -97,8 +100,14 @@ class AsCL(Term):
             if coder_positive_features is not None:
                 batch = batch._replace(texts=distributed.gather(coder_positive_features))
                 compared.append((compare(batch), self._cosine(batch, coder_noised_positive_features)))
-        temperature = self.temperature if logit_scale is None else 1 / logit_scale
-        losses = [self._ratios(pairs, noise, temperature) for pairs, noise in compared]  # type: ignore[arg-type]
+        changed: Sequence[Tensor | None] = [None] * len(compared)
+        if coder_noise_changed is not None:
+            changed = list(distributed.gather(coder_noise_changed.to(torch.uint8)).bool().T)
+        temperature: Any = self.temperature if logit_scale is None else 1 / logit_scale
+        losses = [
+            self._ratios(pairs, noise, counts, temperature)
+            for (pairs, noise), counts in zip(compared, changed, strict=True)
+        ]
         return sum(losses[1:], losses[0]) / len(losses)
 
     @staticmethod
@@ -111,7 +120,11 @@ class AsCL(Term):
         return noised if noised is None or self.local_loss else distributed.gather(noised)
 
     @staticmethod
-    def _ratios(pairs: Pairs, noise: Tensor | None, temperature: float | Tensor) -> Tensor:
-        of_images = directed_ascl(pairs.image_to_text, pairs.positive, pairs.negatives, noise, temperature=temperature)
+    def _ratios(
+        pairs: Pairs, noise: Tensor | None, noise_valid: Tensor | None, temperature: float | Tensor
+    ) -> Tensor:
+        of_images = directed_ascl(
+            pairs.image_to_text, pairs.positive, pairs.negatives, noise, noise_valid=noise_valid, temperature=temperature
+        )
         of_texts = directed_ascl(pairs.text_to_image, pairs.positive, pairs.negatives, temperature=temperature)
         return (of_images + of_texts).mean()

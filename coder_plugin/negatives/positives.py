@@ -94,14 +94,6 @@ class Positives:
                 return made, name
         return caption, NONE
 
-    def __str__(self) -> str:
-        return self.expression
-
-
-def parse_positives(text: str) -> Positives:
-    """The positives that ``--positives`` names. See :class:`Positives`."""
-    return Positives(text)
-
 
 def _normal(text: str) -> str:
     return " ".join(text.split()).casefold()

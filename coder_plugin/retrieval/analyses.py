@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.retrieval.metrics import check_embeddings, recall_from_embeddings
+from coder_plugin.retrieval.metrics import align, check_embeddings, recall_from_embeddings
 
 LENGTH_EDGES = (6, 8, 10, 12, 15, 20)  # words; AsCL's own are not printed, but it reads them below 10 words
 HISTOGRAM_BINS = 100  # of equal width over [0, 2]
@@ -209,7 +209,7 @@ def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
         recalls.append([str(name), "captions", *(str(each["count"]) for each in lengths)])
         for key, k in _RECALLS.items():
             recalls.append(["", f"t2i R@{k}", *("-" if each[key] is None else f"{each[key]:.1f}" for each in lengths)])
-    return f"{_align(distances)}\n\n{_align(recalls)}"
+    return f"{align(distances)}\n\n{align(recalls)}"
 
 
 def length_labels(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -324,12 +324,3 @@ def _recalls(ranks: Tensor) -> dict[str, Any]:
     """Count and recalls (percent) of the 0-based ``ranks`` of one bin."""
     count = len(ranks)
     return {"count": count, **{key: 100.0 * int((ranks < k).sum()) / count if count else None for key, k in _RECALLS.items()}}
-
-
-def _align(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )

@@ -171,6 +171,11 @@ def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         if missing:
             raise CoderError(f"row {name!r} lacks {', '.join(missing)}: rows are what recall() returns")
         lines.append([str(name), *(f"{float(row[key]):.1f}" for key in _COLUMNS.values())])
+    return align(lines)
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the first to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
+from coder_plugin.recipe import Recipe
+from coder_plugin.resolver import resolve
 from coder_plugin.training.encode import Encoded, Encoder
 from coder_plugin.training.recalls import measure, plain
 
@@ -29,7 +31,7 @@ def evaluate(encoder: Encoder, source: Any, *, folds: int = 0, rerank: int | str
 
     Args:
         rerank: how many candidates of each query the fusion score re-orders, or "all": it scores every pair, as the paper
-            does. None: 32.
+            does. None: 32, and all where no term has trained the towers' own features, which make the shortlist.
 
     Raises:
         CoderError: ``rerank`` is neither, or the model has no fusion score.
@@ -45,12 +47,21 @@ def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
         CoderError: it is neither, or the model has no fusion score to re-rank by.
     """
     if rerank is None:
-        return SHORTLIST
+        return SHORTLIST if encoder.reranking is None or _trains_towers(encoder.model.coder.recipe) else None
     if rerank == "all" or (str(rerank).isdecimal() and int(rerank) > 0):
         if encoder.reranking is None:
-            raise CoderError(f"--rerank {rerank} orders candidates by a fusion score, and this model has no fusion head")
+            raise CoderError(
+                f"--rerank {rerank} orders candidates by a fusion score, and this model has no fusion head: leave it out, or "
+                "train one, such as --loss ascl-f30k"
+            )
         return None if rerank == "all" else int(rerank)
     raise CoderError(f"--rerank must be a number of candidates, 1 or more, or all, got {rerank!r}")
+
+
+def _trains_towers(recipe: Recipe) -> bool:
+    """Whether some term compares the towers' own features."""
+    bindings = resolve(recipe, {"image_features", "text_features", "logit_scale", "logit_bias"}).bindings
+    return any("image_features" in binding.values() for binding in bindings)
 
 
 def ensemble(encoded: Sequence[Encoded]) -> Encoded:
@@ -146,14 +157,24 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     else:
         encoded: dict[str, Encoded] = {}
         depths: list[int | None] = []
+        fused: set[int | None] = set()  # of those that re-rank
         for run in runs:
             one = _evaluated(arguments, run)
-            depths.append(shortlist_length(one.rerank, one.encoder))
+            fuses = one.encoder.reranking is not None
+            # in an ensemble the flag is for those that have a fusion score
+            depths.append(shortlist_length(one.rerank if fuses or len(runs) == 1 else None, one.encoder))
+            fused.update(depths[-1:] if fuses else [])
             encoded[one.name] = one.encoder(one.source)
             del one  # one model at a time on the device
         if len(runs) > 1:
+            if len(fused) > 1:
+                kinds = " and ".join(sorted("all" if depth is None else str(depth) for depth in fused))
+                raise CoderError(f"the models of this ensemble re-rank {kinds} candidates: say how many with --rerank")
+            asked = getattr(arguments, "rerank", None)
+            if asked is not None and not fused:
+                raise CoderError(f"--rerank {asked}: none of the models has a fusion score to order candidates by")
             encoded[f"ensemble of {len(runs)}"] = ensemble(list(encoded.values()))
-            depths.append(depths[0])
+            depths.append(fused.pop() if fused else SHORTLIST)
         results = {}
         for (name, each), depth in zip(encoded.items(), depths, strict=True):
             [results[name]] = _results([each], arguments.folds, depth, analyses=bool(folder))

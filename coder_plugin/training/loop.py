@@ -12,6 +12,7 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -110,6 +111,7 @@ class Trainer:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the recipe's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
+        self.told_of_positives = False
         self.position: dict[str, Any] | None = None
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
@@ -191,10 +193,12 @@ class Trainer:
             )
 
     def _tell_of_positives(self) -> None:
-        """How many positive captions of which kind the run has had so far, and how many were none."""
-        made = self.loader.positives_made
-        if made and self.epoch == 0:
-            self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(made.items())))
+        """How many positive captions of which kind all ranks have had, and how many were none: after the first epoch."""
+        if self.told_of_positives or setup.make_positives(self.model) is None:
+            return
+        self.told_of_positives = True
+        made: Counter[str] = sum(distributed.gather_objects(self.loader.positives_made), Counter())
+        self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(made.items())))
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda each: each.to(self.device, non_blocking=True), batch)
@@ -252,7 +256,8 @@ class Trainer:
                 distributed.broadcast(buffer)  # BatchNorm's statistics: ranks evaluate one model, the exported one
         with self._averaged():
             self.last = {**evaluate(self.encoder, self.val, rerank=self.config.rerank), "epoch": self.epoch, "step": self.step}
-        self.log.write({f"val/{k}": v for k, v in self.last.items() if k != "step"}, step=self.step)
+        shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
+        self.log.write({f"val/{k}": v for k, v in {**self.last, **shortlist}.items() if k != "step"}, step=self.step)
         rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
         self.log.say(f"{when}:\n{format_table({name: row for name, row in rows.items() if row})}")
         if self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
@@ -440,8 +445,9 @@ class Trainer:
         }
 
     def print_plan(self) -> None:
+        plan = self.plan()  # on every rank: a forward may gather
         if distributed.rank() == 0:
-            print(json.dumps(self.plan(), indent=2))
+            print(json.dumps(plan, indent=2))
 
 
 def comparable(recipe: Recipe) -> Recipe:

@@ -18,7 +18,7 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model, required_heads
-from coder_plugin.negatives.positives import Positives, parse_positives
+from coder_plugin.negatives.positives import Positives
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.export import heads_beside, load_heads
@@ -41,6 +41,9 @@ def make_recipe(config: TrainConfig) -> Recipe:
         if "asymmetry" not in required_heads(recipe):
             flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
             raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
+        twice = sorted(generated.keys() & settings.keys())
+        if twice:
+            raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
         recipe = recipe.with_options(generated)
     return replace(recipe, local_loss=recipe.local_loss or config.local_loss)
 
@@ -73,9 +76,8 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
 
 def make_positives(model: Any) -> Positives | None:
     """What makes positive captions of raw text, where a head of the model reads them."""
-    if "asymmetry" not in model.coder.heads or (expression := model.coder.heads["asymmetry"].positives) is None:
-        return None
-    return parse_positives(expression)
+    head = model.coder.adds_texts
+    return None if head is None or head.positives is None else Positives(head.positives)
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:
@@ -138,15 +140,16 @@ def make_model(
     """
     assert config.model is not None
     options: dict[str, Any] = {"cache_dir": config.cache_dir}
-    of_regions = own.find(config.model) is not None
-    example = None if source is None else example_of(source, config.max_bad_images, of_regions=of_regions)
-    if of_regions:
+    found = own.find(config.model)
+    example = None if source is None else example_of(source, config.max_bad_images, of_regions=found is not None)
+    if found is not None:
         options.update(_own_options(config))
         if source is not None:
             captions = partial(captions_of, source)
             options.update(example=example, captions=captions)
             whole = getattr(example, "whole", None)
-            if whole is not None and "fusion" in required_heads(recipe):
+            # an export keeps what it was made with
+            if whole is not None and "fusion" in required_heads(recipe) and "global_dim" not in found.options:
                 options.setdefault("global_dim", len(whole))
     elif config.model_kwargs:
         raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")

@@ -142,6 +142,51 @@ def test_noise_changes_the_texts_features_and_no_others(model_of, name, noise):
     assert not torch.equal(model(image, text, text_positive=text)["coder_noised_features"], outputs["coder_noised_features"])
 
 
+@pytest.mark.parametrize("name", ["vit", "region-bert", "region-bigru"])
+def test_a_text_that_its_noise_cannot_change_is_no_negative(model_of, name):
+    """Captions of one word, shuffled: as negatives of their own images they would fight the positives to log 2."""
+    from coder_plugin.negatives.generators import parse_noise
+
+    model, image, text = model_of(name)
+    model.coder.heads["asymmetry"].noise = parse_noise("shuffle")
+    words = model.words.of(text)
+    if not (words.sum(1) == 1).any():  # cut the first one down to its first word
+        first, many = int(words[0].nonzero()[1]), int(words[0].sum()) - 1
+        text[0, first:] = text[0].masked_fill(words[0], 0).roll(-many)[first:]
+    one = model.words.of(text).sum(1) == 1
+    with torch.no_grad():
+        outputs = model(image, text, text_positive=text, image_id=torch.arange(len(text)))
+    assert one.any() and torch.equal(outputs["coder_noise_changed"], ~one[:, None].expand(-1, 2))
+    loss = create_loss("ascl", model=model)
+    close(loss(**outputs)["ascl_loss"], reference_loss(outputs, ~one))
+    assert not torch.allclose(reference_loss(outputs, ~one), reference_loss(outputs, torch.ones_like(one)), atol=1e-4)
+
+
+def reference_loss(outputs: dict[str, Tensor], counts: Tensor) -> Tensor:
+    from coder_plugin.functional import ascl
+
+    images = outputs["image_features"]
+    halves = [
+        ascl(images @ outputs[f"{name}_features"].T, images @ outputs[noised][counts].T, temperature=0.05)
+        for name, noised in (("text", "coder_noised_features"), ("coder_positive", "coder_noised_positive_features"))
+    ]
+    return sum(halves) / 2
+
+
+def test_batch_statistics_of_the_text_tower_are_the_captions_own(model_of):
+    """CAMERA's BatchNorm: what was generated of the captions is normalised like them, and counts in no statistic."""
+    model, image, text = model_of("region-bert-camera", "ascl")
+    plain, _, _ = model_of("region-bert-camera", "dcl")
+    for each in (model, plain):
+        for module in each.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.train()
+    with torch.no_grad():
+        close(model(image, text)["text_features"], plain(image, text)["text_features"])
+    for (name, buffer), (_, other) in zip(model.text.named_buffers(), plain.text.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, msg=name)
+
+
 @pytest.mark.parametrize("name", ["vit", "custom-text", "timm-resnet-bert", "region-bert", "region-bigru"])
 def test_noise_is_for_training_only_and_gone_after_an_error(model_of, name):
     model, image, text = model_of(name)
@@ -200,10 +245,10 @@ def test_a_token_prefix_stands_in_for_text_that_was_not_given(model_of, name):
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
-        ({"positives": None}, {"coder_noised_features"}),
+        ({"positives": None}, {"coder_noised_features", "coder_noise_changed"}),
         ({"negatives": None}, {"coder_positive_features"}),
         ({"negatives": None, "positives": None}, set()),
-        ({}, set(MADE)),
+        ({}, {*MADE, "coder_noise_changed"}),
     ],
 )
 def test_what_is_not_asked_for_is_not_made(make, options, keys):  # noqa: F811
@@ -213,7 +258,7 @@ def test_what_is_not_asked_for_is_not_made(make, options, keys):  # noqa: F811
     model = make("vit", recipe).train()
     image, text = batch()
     outputs = model(image, text, image_id=torch.arange(len(text)))
-    assert {key for key in outputs if key in MADE} == keys
+    assert {key for key in outputs if key in (*MADE, "coder_noise_changed")} == keys
     create_loss(recipe, model=model)(**outputs, output_dict=False).backward()
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
@@ -238,6 +283,12 @@ def test_noise_at_the_output_is_of_the_fusions_words(make):  # noqa: F811
     recipe = Recipe.parse("ascl").with_options({"asymmetry.noise_at": "output"})
     with pytest.raises(CoderError, match="noise_at=output noises the words that the fusion reads"):
         create_loss(recipe, model=make("vit", recipe))
+
+
+def test_positives_of_another_shape_are_refused(model_of):
+    model, image, text = model_of("vit")
+    with pytest.raises(ValueError, match=r"text_positive must have text's shape \(3, \d+\), got \(2, "):
+        model(image, text, text_positive=text[:2])
 
 
 def test_coca_is_refused_by_name(make):  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,15 +283,33 @@ def test_a_scorer_reads_half_precision_and_leaves_no_gradient():
     torch.testing.assert_close(scorer(index, index)[:, 0, 0], scorer.all_pairs().diagonal())
 
 
-def test_sides_are_kept_within_the_memory():
+def test_sides_are_kept_within_the_memory_where_a_group_has_several():
     head, given = made(), batch()
     images, texts = items(head, given)
-    index = torch.zeros(1, 1, dtype=torch.int64)
+    one, several = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
 
-    def kept(memory: int) -> list[bool]:
+    def kept(memory: int, *calls: tuple[Tensor, Tensor]) -> list[bool]:
         scorer = head.scorer(images, texts, memory=memory)
-        scorer(index, index)
+        for call in calls:
+            scorer(*call)
+            assert scorer.memory >= 0
         return [each.kept is not None for each in (scorer.images, scorer.texts)]
 
-    assert kept(0) == [False, False] and kept(1 << 20) == [True, True]
+    assert kept(1 << 20, (one, one)) == [False, False]
+    assert kept(1 << 20, (one, several)) == [False, True]
+    assert kept(1 << 20, (several, one)) == [True, False]
+    both = (several, one), (one, several)
+    assert kept(1 << 20, *both) == [True, True]
+    assert kept(0, *both) == [False, False]
+    room = sum(field.nbytes for field in head.scorer(images, texts).images.made(torch.arange(5)) if field is not None)
+    assert kept(room, *both) == [True, False]
     assert isinstance(head.scorer(images, texts), FusionScorer) and head.reranks
+
+
+def test_the_bench_runs_and_re_ranking_everything_keeps_everything():
+    script = Path(__file__).parents[2] / "scripts" / "bench" / "fusion.py"
+    sizes = "--images 6 --texts 12 --regions 5 --words 4 --shortest 1 --dim 16 --top 12 --threads 1".split()
+    ran = subprocess.run([sys.executable, str(script), *sizes], capture_output=True, text=True, check=True)
+    assert "re-ranked keeps 100.0 % and 100.0 % of R@1" in ran.stdout
+    rows = {line[:12].strip(): line[12:].split()[:3] for line in ran.stdout.splitlines()}
+    assert rows["re-ranked 12"] == rows["all pairs"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.negatives.positives import NONE, Join, Positives, Truncate, parse_positives
+from coder_plugin.negatives.positives import NONE, Join, Positives, Truncate
 
 LONG = "a dog runs over the green grass"
 OTHERS = ("two men sit", "a red car")
@@ -27,7 +27,7 @@ def words(text: str) -> list[str]:
 
 def fault(*args) -> str:
     with pytest.raises(CoderError) as caught:
-        parse_positives(*args)
+        Positives(*args)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -144,7 +144,7 @@ def test_an_impossible_one_leaves_the_others_even(monkeypatch):
 
 
 def test_the_draw_is_that_of_pythons_generator():
-    made = pickle.loads(pickle.dumps(parse_positives("join+truncate(words=1)")))
+    made = pickle.loads(pickle.dumps(Positives("join+truncate(words=1)")))
 
     def some(seed: int) -> list[tuple[str, str]]:
         random.seed(seed)
@@ -158,9 +158,8 @@ def test_the_draw_is_that_of_pythons_generator():
 
 def test_expressions():
     for text, kinds in (("join", {"join"}), (" truncate( words = 1,longest=0.5 ) ", {"truncate"})):
-        assert {parse_positives(text)(LONG, OTHERS)[1] for _ in range(30)} == kinds
-    assert {parse_positives("truncate(shortest=0.2,longest=0.2,words=1)")(LONG, ())[0] for _ in range(9)} == {"a"}
-    assert str(parse_positives("join+truncate(words=4)")) == "join+truncate(words=4)"
+        assert {Positives(text)(LONG, OTHERS)[1] for _ in range(30)} == kinds
+    assert {Positives("truncate(shortest=0.2,longest=0.2,words=1)")(LONG, ())[0] for _ in range(9)} == {"a"}
 
 
 @pytest.mark.parametrize(

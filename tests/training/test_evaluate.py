@@ -229,8 +229,10 @@ def test_the_commands_rows(opened: None) -> None:
     assert rows["a"]["rerank"] == rows["ensemble of 2"]["rerank"] == 32 and "rerank" not in rows["b"]
     assert ["shortlist" in row for row in rows.values()] == [True, False, True] and all("folds" in row for row in rows.values())
     assert evaluate_command(arguments(rerank="all"))["a"]["rerank"] == "all"
+    together = evaluate_command(arguments(run_folder=["b", "a"], rerank="8"))  # the flag is for the one that can
+    assert together["ensemble of 2"]["rerank"] == together["a"]["rerank"] == 8 and "rerank" not in together["b"]
     with pytest.raises(CoderError, match="no fusion head"):
-        evaluate_command(arguments(run_folder=["a", "b"], rerank="8"))
+        evaluate_command(arguments(run_folder=["b"], rerank="8"))
 
 
 def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_cosines_accumulate_and_fused_scores_refuse(tmp_path, made, capsys):  # 
         (["--loss", "ascl", "--negatives", "gaussian(std=-1)"], "std"),
         (["--loss", "ascl", "--negatives", "gaussian(rate=1)"], "has no option 'rate'"),
         (["--loss", "ascl", "--positives", "joined"], "known: join, truncate"),
+        (["--loss", "ascl", "--negatives", "shuffle", "--set", "asymmetry.negatives=dropout"], "say the same: give one"),
         (["--loss", "ascl", "--rerank", "8"], "this model has no fusion head"),
         (["--loss", FUSED, "--rerank", "some"], "--rerank must be a number of candidates"),
         (["--loss", "ascl(temperature=0)"], "temperature must be > 0"),
@@ -154,3 +155,40 @@ def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, m
     assert again["rsum"] == pytest.approx(found["last"]["rsum"], abs=0.01)
     without = Trainer(config(made, tmp_path, "none", loss="ascl", **given))
     assert without.model.options.global_dim == 0
+    # a run that left it out is evaluated without it
+    kwargs = config(made, tmp_path).model_kwargs
+    without = Trainer(config(made, tmp_path, "left out", loss=FUSED, **given, model_kwargs=[*kwargs, "global_dim=0"]))
+    assert without.run()["last"]["rsum"] == pytest.approx(
+        result(tmp_path, str(tmp_path / "left out"), "--export", "last")["rsum"], abs=0.01
+    )
+
+
+def test_a_fused_score_alone_is_not_given_a_shortlist_of_untrained_features(tmp_path, made):  # noqa: F811
+    options = {"model": "region-bigru", "loss": "triplet(similarity=fusion)", "epochs": 1, "val_frequency": 1}
+    trainer = Trainer(config(made, tmp_path, **options))
+    found = trainer.run()["last"]
+    assert found["rerank"] == "all" and found["rsum"] > found["shortlist"]["rsum"]
+    assert result(tmp_path, str(tmp_path / "run"), "--export", "last")["rerank"] == "all"
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "val/shortlist/rsum" in logged[-1]
+
+
+def test_only_what_some_term_reads_is_scored(tmp_path, made, capsys):  # noqa: F811
+    command = [*arguments(made, tmp_path), "--loss", "triplet(similarity=fusion) + ascl"]
+    assert main(command) == 0
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert "coder_noised_positive_features" in outputs
+    assert [key for key in outputs if key.startswith("coder_fusion")] == ["coder_fusion"]
+
+
+def test_the_plan_is_made_on_every_rank_and_printed_by_the_first(tmp_path, made, capsys, monkeypatch):  # noqa: F811
+    """A fusion gathers in forward: a rank that stayed out would leave the others waiting."""
+    trainer = Trainer(config(made, tmp_path, loss=FUSED))
+    plans = []
+    monkeypatch.setattr(trainer, "plan", lambda: plans.append("made") or {"recipe": "shown"})
+    monkeypatch.setattr("coder_plugin.training.loop.distributed.rank", lambda: 1)
+    trainer.print_plan()
+    assert plans == ["made"] and not capsys.readouterr().out
+    monkeypatch.setattr("coder_plugin.training.loop.distributed.rank", lambda: 0)
+    trainer.print_plan()
+    assert plans == ["made", "made"] and "shown" in capsys.readouterr().out

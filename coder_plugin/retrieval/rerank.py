@@ -10,7 +10,7 @@ cost too much. So a query's k best candidates by embedding are ordered by the sc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -94,15 +94,15 @@ def rerank(
     candidate as good as the right one by embedding takes its place in the shortlist. Wrong candidates that tie there are
     taken in their order. With k at or above the number of candidates, the ranks are those of ``score`` for all pairs.
 
-    Neither stage holds [N, T]. Scores are asked for in batches of about a thousand pairs, and only for queries with a right
-    candidate in the shortlist: the others' ranks do not depend on them.
+    Neither stage holds [N, T], but the shortlists. Each of their pairs is scored once, for both directions, in batches of
+    about a thousand; and only for queries with a right candidate in the shortlist: the others' ranks do not depend on them.
 
     Args:
         image_embeddings: [N, D] or [N, V, D], or several models', as in `recall_from_embeddings`.
         text_embeddings: [T, D], likewise.
         image_of_text: [T] integers in [0, N), as in `recall`.
         score: ``score(images, texts)`` of the numbers of images [G, a] and captions [G, b], int64 on the embeddings'
-            device: [G, a, b], any real dtype and device. a is 1 where images are the queries, b where captions are.
+            device: [G, a, b], any real dtype and device; b is 1.
         k: length of the shortlist, 1 or more.
         chunk: queries whose products are made at once, as in `recall_from_embeddings`.
 
@@ -130,36 +130,46 @@ def rerank(
             raise CoderError(f"the score of images [G, a] and captions [G, b] must be {expected}, got {tuple(scores.shape)}")
         return scores.to(owner.device, score_dtype(scores))
 
-    def of_images(images: Tensor, texts: Tensor) -> Tensor:
-        return asked(images[:, None], texts)[:, 0]
+    found = [
+        _shortlists(pairs, captions_right, k, chunk),
+        _shortlists([pair[::-1] for pair in pairs], image_right, k, chunk),
+    ]
+    images = len(pairs[0][0])
+    keys = [
+        found[0].candidates * images + found[0].queries[:, None],
+        found[1].queries[:, None] * images + found[1].candidates,
+    ]
+    wanted = torch.cat([each.flatten() for each in keys]).unique()  # a pair of both directions once
+    scores = _scores(asked, wanted, images)
+    for each, key in zip(found, keys, strict=True):
+        each.ranks[each.queries] = _ranks_within(scores[torch.searchsorted(wanted, key)], each.own)
+    return summary(found[0].ranks, found[1].ranks)
 
-    def of_texts(texts: Tensor, images: Tensor) -> Tensor:
-        return asked(images, texts[:, None])[:, :, 0]
 
-    i2t = _ranks(pairs, captions_right, of_images, k, chunk)
-    t2i = _ranks([pair[::-1] for pair in pairs], image_right, of_texts, k, chunk)
-    return summary(i2t, t2i)
+class _Shortlists(NamedTuple):
+    """What the embeddings alone say of all queries, and the shortlists of the R that have a right candidate in theirs."""
+
+    ranks: Tensor  # [queries]
+    queries: Tensor  # [R]
+    candidates: Tensor  # [R, K], the right ones last
+    own: Tensor  # [R] how many are right
 
 
-def _ranks(
+def _shortlists(
     pairs: Sequence[tuple[Tensor, Tensor]],
     right: Callable[[int, int], tuple[Tensor, Tensor]],
-    score: Callable[[Tensor, Tensor], Tensor],
     k: int,
     chunk: int | None,
-) -> Tensor:
-    """0-based ranks of all queries of (queries, candidates); ``right(first, rows)`` names the right pairs of a tile, and
-    ``score(queries [G], candidates [G, b])`` is [G, b]."""
-    ranks = torch.empty(len(pairs[0][0]), dtype=torch.int64, device=pairs[0][0].device)
+) -> _Shortlists:
+    """Of (queries, candidates); ``right(first, rows)`` names the right pairs of a tile."""
+    parts = []
     for start, tile in products(pairs, chunk):
         row, column = right(start, len(tile))
-        place = row_ranks(tile, row, column)
+        ranks = row_ranks(tile, row, column)
         shortlist, own = _shortlist(tile, row, column, k)
         found = own.nonzero().squeeze(1)
-        scores = _scores(score, start + found, shortlist[found])
-        place[found] = _ranks_within(scores, own[found])
-        ranks[start : start + len(tile)] = place
-    return ranks
+        parts.append((ranks, start + found, shortlist[found], own[found]))
+    return _Shortlists(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _shortlist(tile: Tensor, row: Tensor, column: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -191,15 +201,23 @@ def _shortlist(tile: Tensor, row: Tensor, column: Tensor, k: int) -> tuple[Tenso
     return shortlist, torch.bincount(row[inside], minlength=rows)
 
 
-def _scores(score: Callable[[Tensor, Tensor], Tensor], queries: Tensor, candidates: Tensor) -> Tensor:
-    """Scores [G, K] of each query [G] with its candidates [G, K], in batches of some thousand pairs at most."""
-    groups, width = candidates.shape
-    rows, columns = max(1, _PAIRS // width), min(width, _PAIRS)
-    parts: list[Tensor] = []
-    for first in range(0, groups, rows):
-        asked = candidates[first : first + rows].split(columns, dim=1)
-        parts.append(torch.cat([score(queries[first : first + rows], each) for each in asked], 1))
-    return torch.cat(parts) if parts else candidates.new_empty(0, width, dtype=torch.float32)
+def _scores(score: Callable[[Tensor, Tensor], Tensor], pairs: Tensor, images: int) -> Tensor:
+    """Scores [P] of pairs [P], ascending numbers text * images + image: captions with so many images each at once."""
+    texts, count = (pairs // images).unique_consecutive(return_counts=True)
+    first = count.cumsum(0) - count
+    scores = pairs.new_empty(0, dtype=torch.float32)
+    order = count.argsort(descending=True)  # like counts together: a group is filled up to the largest
+    while len(order):
+        width = int(count[order[0]])
+        some = max(1, _PAIRS // width)
+        groups, order = order[:some], order[some:]
+        last = (count[groups] - 1)[:, None]
+        places = first[groups, None] + torch.arange(width, device=last.device).minimum(last)
+        for place in places.split(_PAIRS, dim=1):
+            got = score(pairs[place] % images, texts[groups, None])[:, :, 0]
+            scores = scores if len(scores) else got.new_empty(len(pairs))
+            scores[place] = got
+    return scores
 
 
 def _ranks_within(scores: Tensor, own: Tensor) -> Tensor:

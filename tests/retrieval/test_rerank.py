@@ -187,8 +187,22 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     one = rerank(image, text, owner, score, k=1)
     asked.clear()
     rerank(image, text, owner, score, k=1)
-    found = int((one["i2t_ranks"] == 0).sum()) + int((one["t2i_ranks"] == 0).sum())
-    assert sum(len(images) for images, _ in asked) == found < 42
+    found = {(i, int((image[i] @ text.T).argmax())) for i in (one["i2t_ranks"] == 0).nonzero().squeeze(1).tolist()}
+    found |= {(int(owner[t]), t) for t in (one["t2i_ranks"] == 0).nonzero().squeeze(1).tolist()}
+    pairs = [pair for images, texts in asked for pair in zip(images.flatten().tolist(), texts.flatten().tolist(), strict=True)]
+    assert sorted(pairs) == sorted(found) and len(pairs) < 42
+
+
+def test_a_pair_in_shortlists_of_both_directions_is_scored_once() -> None:
+    image, text, matrix, owner = embedded(12, 30)
+    asked: list[tuple[int, int]] = []
+
+    def score(images: Tensor, texts: Tensor) -> Tensor:
+        asked.extend((int(i), int(t)) for row, [t] in zip(images, texts, strict=True) for i in row.unique())
+        return from_matrix(matrix)(images, texts)
+
+    rerank(image, text, owner, score, k=30)
+    assert len(asked) == len(set(asked)) == 12 * 30
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
@@ -222,7 +236,7 @@ def test_what_is_refused() -> None:
         rerank(image, text[:, :4], owner, from_matrix(matrix), k=3)
     with pytest.raises(CoderError, match="image 7 has no caption"):
         rerank(image, text, owner % 7, from_matrix(matrix), k=3)
-    with pytest.raises(CoderError, match=r"must be \(8, 1, 3\), got \(8, 3\)"):
+    with pytest.raises(CoderError, match=r"must be \(8, 8, 1\), got \(8, 8\)"):
         rerank(torch.eye(8), torch.eye(8), range(8), lambda i, t: matrix[i, t], k=3)
 
 

@@ -137,7 +137,8 @@ def _eval(arguments: argparse.Namespace) -> int:
             file.write(text + "\n")
     rows = {}
     for name, result in results.items():
-        for label, figures in ((name, result), (f"{name}, shortlist", result.get("shortlist"))):
+        first = f"{name}, re-ranked {result['rerank']}" if "rerank" in result else name
+        for label, figures in ((first, result), (f"{name}, shortlist", result.get("shortlist"))):
             if figures is not None:
                 rows[label] = figures
                 if "folds" in figures:

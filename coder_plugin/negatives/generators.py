@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from coder_plugin.errors import CoderError
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.negatives.base import Noise
 from coder_plugin.negatives.expression import make_parts
@@ -125,7 +126,7 @@ class Mixture(Noise):
     """
 
     def __init__(self, *, of: str = "gaussian+shuffle+token_cutoff+feature_cutoff+dropout") -> None:
-        self.generators = [generator for _, generator in make_parts("negatives", of)]
+        self.generators = _generators(of)
 
     def noised(self, embeddings: Tensor, words: Tensor) -> Tensor:
         chosen = torch.randint(len(self.generators), (len(words), 1, 1), device=words.device)
@@ -144,8 +145,16 @@ def parse_noise(text: str) -> Noise:
     Raises:
         CoderError: an expression, a name or an option that is not known.
     """
+    parts = _generators(text)
+    return parts[0] if len(parts) == 1 else Mixture(of=text)
+
+
+def _generators(text: str) -> list[Noise]:
     parts = make_parts("negatives", text)
-    return parts[0][1] if len(parts) == 1 else Mixture(of=text)
+    for name, made in parts:
+        if not isinstance(made, Noise):
+            raise CoderError(f"{name!r} in coder_plugin.negatives is at fault: its {type(made).__name__} is no base.Noise")
+    return [made for _, made in parts]
 
 
 def _drawn(allowed: Tensor, rate: float) -> Tensor:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
+from coder_plugin.errors import CoderError
 from coder_plugin.negatives.expression import make_parts
 
 #: The kind of a caption that none of the generators had a positive for: it is its own.
@@ -90,8 +91,11 @@ class Positives:
         """The positive and the name of what made it; without a possible one the caption itself and :data:`NONE`."""
         # the first possible one in a random order is each of the possible ones equally often
         for name, make in random.sample(self._makers, len(self._makers)):
-            if (made := make(caption, others)) is not None:
-                return made, name
+            if (made := make(caption, others)) is None:
+                continue
+            if not isinstance(made, str):
+                raise CoderError(f"{name!r} in coder_plugin.positives is at fault: of a caption it made {made!r}, no text")
+            return made, name
         return caption, NONE
 
 

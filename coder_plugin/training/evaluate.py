@@ -52,7 +52,7 @@ def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
         if encoder.reranking is None:
             raise CoderError(
                 f"--rerank {rerank} orders candidates by a fusion score, and this model has no fusion head: leave it out, or "
-                "train one, such as --loss ascl-f30k"
+                'train one, such as --loss "ascl(similarity=fusion) + ascl"'
             )
         return None if rerank == "all" else int(rerank)
     raise CoderError(f"--rerank must be a number of candidates, 1 or more, or all, got {rerank!r}")
@@ -230,7 +230,11 @@ def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
         folder = Path(run)
         weights, configuration = exported(folder / "export" / arguments.export)
         if not (folder / "config.json").is_file() or weights is None:
-            raise CoderError(f"{folder} is no training run with an export: it needs config.json and export/{arguments.export}")
+            there = [name for name in ("best", "last") if exported(folder / "export" / name)[0] is not None]
+            hint = f" (it has --export {there[0]})" if there else ""
+            raise CoderError(
+                f"{folder} is no training run with an export: it needs config.json and export/{arguments.export}{hint}"
+            )
         trained = json.loads((folder / "config.json").read_text())
         if "val_data" in given:  # other data: how the run's were read says nothing of them
             trained = {key: value for key, value in trained.items() if key not in READING}

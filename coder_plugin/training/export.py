@@ -106,7 +106,8 @@ def load_heads(model: Any, path: Path) -> None:
 def load_model(folder: str | Path, *, device: Any = None) -> Any:
     """A trained model, ready to embed: towers, aggregators, scoring heads and vocabulary of an export.
 
-    In eval mode; ``embed_image`` and ``embed_text`` give the retrieval vectors that the run was evaluated with.
+    In eval mode; ``embed_image`` and ``embed_text`` give the retrieval vectors that the run was evaluated with; of a model with
+    a fusion score, which re-ranks, those of its shortlists (docs/ascl.md).
 
     Args:
         folder: an export, ``RUN/export/best`` or ``RUN/export/last``, or a run's folder: its best.

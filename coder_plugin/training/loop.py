@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import random
 import time
@@ -69,6 +70,11 @@ class Trainer:
         _seed(config.seed)
         self.model = setup.make_model(config, self.recipe, self.device, train)
         self.loss = create_loss(self.recipe, model=self.model)
+        blind = [label for label, term in self.loss.terms.items() if not term.masks_same_image]
+        if config.captions == "all" and blind:
+            logging.warning(
+                "--captions all: %s takes the captions of one image for negatives of each other: keep draw", " and ".join(blind)
+            )
         setup.check_accumulation(self.model, config)
         self.tokenizer = setup.make_tokenizer(config, self.model)
         train_transform, val_transform = setup.make_transforms(self.model, config)
@@ -341,10 +347,17 @@ class Trainer:
             raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
         saved = self.recipe.from_dict(manifest["recipe"])
         if comparable(saved) != comparable(self.recipe):
+            was, now_is = dict(saved.heads), dict(self.recipe.heads)
+            other = [
+                f"{name}: {dict(was.get(name, ()))} and {dict(now_is.get(name, ()))}"
+                for name in sorted(was.keys() | now_is.keys())
+                if was.get(name) != now_is.get(name)
+            ]
+            heads = f" with other options of heads ({'; '.join(other)})" if other else " with another --local-loss"
             raise CoderError(
                 f'the checkpoint was trained with --loss "{saved}", this run asks for "{self.recipe}"'
-                f"{' with other options of heads or --local-loss' if str(saved) == str(self.recipe) else ''}: resume with "
-                "its own recipe, or start from its export with --pretrained"
+                f"{heads if str(saved) == str(self.recipe) else ''}: resume with its own recipe, or start from its export with "
+                "--pretrained"
             )
         made = manifest.get("backbone") or {}
         other = [name for name, value in made.get("options", {}).items() if self._backbone()["options"].get(name) != value]

@@ -181,3 +181,18 @@ def test_expressions():
 def test_faults_of_an_expression_say_what_is_known(text, said):
     message = fault(text)
     assert all(each in message for each in said), message
+
+
+def test_a_positive_that_makes_no_text_is_named(monkeypatch):
+    from coder_plugin import registry
+
+    class Number:
+        def __call__(self, caption, others):
+            return 3
+
+    load = registry.load
+    monkeypatch.setattr(registry, "load", lambda group, name: Number if name == "number" else load(group, name))
+    monkeypatch.setattr("coder_plugin.negatives.expression.check_types", lambda *_: ())
+    monkeypatch.setattr("coder_plugin.negatives.expression.required_options", lambda *_: [])
+    with pytest.raises(CoderError, match="'number' in coder_plugin.positives is at fault: of a caption it made 3, no text"):
+        Positives("number")("a dog", ())

@@ -235,6 +235,26 @@ def test_the_commands_rows(opened: None) -> None:
         evaluate_command(arguments(run_folder=["b"], rerank="8"))
 
 
+def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where shortlists hold more pairs than there are, no pair is scored by itself, and the figures are the same."""
+    from coder_plugin.training import recalls
+
+    encoder, source = make_encoder(data)
+    by_pairs = {depth: evaluate(encoder, source, rerank=depth) for depth in (19, 21)}
+    asked: list[int] = []
+    scorer = recalls._scorer
+
+    def watched(given: Encoded) -> Any:
+        made = scorer(given)
+        asked.append(0)
+        return SimpleNamespace(all_pairs=lambda: asked.append(1) or made.all_pairs())  # no call of single pairs
+
+    monkeypatch.setattr(recalls, "_scorer", watched)
+    assert figures(evaluate(encoder, source, rerank=21)) == figures(by_pairs[21]) and 1 in asked
+    with pytest.raises(TypeError, match="not callable"):
+        evaluate(encoder, source, rerank=19)
+
+
 def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "new" / "figures"

@@ -17,6 +17,12 @@ def unit_channels(tokens: Tensor, mask: Tensor) -> Tensor:
     return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
 
 
+def lengths(mask: Tensor) -> Tensor:
+    """Mask [B, L] -> [B]: positions up to and with each row's last valid one; 1 at least."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * places).amax(1).clamp(min=1)
+
+
 def last_state(states: Tensor, mask: Tensor) -> Tensor:
     """A recurrent layer's states [B, L, D] -> the one at each row's last valid position [B, D]."""
     places = torch.arange(mask.shape[1], device=mask.device)

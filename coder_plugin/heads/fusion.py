@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coder_plugin import distributed
 from coder_plugin.functional.fusion import Attention, Side, pairs, side
+from coder_plugin.functional.sets import lengths
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.heads.fusion_scorer import FusionScorer
@@ -106,11 +107,11 @@ class Fusion(Head):
         weights = self._weights()
         images = self._image_side(self.image_item({"image_tokens": image_tokens, "image_mask": image_mask, **others}), weights)
         present = {key: name for key, name in _TEXTS.items() if key in self.read and f"{name}_tokens" in known}
-        lengths = [known[f"{name}_mask"].shape[1] for name in present.values()]
+        widths = [known[f"{name}_mask"].shape[1] for name in present.values()]
         if distributed.world_size() > 1:
-            lengths = distributed.all_max(torch.tensor(lengths, device=image_mask.device)).tolist()
+            widths = distributed.all_max(torch.tensor(widths, device=image_mask.device)).tolist()
         scores = {}
-        for (key, name), length in zip(present.items(), lengths, strict=True):
+        for (key, name), length in zip(present.items(), widths, strict=True):
             tokens, mask = self._gathered(known[f"{name}_tokens"], known[f"{name}_mask"], length)
             scores[key] = self._against(images, tokens, mask, weights)
         return scores
@@ -192,9 +193,8 @@ class Fusion(Head):
         def tile(images: Side, texts: Side) -> Tensor:
             return self._pairs(images, texts, weights)[0]
 
-        places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        lengths = (mask * places).amax(1).clamp(min=1).cpu()  # up to the last valid position
-        by_length = lengths.argsort(descending=True)
+        length = lengths(mask).cpu()
+        by_length = length.argsort(descending=True)
         size = self._tile_size()
         images_at_once = min(len(images.mask), size, _IMAGES)
         tiles = [
@@ -203,7 +203,8 @@ class Fusion(Head):
         ]
         columns = []
         for some in by_length.split(max(1, size // images_at_once)):
-            item = {"tokens": tokens[some, : lengths[some].max()], "mask": mask[some, : lengths[some].max()]}
+            longest = int(length[some].max())
+            item = {"tokens": tokens[some, :longest], "mask": mask[some, :longest]}
             texts = self._text_side(item, weights).each(lambda field: field[None])
             scores = [
                 checkpoint(tile, each, texts, use_reentrant=False, preserve_rng_state=False)

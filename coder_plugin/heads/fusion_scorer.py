@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.functional.fusion import Side
+from coder_plugin.functional.sets import lengths
 
 #: Items of which sides are made at once.
 _BATCH = 16
@@ -87,8 +88,7 @@ class Items:
         self, item: Mapping[str, Tensor], make: Callable[[Mapping[str, Tensor]], Side], device: torch.device
     ) -> None:
         self.item, self.make, self.device = item, make, device
-        places = torch.arange(1, item["mask"].shape[1] + 1, device=item["mask"].device)
-        self.lengths = (item["mask"] * places).amax(1).clamp(min=1).cpu()  # up to the last valid position
+        self.lengths = lengths(item["mask"]).cpu()
         self.dtype = torch.promote_types(item["tokens"].dtype, torch.float32)
         self.kept: list[Side] | None = None
         self.tried = False

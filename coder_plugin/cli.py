@@ -104,10 +104,27 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="weights of the instance level against the concept level, instead of the recipe's: a row for each",
     )
     parser.add_argument(
+        "--context-weight",
+        type=float,
+        nargs="+",
+        metavar="W",
+        help="weights of SelfAlign's context level, instead of the recipe's: a row for each; 0 leaves it out",
+    )
+    parser.add_argument(
         "--analyses",
         metavar="FOLDER",
         help="also alignment, uniformity and recall by the length of queries (AsCL section III): a table, and numbers and "
         "plots in FOLDER",
+    )
+    parser.add_argument(
+        "--pictures",
+        metavar="FOLDER",
+        help="also figures in FOLDER: which region or patch each word finds, the context map, and t-SNE of words and regions "
+        "(SelfAlign figures 4 and 5)",
+    )
+    parser.add_argument("--pictures-count", type=int, metavar="N", help="figures of the first N images [8]")
+    parser.add_argument(
+        "--pictures-concepts", metavar="WORDS", help="words of t-SNE, such as dog,water,snow [the ten most frequent]"
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
@@ -129,7 +146,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         return 0  # another rank prints
     if arguments.json:
         named = [{"name": name, **result} for name, result in results.items()]
-        text = json.dumps(named[0] if len(named) == 1 and not arguments.beta else named, indent=2)
+        text = json.dumps(named[0] if len(named) == 1 and not (arguments.beta or arguments.context_weight) else named, indent=2)
         if arguments.json == "-":
             print(text)
             return 0
@@ -146,6 +163,11 @@ def _eval(arguments: argparse.Namespace) -> int:
     print(format_table(rows))
     if analyses := analyses_of(results):
         print(f"\n{format_analyses(analyses)}")
+    if arguments.pictures:
+        from coder_plugin.report.pictures import format_measured
+
+        measured = {name: result["concept_words"] for name, result in results.items() if "concept_words" in result}
+        print("\n".join(["", *format_measured(measured), f"pictures: {arguments.pictures}"]))
     return 0
 
 

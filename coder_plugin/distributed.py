@@ -57,6 +57,29 @@ def gather(local: Tensor) -> Tensor:
     return _Gather.apply(local) if local.requires_grad and torch.is_grad_enabled() else _gather(local.detach())
 
 
+class _Sum(torch.autograd.Function):
+    """Sum over ranks whose backward adds what every rank's loss sends back."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        total = local.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def summed(local: Tensor) -> Tensor:
+    """Element-wise sum over ranks, differentiable; gradients add up as in :func:`gather`."""
+    if world_size() == 1:
+        return local
+    return _Sum.apply(local) if local.requires_grad and torch.is_grad_enabled() else all_sum(local)
+
+
 def all_max(value: Tensor) -> Tensor:
     """Element-wise maximum over ranks, without a gradient."""
     value = value.detach()
@@ -66,14 +89,18 @@ def all_max(value: Tensor) -> Tensor:
     return value
 
 
-def all_mean(value: Tensor) -> Tensor:
-    """Element-wise mean over ranks, without a gradient."""
+def all_sum(value: Tensor) -> Tensor:
+    """Element-wise sum over ranks, without a gradient."""
     value = value.detach()
     if world_size() > 1:
         value = value.clone()
         dist.all_reduce(value)
-        value /= world_size()
     return value
+
+
+def all_mean(value: Tensor) -> Tensor:
+    """Element-wise mean over ranks, without a gradient."""
+    return all_sum(value) / world_size()
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

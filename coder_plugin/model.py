@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.asymmetry import Texts
 from coder_plugin.heads.base import Head, Widths, in_score
 from coder_plugin.recipe import Recipe
-from coder_plugin.resolver import Resolution, resolve
+from coder_plugin.resolver import INSIDE, Resolution, resolve
 
 AggregatorName = Literal["tower", "gpo"]
 
@@ -28,14 +28,22 @@ class Coder(nn.Module):
 
     Args:
         aggregator: ``"tower"``, the backbone's own pooling, or ``"gpo"``, an instance branch of ours over its tokens.
+        context_blocks: what the model was made with; exports keep it.
     """
 
     def __init__(
-        self, recipe: Recipe, resolution: Resolution, widths: Widths, *, aggregator: AggregatorName = "tower"
+        self,
+        recipe: Recipe,
+        resolution: Resolution,
+        widths: Widths,
+        *,
+        aggregator: AggregatorName = "tower",
+        context_blocks: int = 1,
     ) -> None:
         super().__init__()
         self.recipe: Recipe = recipe
         self.views: int = widths.views
+        self.context_blocks: int = context_blocks
         self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
         self.aggregators: Any = nn.ModuleDict()
         if aggregator == "gpo":
@@ -68,8 +76,9 @@ class Coder(nn.Module):
         """The retrieval vectors of one side: instance feature and scoring heads' blocks, one after the other."""
         base = 1.0
         blocks: list[tuple[float, Tensor]] = []
-        for head in self.heads.values():
-            instead, own = head.score_weights() if head.scores else (1.0, 0.0)
+        scoring = [(head, *head.score_weights()) for head in self.heads.values() if head.scores]
+        # what is added comes after what is interpolated, in whichever order the recipe names them
+        for head, instead, own in sorted(scoring, key=lambda each: each[1] == 1):
             if own > 0:
                 blocks = [(weight * instead, block) for weight, block in blocks]
                 base *= instead
@@ -91,6 +100,11 @@ class Coder(nn.Module):
     def adds_texts(self) -> Any:
         """The head that wants further texts encoded, if there is one."""
         return next((head for head in self.heads.values() if head.adds_texts), None)
+
+    @property
+    def reads_tags(self) -> bool:
+        """Whether a head reads the classes of the words."""
+        return any(head.reads_tags for head in self.heads.values())
 
     def without_heads(self) -> Coder:
         """The same aggregators and no head: what a momentum copy of the model keeps."""
@@ -177,6 +191,8 @@ def create_model(
     pretrained: str | None = None,
     pretrained_image_path: str | None = None,
     aggregator: AggregatorName = "tower",
+    context_blocks: int = 1,
+    catch: Collection[str] = (),
     inference: bool = False,
     **options: Any,
 ) -> Any:
@@ -197,24 +213,33 @@ def create_model(
         pretrained_image_path: weights for the image tower alone.
         aggregator: ``"tower"``, or ``"gpo"`` for an instance branch over patch and word tokens (projection and GPO), whose
             features stand in for the towers' own in training and in ``embed_*``.
+        context_blocks: so many of the last blocks of an open_clip tower stand between what is read as locals and as contexts.
+            Convolutional and hierarchical image towers have no such blocks, and region models their own context stage.
+        catch: keys of ``resolver.INSIDE`` that ``describe_image`` and ``describe_text`` give beside those that the heads read;
+            a region model gives all of its own anyway.
         inference: only the heads that take part in the score or re-rank by their own, for evaluation and search: no banks, no
             momentum towers.
         options: for ``open_clip.create_model``: precision, device, force_image_size, …; for a backbone its own, such as
             region_dim, embed_dim, text.
 
     Raises:
-        CoderError: unknown names, files that do not fit, a recipe that this model cannot serve.
+        CoderError: unknown names, files that do not fit, a recipe that this model cannot serve, more context blocks than a
+            tower has.
     """
     from coder_plugin.backbones import clip, own
     from coder_plugin.backbones.base import words_of
-    from coder_plugin.backbones.tokens import TokenTaps
+    from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
 
     recipe = Recipe.parse(recipe)
     if aggregator not in get_args(AggregatorName):
         raise CoderError(f"aggregator must be one of {', '.join(get_args(AggregatorName))}, got {aggregator!r}")
+    if context_blocks < 1:
+        raise CoderError(f"context_blocks must be 1 or more, got {context_blocks}")
     if (found := own.find(name)) is not None:
         if aggregator != "tower" or pretrained_image_path:
             raise CoderError(f"{name} pools its regions itself and has no image tower to load: leave out aggregator and path")
+        if context_blocks != 1:
+            raise CoderError(f"{name} has a context stage of its own: context_blocks is for open_clip's towers")
         model: Any = own.create(found, pretrained=pretrained, **options)
         inside: Set[str] = model.inside
     else:
@@ -227,6 +252,9 @@ def create_model(
             **options,
         )
         inside = clip.INSIDE
+    if absent := sorted(set(catch) - inside):
+        known = "of this model" if set(absent) <= INSIDE else "known"
+        raise CoderError(f"catch: {', '.join(absent)} is no key {known}, which gives: {', '.join(sorted(inside))}")
     resolution = resolve(recipe, clip.available_keys(model), inside)
     if inference:
         resolution = resolution.of_heads([name for name in resolution.heads if in_score(registry.load("heads", name))])
@@ -234,9 +262,13 @@ def create_model(
     if found is not None:
         model.coder = Coder(recipe, resolution, model.widths()).to(next(model.parameters()).device)
     else:
-        wanted = clip.INSIDE if aggregator == "gpo" else resolution.reads & clip.INSIDE
-        taps = TokenTaps(model, wanted) if wanted else None
-        coder = Coder(recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator)
+        wanted = (resolution.reads | set(catch)) & clip.INSIDE
+        if aggregator == "gpo":
+            wanted |= AGGREGATED
+        taps = TokenTaps(model, wanted, context_blocks=context_blocks) if wanted else None
+        coder = Coder(
+            recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator, context_blocks=context_blocks
+        )
         model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
     if model.coder.adds_texts is not None:
         model.words = words_of(model) if found is not None else clip.words_of(model, name, options.get("cache_dir"))

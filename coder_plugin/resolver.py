@@ -13,12 +13,13 @@ from coder_plugin.recipe import Recipe, TermSpec
 
 #: What a model's forward is given; heads may require it.
 INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
-#: What backbones give their heads and do not return: tokens after the context stage and before it (locals), masks, pooled
-#: features before normalisation, the regions' scores for an image's views, and a feature of the whole image. Each backbone
-#: has its own of these.
+#: What backbones give their heads and do not return: their last tokens, tokens before the context stage (locals) and after it
+#: (contexts; of open_clip's towers both are in the joint space where tokens have a way there), masks, pooled features before
+#: normalisation, the regions' scores for an image's views, and a feature of the whole image. Each backbone has its own of
+#: these.
 INSIDE = frozenset(
-    "image_tokens image_mask image_locals image_pooled image_views image_global "
-    "text_tokens text_mask text_locals text_pooled".split()
+    "image_tokens image_mask image_locals image_contexts image_pooled image_views image_global "
+    "text_tokens text_mask text_locals text_contexts text_pooled".split()
 )
 #: Made by heads from the backbone's own features alone, so a term that compares a head's features cannot use them.
 _KEYS = frozenset({"coder_image_keys", "coder_text_keys", "coder_noised_features", "coder_positive_features"})

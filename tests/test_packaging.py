@@ -147,10 +147,11 @@ def test_every_import_is_declared() -> None:
     optional = {extra: texts for extra, texts in project["optional-dependencies"].items() if extra != "test"}
     extras = {_distribution(text) for texts in optional.values() for text in texts}
     assert len(required) == len(project["dependencies"])
+    names = {"open_clip": "open-clip-torch", "PIL": "pillow", "faiss": "faiss-cpu", "sklearn": "scikit-learn"}
     undeclared = {}
     for module, path in modules_on_disk().items():
         for name, nested in _imports(path):
-            distribution = {"open_clip": "open-clip-torch", "PIL": "pillow", "faiss": "faiss-cpu"}.get(name, name)
+            distribution = names.get(name, name)
             if distribution.replace("_", "-") not in (required | extras if nested else required):
                 undeclared.setdefault(distribution, module)
     assert undeclared == {}

@@ -236,7 +236,7 @@ def test_a_broken_preset_is_named() -> None:
 # Mistakes. Columns are counted by hand, from 1.
 
 MISTAKES = [
-    ("dlc", 1, "unknown loss or recipe 'dlc'; did you mean 'dcl'? (known: ascl, "),
+    ("dcll", 1, "unknown loss or recipe 'dcll'; did you mean 'dcl'? (known: ascl, "),
     ("clip + tripet", 8, "did you mean 'triplet'?"),
     ("2*coder/table2-9", 3, "did you mean 'coder/table2-"),
     ("qqqqqq", 1, "unknown loss or recipe 'qqqqqq' (known: "),
@@ -305,7 +305,7 @@ MISTAKES = [
     ("dcl(mu 0.1)", 8, "expected '=' after 'mu', found '0.1'"),
     ("dcl(mu=)", 8, "expected a value, found ')'"),
     ("dcl(0.1)", 5, "expected an option, found '0.1'"),
-    ("clip\n+ dlc", 8, "unknown loss or recipe 'dlc'"),
+    ("clip\n+ dcll", 8, "unknown loss or recipe 'dcll'"),
     ("dcl(mu='a\nb')", 5, "must be float"),
 ]
 

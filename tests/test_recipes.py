@@ -19,9 +19,11 @@ ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 @pytest.mark.parametrize("name", OURS)
 def test_every_recipe_resolves_and_survives_its_file_form(name):
     recipe = Recipe.parse(name)
-    assert set(required_heads(recipe)) <= ALL_HEADS | {"asymmetry", "fusion"}
+    assert set(required_heads(recipe)) <= ALL_HEADS | {"asymmetry", "fusion", "alignment", "contexts", "views", "captioner"}
     assert Recipe.from_dict(recipe.to_dict()) == recipe
-    assert {term.name for term in recipe.terms} <= {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc", "ascl", "clip"}
+    coder, ascl = {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}, {"ascl", "clip"}
+    selfalign = {"lca", "cra", "view_diversity", "caption"}
+    assert {term.name for term in recipe.terms} <= coder | ascl | selfalign
     given = {} if "model" in dict(recipe.training) else {"model": "ViT-B-32"}
     config = TrainConfig(loss=name, train_data="x.tar", **given).resolved()
     for option, value in recipe.training:

@@ -28,7 +28,11 @@ from coder_plugin.heads.base import Widths
 
 CONFIGS = Path(__file__).parent / "model_configs"
 #: What of ``resolver.INSIDE`` open_clip's towers give.
-INSIDE = frozenset({"image_tokens", "image_mask", "text_tokens", "text_mask", "image_pooled"})
+INSIDE = frozenset(
+    "image_tokens image_mask image_locals image_contexts image_pooled text_tokens text_mask text_locals text_contexts".split()
+)
+#: Keys whose last dimension heads are told.
+_MEASURED = [f"{side}_{stage}" for side in ("image", "text") for stage in ("tokens", "locals", "contexts")]
 
 
 class CoderCLIP:
@@ -290,18 +294,18 @@ def probe_widths(model: Any, taps: TokenTaps | None) -> Widths:
     if taps is None:
         return Widths(embed_dim=embed_dim)
     size = model.visual.image_size
-    height, width = size if isinstance(size, tuple) else (size, size)
+    height, width = (size, size) if isinstance(size, int) else size
     stem = next(parameter for parameter in model.visual.parameters() if parameter.ndim == 4)
     training = model.training
     model.eval()
     taps.listen()
     with torch.no_grad():
-        text = torch.ones(1, model.context_length, dtype=torch.long, device=stem.device)
+        text = torch.ones(1, model.context_length or 1, dtype=torch.long, device=stem.device)
         image = torch.zeros(1, 3, height, width, dtype=stem.dtype, device=stem.device)
         model(image, text)
     model.train(training)
     caught = taps.take(text)
-    widths = {key: caught[key].shape[-1] for key in ("image_tokens", "text_tokens") if key in caught}
+    widths = {key: caught[key].shape[-1] for key in _MEASURED if key in caught}
     return Widths(embed_dim=embed_dim, **widths)
 
 

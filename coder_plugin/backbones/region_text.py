@@ -48,7 +48,8 @@ class Options:
             its shape. frozen_text: it is never trained.
         text_context: none or camera. text_pooling: gpo, mean, max, or last (BiGRU's own).
         vocabulary: of the BiGRU: a file, or the words; the trainer makes one from the training captions.
-        word_dim, text_layers, bidirectional: the BiGRU's.
+        word_dim, text_layers, bidirectional: the BiGRU's. word_projection: it reads words that a linear layer has brought to
+            embed_dim, and these are the locals (SelfAlign's released VSRN); else the word vectors themselves.
         context_length: token positions, start and end among them.
         global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none is read. The
             trainer reads it off the data for a recipe with such a head.
@@ -70,6 +71,7 @@ class Options:
     text_pooling: TextPooling = "gpo"
     vocabulary: str | Sequence[str] | None = None
     word_dim: int = 300
+    word_projection: bool = False
     text_layers: int = 1
     bidirectional: bool = True
     context_length: int = 50
@@ -88,18 +90,22 @@ class Options:
                 raise ValueError(f"{name} must be {least} or more, got {value}")
         if self.encoder == "bigru" and self.text_context != "none":
             raise ValueError(f"text_context {self.text_context} is of BERT alone: with bigru take text_context=none")
+        if self.encoder == "bert" and self.word_projection:
+            raise ValueError("word_projection is the BiGRU's: with bert leave it out")
 
 
 class RegionText(Backbone):
     """Region features and texts -> joint features. ``image`` is a dict: ``features`` [B, L, R], bool ``mask`` [B, L], and
     for a context stage that reads them ``boxes`` [B, L, 4] (fractions) with ``aspect`` [B].
 
-    Heads find the regions and words before the context stage (``*_locals``), after it (``*_tokens``) and pooled, before
-    normalisation (``*_pooled``). With CAMERA's pooling an image has V features, and its score is the greatest of theirs.
+    Heads find the regions and words before the context stage (``*_locals``), after it (``*_tokens``, which are the
+    ``*_contexts``) and pooled, before normalisation (``*_pooled``). With CAMERA's pooling an image has V features, and its
+    score is the greatest of theirs.
     """
 
     inside = frozenset(
-        "image_locals image_tokens image_mask image_pooled text_locals text_tokens text_mask text_pooled".split()
+        "image_locals image_tokens image_contexts image_mask image_pooled "
+        "text_locals text_tokens text_contexts text_mask text_pooled".split()
     )
 
     def __init__(self, options: Options, *, name: str, cache_dir: str | None = None) -> None:
@@ -127,13 +133,16 @@ class RegionText(Backbone):
 
     def widths(self) -> Widths:
         options = self.options
+        plain = options.encoder == "bigru" and not options.word_projection
         return Widths(
             embed_dim=options.embed_dim,
             image_tokens=options.embed_dim,
             text_tokens=options.embed_dim,
             image_locals=options.embed_dim,
             image_global=options.global_dim,
-            text_locals=options.word_dim if options.encoder == "bigru" else options.embed_dim,
+            text_locals=options.word_dim if plain else options.embed_dim,
+            image_contexts=options.embed_dim,
+            text_contexts=options.embed_dim,
             views=options.views if options.image_pooling == "views" else 1,
             vocabulary=self._tokenizer.size,
         )
@@ -246,6 +255,7 @@ def _keys(side: str, found: Encoded) -> dict[str, Tensor]:
         f"{side}_pooled": found.pooled.mean(1) if found.pooled.ndim == 3 else found.pooled,
         f"{side}_locals": found.locals,
         f"{side}_tokens": found.tokens,
+        f"{side}_contexts": found.tokens,
         f"{side}_mask": found.mask,
     }
 
@@ -267,6 +277,7 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
             dim,
             pad=tokens.pad,
             word_dim=options.word_dim,
+            word_projection=options.word_projection,
             layers=options.text_layers,
             bidirectional=options.bidirectional,
             pooling=pooling,

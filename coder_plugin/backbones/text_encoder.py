@@ -111,6 +111,7 @@ class BiGRUText(TextEncoder):
 
     Args:
         words: size of the vocabulary. word_dim: E. layers: of the GRU.
+        word_projection: bring the vectors to D by a linear layer first: the GRU's input, and the locals.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class BiGRUText(TextEncoder):
         *,
         pad: int = 0,
         word_dim: int = 300,
+        word_projection: bool = False,
         layers: int = 1,
         bidirectional: bool = True,
         pooling: TextPooling = "gpo",
@@ -127,13 +129,17 @@ class BiGRUText(TextEncoder):
         super().__init__(embed_dim, pad=pad, pooling=pooling, context="none", heads=1)
         self.embed = nn.Embedding(words, word_dim)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
-        self.rnn = nn.GRU(word_dim, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
+        self.project = nn.Linear(word_dim, embed_dim) if word_projection else None
+        width = embed_dim if word_projection else word_dim
+        self.rnn = nn.GRU(width, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
 
     def word_embedding(self) -> nn.Module:
         return self.embed
 
     def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         vectors = self.embed(text)
+        if self.project is not None:
+            vectors = self.project(vectors)
         packed = pack_padded_sequence(vectors, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
         output, ends = self.rnn(packed)
         states, _ = pad_packed_sequence(output, batch_first=True)

@@ -11,7 +11,8 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,24 @@ _CLITIC = re.compile(r"(?<=\w)(n't|'(?:s|m|d|ll|re|ve))\b")
 _WORD = re.compile(r"n't\b|'(?:s|m|d|ll|re|ve)\b|[^\W_]+(?:[.,]\d+)*(?:-[^\W_]+)*|[^\w\s]")
 #: The first ids of every vocabulary, in SCAN's order.
 SPECIAL = ("<pad>", "<start>", "<end>", "<unk>")
+Span = tuple[int, int]
+#: A word of a text: its pieces' ids, and the characters that each is of.
+Word = tuple[list[int], list[Span]]
+
+
+class Located(NamedTuple):
+    """Where a text's ids come from: position t of them is of the characters ``view[slice(*spans[t])]``, none for a start;
+    behind the last span stand end and padding.
+
+    Args:
+        text: the text with its signs, for a tagger to read. view: what the tokenizer made of it, whose spaces may be gone.
+        matched: False where it is not known which characters a position is of: its span is then the whole view.
+    """
+
+    text: str
+    view: str
+    spans: list[Span]
+    matched: bool = True
 
 
 class Tokenizer:
@@ -44,18 +63,25 @@ class Tokenizer:
             raise CoderError(f"word dropout must be in [0, 1), got {word_dropout}")
         self.context_length, self.word_dropout = context_length, word_dropout
 
-    def words(self, texts: list[str]) -> list[list[list[int]]]:
-        """Each text's words, each as its pieces' ids."""
+    def read(self, texts: list[str]) -> list[tuple[str, list[Word]]]:
+        """Each text as the tokenizer sees it, and its words."""
         raise NotImplementedError
 
     def __call__(self, texts: str | list[str]) -> Tensor:
+        return self.located(texts)[0]
+
+    def located(self, texts: str | list[str]) -> tuple[Tensor, list[Located]]:
+        """The ids [B, T] of a call, of the same draws, and where they come from: a dropped word's positions are still its
+        own, and where it was deleted it has none."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         out = torch.full((len(texts), self.context_length), self.pad, dtype=torch.long)
-        for row, words in zip(out, self.words(texts), strict=True):
-            pieces = [piece for word in words for piece in self._kept(word)]
-            ids = [self.start, *pieces[: self.context_length - 2], self.end]
-            row[: len(ids)] = torch.tensor(ids)
-        return out
+        located = []
+        for row, text, (view, words) in zip(out, texts, self.read(texts), strict=True):
+            pieces = [piece for ids, spans in words for piece in zip(self._kept(ids), spans, strict=False)]
+            pieces = pieces[: self.context_length - 2]
+            row[: len(pieces) + 2] = torch.tensor([self.start, *(number for number, _ in pieces), self.end])
+            located.append(Located(text, view, [(0, 0), *(span for _, span in pieces)]))
+        return out, located
 
     def _kept(self, word: list[int]) -> list[int]:
         if not self.word_dropout or random.random() >= self.word_dropout:
@@ -84,14 +110,16 @@ class SubwordTokenizer(Tokenizer):
         if None in (self.start, self.end, self.pad):
             raise CoderError(f"{type(tokenizer).__name__} has no start, end or padding token: not a BERT-like encoder's")
 
-    def words(self, texts: list[str]) -> list[list[list[int]]]:
+    def read(self, texts: list[str]) -> list[tuple[str, list[Word]]]:
         encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)
         out = []
-        for number, ids in enumerate(encoded["input_ids"]):
-            words: dict[int | None, list[int]] = {}
-            for piece, word in zip(ids, encoded.word_ids(number), strict=True):
-                words.setdefault(word, []).append(piece)
-            out.append(list(words.values()))
+        for text, row in zip(texts, encoded.encodings, strict=True):
+            words: dict[int | None, Word] = {}
+            for piece, word, span in zip(row.ids, row.word_ids, row.offsets, strict=True):
+                ids, spans = words.setdefault(word, ([], []))
+                ids.append(piece)
+                spans.append(span)
+            out.append((text, list(words.values())))
         return out
 
 
@@ -104,8 +132,13 @@ class WordTokenizer(Tokenizer):
         self.pad, self.start, self.end, self.mask = range(4)
         self.size = len(self.ids)
 
-    def words(self, texts: list[str]) -> list[list[list[int]]]:
-        return [[[self.ids.get(word, self.mask)] for word in split_words(text)] for text in texts]
+    def read(self, texts: list[str]) -> list[tuple[str, list[Word]]]:
+        out = []
+        for words in map(split_words, texts):
+            spans = pairwise(accumulate(map(len, words), initial=0))
+            ids = [self.ids.get(word, self.mask) for word in words]
+            out.append(("".join(words), [([number], [span]) for number, span in zip(ids, spans, strict=True)]))
+        return out
 
 
 def split_words(text: str) -> list[str]:

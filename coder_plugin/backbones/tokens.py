@@ -1,6 +1,7 @@
-"""Last-layer tokens and pooled features of open_clip's towers, caught while upstream's own forward runs.
+"""Tokens and pooled features of open_clip's towers, caught while upstream's own forward runs.
 
-Shapes: B batch, L image positions (patches or grid cells, prefix tokens left out), T text positions, C channels.
+Shapes: B batch, L image positions (patches or grid cells, prefix tokens left out), T text positions, C channels, D joint
+dimension.
 
 Hooks at known places leave upstream's computation as it is. timm's trunks have no such place in common, so there the
 tower calls its own ``forward_intermediates``. Each is installed only when something reads what it catches.
@@ -15,23 +16,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coder_plugin.backbones.joint import Cells, Joint, last_norm, pools_tokens, to_joint_image, to_joint_text
 from coder_plugin.errors import CoderError
+
+Pick = Callable[[Any], Tensor]
+#: What aggregators read of a model.
+AGGREGATED = frozenset({"image_tokens", "image_mask", "text_tokens", "text_mask"})
+
+
+def _whole(found: Any) -> Any:
+    return found
 
 
 class TokenTaps:
     """Where one model's tokens are caught, between :meth:`listen` and :meth:`take`; a copied model has its own.
 
     Args:
-        model: an open_clip model. reads: the keys that are wanted: ``image_tokens``, ``text_tokens``, ``image_pooled``.
+        model: an open_clip model.
+        reads: the keys that are wanted: ``image_tokens``, ``text_tokens``, ``image_pooled``, ``image_locals``,
+            ``text_locals``, ``image_contexts``, ``text_contexts``. A mask alone brings its tokens.
+        context_blocks: so many of a tower's last blocks stand between locals and contexts. Convolutional and hierarchical
+            image towers, whose blocks share no resolution, have none: both are their last grid.
+
+    Raises:
+        CoderError: a tower that gives no tokens, or is read for locals and has not so many blocks.
     """
 
-    def __init__(self, model: Any, reads: Collection[str]) -> None:
-        self._caught: dict[str, Tensor] | None = None  # None: not listening
-        if "image_tokens" in reads:
+    def __init__(self, model: Any, reads: Collection[str], *, context_blocks: int = 1) -> None:
+        assert context_blocks >= 1
+        self.context_blocks = context_blocks
+        #: Narrowed where a copy is read less than its model.
+        self.reads = set(reads)
+        for side in ("image", "text"):
+            if f"{side}_mask" in reads and not self.reads & _tokens(side):
+                self.reads.add(f"{side}_tokens")
+        # What was caught, and what is to be taken of it: inside a reentrant checkpoint it could not be with its graph.
+        self._caught: dict[str, tuple[Any, Pick]] | None = None  # None: not listening
+        self._joint: dict[str, Joint | None] = {}
+        self._depth = 1  # of timm's last feature maps
+        if self.reads & _tokens("image"):
             self._tap_image(model.visual)
         if "image_pooled" in reads:
-            self._catch(model.visual, "pooled", lambda output: output[0] if isinstance(output, tuple) else output)
-        if "text_tokens" in reads:
+            self._catch(model.visual, "image_pooled", lambda output: output[0] if isinstance(output, tuple) else output)
+        if self.reads & _tokens("text"):
             self._tap_text(model)
 
     def listen(self) -> None:
@@ -39,63 +66,158 @@ class TokenTaps:
         self._caught = {}
 
     def take(self, text: Tensor | None) -> dict[str, Tensor]:
-        """What the forward that just ran has left: ``image_tokens`` [B, L, C], ``text_tokens`` [B, T, C] with their
-        masks, and ``image_pooled`` [B, D], the image's feature before normalisation."""
+        """What the forward that just ran has left of the keys that are read.
+
+        ``image_tokens`` [B, L, C] and ``text_tokens`` [B, T, C], of the last layer; ``image_locals`` and ``text_locals``
+        before the context blocks, ``image_contexts`` and ``text_contexts`` after them, both [B, L or T, D] in the joint space,
+        as the tower would project a feature pooled from that token alone (backbones/joint.py), or [B, L or T, C] of a tower
+        without such a way; ``image_mask`` and ``text_mask``, bool, True where valid; ``image_pooled`` [B, D], the image's
+        feature. None of them is normalised to unit length.
+        """
         caught, self._caught = self._caught or {}, None
-        out = {}
-        if "pooled" in caught:
-            out["image_pooled"] = caught["pooled"]
-        if "image" in caught:
-            tokens = _rows(caught["image"])
-            out["image_tokens"] = tokens
-            out["image_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        if "text" in caught and text is not None:
-            tokens = caught["text"]
-            out["text_tokens"] = tokens
-            out["text_mask"] = self._text_mask(text)[:, : tokens.shape[1]]
+        if text is None:
+            caught = {key: found for key, found in caught.items() if not key.startswith("text_")}
+        out = {key: pick(found) for key, (found, pick) in caught.items()}
+        out = {key: value if key == "image_pooled" else _rows(value) for key, value in out.items()}
+        for side, to_joint in self._joint.items():
+            before, after = f"{side}_locals", f"{side}_contexts"
+            if to_joint is None:
+                continue
+            if after in out:
+                out[after] = to_joint(out[after])
+            if before in out:
+                grid = after in out and caught[before][0] is caught[after][0]  # it is both
+                out[before] = out[after] if grid else to_joint(out[before])
+        for side in ("image", "text"):
+            found = [out[key] for key in sorted(_tokens(side)) if key in out]
+            if found:
+                out[f"{side}_mask"] = self._mask(side, found, text)
         return out
 
-    def _catch(self, module: nn.Module, key: str, pick: Callable[[Any], Tensor] = lambda output: output) -> None:
-        # A partial of a bound method, unlike a closure, is copied with the model.
-        module.register_forward_hook(functools.partial(self._hook, key, pick))
+    def _mask(self, side: str, found: list[Tensor], text: Tensor | None) -> Tensor:
+        rows, length = found[0].shape[:2]
+        if any(tokens.shape[:2] != (rows, length) for tokens in found):
+            shapes = ", ".join(str(tuple(tokens.shape)) for tokens in found)
+            raise CoderError(f"this {side} tower gives tokens of different numbers before and after its blocks: {shapes}")
+        if side == "image":
+            return torch.ones(rows, length, dtype=torch.bool, device=found[0].device)
+        assert text is not None
+        return self._text_mask(text)[:, :length]
 
-    def _hook(self, key: str, pick: Callable[[Any], Tensor], _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._caught is not None:
-            self._caught[key] = pick(output)
+    def _catch(self, module: nn.Module, key: str, pick: Pick = _whole) -> None:
+        """Catch what a module gives, if its key is read."""
+        if key in self.reads:
+            # A partial of a bound method, unlike a closure, is copied with the model.
+            module.register_forward_hook(functools.partial(self._hook, key, pick))
 
-    def _tap_image(self, visual: nn.Module) -> None:
+    def _catch_input(self, module: nn.Module, key: str, pick: Pick = _whole) -> None:
+        """Catch what a module is given, if its key is read: what a checkpointed block makes has a graph outside it alone."""
+        if key in self.reads:
+            module.register_forward_pre_hook(functools.partial(self._pre_hook, key, pick), with_kwargs=True)
+
+    def _hook(self, key: str, pick: Pick, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._caught is not None and key in self.reads:
+            self._caught[key] = output, pick
+
+    def _pre_hook(self, key: str, pick: Pick, _module: nn.Module, inputs: Any, keywords: Any) -> None:
+        if self._caught is not None and key in self.reads:  # recomputation, in the backward pass, finds nobody listening
+            self._caught[key] = (inputs[0] if inputs else keywords["hidden_states"]), pick
+
+    def _block(self, blocks: Any, tower: str) -> nn.Module:
+        """The first of a tower's context blocks."""
+        if self.context_blocks > len(blocks):
+            raise CoderError(f"context_blocks {self.context_blocks}: the {tower} tower has {len(blocks)} blocks")
+        return blocks[-self.context_blocks]
+
+    def _tap_image(self, visual: Any) -> None:
         from open_clip.modified_resnet import ModifiedResNet
         from open_clip.timm_model import TimmModel
         from open_clip.transformer import VisionTransformer
 
+        in_context = bool(self.reads & _in_context("image"))
         if isinstance(visual, VisionTransformer):
             normed = visual.attn_pool is None and not visual.final_ln_after_pool
-            self._catch(visual.ln_post if normed else visual.transformer, "image", lambda tokens: tokens[:, 1:])
+            self._catch(visual.ln_post if normed else visual.transformer, "image_tokens", lambda tokens: tokens[:, 1:])
+            self._catch(visual.transformer, "image_contexts", lambda tokens: tokens[:, 1:])
+            if in_context:
+                self._tap_block(visual.transformer, "image", slice(1, None))
         elif isinstance(visual, ModifiedResNet):
-            self._catch(visual.layer4, "image")
+            for key in ("image_tokens", "image_locals", "image_contexts"):
+                self._catch(visual.layer4, key)
         elif isinstance(visual, TimmModel):
-            if not hasattr(visual.trunk, "forward_intermediates"):
-                raise CoderError(f"no token features from timm's {type(visual.trunk).__name__}")
-            cls = type(visual)
-            visual.__class__ = type(cls.__name__, (_TimmTap, cls), {"__module__": cls.__module__})
-            visual._coder_taps = self
+            self._tap_timm(visual, in_context)
         else:
             raise CoderError(f"no token features from an image tower of type {type(visual).__name__}")
+        if in_context:
+            self._joint["image"] = to_joint_image(visual)
+
+    def _tap_block(self, transformer: Any, side: str, words: slice) -> None:
+        """open_clip's own blocks run over [B, L, C], or over [L, B, C]."""
+        batch_first = transformer.batch_first
+        first = self._block(transformer.resblocks, side)
+        self._catch_input(first, f"{side}_locals", lambda x: (x if batch_first else x.transpose(0, 1))[:, words])
+
+    def _tap_timm(self, visual: Any, in_context: bool) -> None:
+        trunk = visual.trunk
+        keys = {"image_tokens"}
+        if in_context and pools_tokens(trunk):
+            prefix = trunk.num_prefix_tokens
+            self._catch_input(self._block(trunk.blocks, "image"), "image_locals", lambda tokens: tokens[:, prefix:])
+            self._catch_input(trunk.norm, "image_contexts", lambda tokens: tokens[:, prefix:])
+        elif in_context:
+            keys |= _in_context("image")
+            self._depth = 1 + self._blocks_alike(trunk)
+        if not self.reads & keys:
+            return
+        if not hasattr(trunk, "forward_intermediates"):
+            raise CoderError(f"no token features from timm's {type(trunk).__name__}")
+        cls = type(visual)
+        visual.__class__ = type(cls.__name__, (_TimmTap, cls), {"__module__": cls.__module__})
+        visual._coder_taps = self
+
+    def _blocks_alike(self, trunk: Any) -> int:
+        """How many of a trunk's last feature maps of one shape are context blocks: as asked for, or none."""
+        info = trunk.feature_info
+        maps = [(each["num_chs"], each["reduction"]) for each in getattr(info, "info", info)]
+        if len(maps) > 1 and len(set(maps)) == 1 and self.context_blocks >= len(maps):
+            raise CoderError(
+                f"context_blocks {self.context_blocks}: of the image tower's {len(maps)} blocks at most {len(maps) - 1} can be"
+            )
+        last = maps[-1 - self.context_blocks :]
+        return self.context_blocks if len(last) > self.context_blocks and len(set(last)) == 1 else 0
 
     def _tap_text(self, model: Any) -> None:
         from open_clip.hf_model import HFTextEncoder
-        from open_clip.transformer import TextTransformer
 
         self._text_mask = text_mask_of(model)
-        text = getattr(model, "text", None)
-        if text is None:  # open_clip's CLIP holds the parts of its text tower itself
-            self._catch(model.ln_final, "text")
-        elif isinstance(text, TextTransformer) and text.cls_emb is None:
-            self._catch(text.ln_final, "text")
-        elif isinstance(text, TextTransformer):
-            self._catch(text.transformer, "text", lambda tokens: tokens[:, :-1])
-        elif isinstance(text, HFTextEncoder):
-            self._catch(text.transformer, "text", lambda output: output.last_hidden_state)
+        in_context = bool(self.reads & _in_context("text"))
+        text = getattr(model, "text", model)  # open_clip's CLIP holds the parts of its text tower itself
+        if isinstance(text, HFTextEncoder):
+            self._catch(text.transformer, "text_tokens", lambda output: output.last_hidden_state)
+            if (norm := last_norm(text.transformer)) is not None:
+                self._catch_input(norm, "text_contexts")
+            else:
+                self._catch(text.transformer, "text_contexts", lambda output: output.last_hidden_state)
+            if in_context:
+                layers = next(module for module in text.transformer.modules() if isinstance(module, nn.ModuleList))
+                self._catch_input(self._block(layers, "text"), "text_locals")
+        else:
+            suffixed = getattr(text, "cls_emb", None) is not None
+            words = slice(-1) if suffixed else slice(None)
+            self._catch(text.transformer if suffixed else text.ln_final, "text_tokens", lambda tokens: tokens[:, words])
+            self._catch(text.transformer, "text_contexts", lambda tokens: tokens[:, words])
+            if in_context:
+                self._tap_block(text.transformer, "text", words)
+        if in_context:
+            self._joint["text"] = to_joint_text(model)
+
+
+def _tokens(side: str) -> set[str]:
+    return {f"{side}_tokens"} | _in_context(side)
+
+
+def _in_context(side: str) -> set[str]:
+    return {f"{side}_locals", f"{side}_contexts"}
 
 
 def text_mask_of(model: Any) -> Callable[[Tensor], Tensor]:
@@ -124,20 +246,31 @@ class _TimmTap:
 
     _coder_taps: TokenTaps
 
+    trunk: Any
+    head: nn.Module
+
     def forward(self, x: Tensor) -> Tensor:
-        caught = self._coder_taps._caught
+        taps = self._coder_taps
+        caught = taps._caught
         if caught is None:
             return super().forward(x)  # type: ignore[misc]
-        dropout = getattr(self.trunk, "patch_drop", None)  # type: ignore[attr-defined]
-        output = self.forward_intermediates(  # type: ignore[attr-defined]
+        dropout = getattr(self.trunk, "patch_drop", None)
+        final, maps = self.trunk.forward_intermediates(
             x,
-            indices=1,
-            normalize_intermediates=True,
+            indices=taps._depth,
+            norm=True,
             # the patches that patch dropout leaves fill no grid
             output_fmt="NCHW" if dropout is None or isinstance(dropout, nn.Identity) else "NLC",
         )
-        caught["image"] = output["image_intermediates"][-1]
-        return output["image_features"]
+        cells = taps._joint.get("image")
+        if isinstance(cells, Cells):
+            before = after = cells.rows(final)
+        else:
+            before, after = maps[0], maps[-1]
+        found = {"image_tokens": maps[-1], "image_locals": before, "image_contexts": after}
+        # of blocks of one resolution, hooks have caught locals and contexts
+        caught.update({key: (value, _whole) for key, value in found.items() if key in taps.reads and key not in caught})
+        return self.head(self.trunk.forward_head(final))
 
 
 def _rows(tokens: Tensor) -> Tensor:

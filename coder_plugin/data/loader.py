@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
+from coder_plugin.data.spans import locator
+from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.negatives.positives import NONE, SAME_TOKENS, Positives
 
@@ -47,6 +49,9 @@ class TrainLoader:
     With ``positives`` batches also have the tokens of a positive caption for each row, ``text_positive`` [B, T] int64; all
     else in them stays as it is. ``positives_made`` counts the rows decoded so far by what made their positive: names of
     generators, and the kinds of :mod:`coder_plugin.negatives.positives` for those that have none.
+
+    With ``tags`` they have ``text_tags`` [B, T] int64, the class of each token's word (:mod:`coder_plugin.data.tags`); the
+    ids stay as they are. ``tagged`` counts the tokens so far by class, the captions, and those that are ``unmatched``.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class TrainLoader:
         pin_memory: bool = False,
         shuffle_buffer: int = 2000,
         positives: Positives | None = None,
+        tags: Tags | None = None,
     ) -> None:
         for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0), ("max_bad", max_bad, 0)):
             if number < least:
@@ -82,7 +88,11 @@ class TrainLoader:
         self.bad = BadImages(source.name, max_bad)
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
         self._transform, self._tokenizer, self._positives = transform, tokenizer, positives
+        if tags is not None:
+            locator(tokenizer)  # a tokenizer that will not do is told of now
+        self._tags = tags
         self.positives_made: Counter[str] = Counter()
+        self.tagged: Counter[str] = Counter()
         self._plan = Plan(
             seed=seed,
             epoch=0,
@@ -115,7 +125,9 @@ class TrainLoader:
             first = start.last
             consumed[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
-        stream = _TrainStream(self.source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives)
+        stream = _TrainStream(
+            self.source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives, self._tags
+        )
         left: dict[str, Any] = {}
         batches, again, size = start.batches, start.leftover, plan.batch_size
         if batches >= self.steps_per_epoch:
@@ -124,6 +136,9 @@ class TrainLoader:
             for key, reason in chunk.bad:
                 self.bad.add(key, reason)
             self.positives_made.update(chunk.positives)
+            if self._tags is not None and chunk.learned is not None:
+                self.tagged.update(chunk.learned.counts)
+                self._tags.add(chunk.learned.classes)
             consumed[chunk.worker] += 1
             if again:
                 if len(chunk) < again:
@@ -164,6 +179,7 @@ class TrainLoader:
             "captions": plan.captions,
             "shuffle buffer": plan.shuffle_buffer,
             "samples per epoch": self.samples_per_epoch,
+            **({} if self._tags is None else {"tagger": self._tags.tagger}),
         }
 
     def _checked(self, epoch: int, position: dict[str, Any]) -> _Position:
@@ -234,6 +250,7 @@ class _TrainStream(_Stream):
     transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
     positives: Positives | None = None
+    tags: Tags | None = None
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         worker = (worker + self.first) % workers
@@ -243,9 +260,14 @@ class _TrainStream(_Stream):
             if good:
                 texts = [items[number].captions[0] for number in good]
                 with isolated_rng("text", plan.seed, plan.epoch, *texts):  # some tokenizers drop words at random
-                    chunk.tensors["text"] = self.tokenizer(texts)
+                    if self.tags is None:
+                        chunk.tensors["text"] = self.tokenizer(texts)
+                    else:
+                        chunk.tensors["text"], chunk.tensors["text_tags"] = self.tags(texts, self.tokenizer)
                 if self.positives is not None:
                     self._add_positives(chunk, [items[number] for number in good], plan, self.positives)
+                if self.tags is not None:
+                    chunk = replace(chunk, learned=self.tags.take())
             yield chunk
 
     def _add_positives(self, chunk: Chunk, items: list[Item], plan: Plan, positives: Positives) -> None:

@@ -192,6 +192,7 @@ class Chunk:
     tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and text_positive) or index
     captions: list[tuple[str, ...]] = field(default_factory=list)
     positives: Counter[str] = field(default_factory=Counter)  # how many of its rows have which kind
+    learned: Any = None  # what tagging has found (data/tags.py), where captions are tagged
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0

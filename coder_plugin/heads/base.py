@@ -14,15 +14,17 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What a backbone tells its heads: the joint dimension D, the channels of its tokens, of what they were before the
-    context stage and of a feature of the whole image (0: it has none), how many features an image has, and how many tokens
-    its tokenizer knows."""
+    """What a backbone tells its heads: the joint dimension D, the channels of its tokens, of what stands before (locals) and
+    after (contexts) its context stage and of a feature of the whole image (0: it has none), how many features an image has,
+    and how many tokens its tokenizer knows."""
 
     embed_dim: int
     image_tokens: int = 0
     text_tokens: int = 0
     image_locals: int = 0
     text_locals: int = 0
+    image_contexts: int = 0
+    text_contexts: int = 0
     image_global: int = 0
     views: int = 1
     vocabulary: int = 0
@@ -54,6 +56,9 @@ class Head(nn.Module):
     whole_batch: ClassVar[bool] = False
     #: Whether it scores pairs that a shortlist has found: then it has ``image_item``, ``text_item`` and ``scorer``.
     reranks: ClassVar[bool] = False
+
+    #: Whether it reads ``text_tags``, the classes of the words: the trainer then has captions tagged.
+    reads_tags: bool = False
 
     #: The keys that terms and heads of the recipe read; what is not among them need not be computed.
     read: Set[str]

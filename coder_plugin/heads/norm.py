@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from coder_plugin import distributed
 from coder_plugin.functional.similarity import raise_precision
 
 
@@ -15,23 +16,35 @@ class MaskedBatchNorm(nn.BatchNorm1d):
     """``nn.BatchNorm1d`` over positions [..., C] of which some are padding: these count in no statistic.
 
     ``rows``: so many of the batch's first rows count in training, None: all. See :func:`statistics_of`.
+
+    Args:
+        features: C.
+        across_ranks: statistics of the positions of all ranks together: their count, sum and squares are added up. torch's
+            SyncBatchNorm would count padding, and refuses a CPU.
     """
 
     rows: int | None = None
+
+    def __init__(self, features: int, *, across_ranks: bool = False) -> None:
+        super().__init__(features)
+        self.across_ranks = across_ranks
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Positions [..., C] and bool mask [...], True where valid -> [..., C]; what padding becomes means nothing."""
         if mask is not None:
             input = torch.where(mask[..., None], input, 0)  # padding may hold anything
+        elif self.across_ranks:
+            mask = torch.ones(input.shape[:-1], dtype=torch.bool, device=input.device)
         if mask is None or not self.training:
             return super().forward(input.reshape(-1, input.shape[-1])).view_as(input)
         with torch.autocast(input.device.type, enabled=False):
             values, valid = raise_precision(input), mask[..., None]
             over = tuple(range(values.ndim - 1))
-            count = mask[: self.rows].sum()
-            mean = values[: self.rows].sum(over) / count
+            total = distributed.summed if self.across_ranks else _own
+            count = total(mask[: self.rows].sum())
+            mean = total(values[: self.rows].sum(over)) / count
             centred = torch.where(valid, values - mean, 0)
-            variance = centred[: self.rows].square().sum(over) / count
+            variance = total(centred[: self.rows].square().sum(over)) / count
             if self.track_running_stats:
                 self._follow(mean, variance * count / (count - 1).clamp(min=1))
             out = centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias
@@ -44,6 +57,10 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked += 1
+
+
+def _own(part: Tensor) -> Tensor:
+    return part
 
 
 @contextlib.contextmanager

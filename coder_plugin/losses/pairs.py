@@ -41,6 +41,15 @@ class Pairs(NamedTuple):
     positive: Tensor  # [n]
     negatives: Tensor  # bool [n, N]
 
+    def plus(self, other: Pairs, weight: float) -> Pairs:
+        """This similarity plus another one of the same pairs, weighed."""
+        return Pairs(
+            self.image_to_text + weight * other.image_to_text,
+            self.text_to_image + weight * other.text_to_image,
+            self.positive + weight * other.positive,
+            self.negatives,
+        )
+
 
 def global_batch(
     image_features: Tensor, text_features: Tensor, image_ids: Tensor | None, *, local_loss: bool = False

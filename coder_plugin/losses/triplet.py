@@ -9,7 +9,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.functional import directed_triplet
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.pairs import compare, compare_rows, global_batch
+from coder_plugin.losses.pairs import Pairs, compare, compare_rows, global_batch
 
 
 class Triplet(Term):
@@ -57,17 +57,21 @@ class Triplet(Term):
         else:
             assert image_features is not None and text_features is not None
             pairs = compare(global_batch(image_features, text_features, ids, local_loss=self.local_loss))
-        loss = pairs.positive.new_zeros(())
-        for similarity in (pairs.image_to_text, pairs.text_to_image):
-            loss = loss + directed_triplet(
-                similarity,
-                pairs.positive,
-                pairs.negatives,
-                margin=self.margin,
-                hardest=self.hardest,
-                reduction=self.reduction,
-            )
-        if self.reduction == "sum" and self.local_loss:
-            # of this rank's anchors alone, while losses and gradients are averaged over ranks
-            loss = loss * distributed.world_size()
-        return loss
+        return hinge(
+            pairs, margin=self.margin, hardest=self.hardest, reduction=self.reduction, local_loss=self.local_loss
+        )
+
+
+def hinge(
+    pairs: Pairs, *, margin: float, hardest: bool, reduction: Literal["mean", "sum"], local_loss: bool
+) -> Tensor:
+    """The hinge loss of a global batch's similarities, both directions added."""
+    loss = pairs.positive.new_zeros(())
+    for similarity in (pairs.image_to_text, pairs.text_to_image):
+        loss = loss + directed_triplet(
+            similarity, pairs.positive, pairs.negatives, margin=margin, hardest=hardest, reduction=reduction
+        )
+    if reduction == "sum" and local_loss:
+        # of this rank's anchors alone, while losses and gradients are averaged over ranks
+        loss = loss * distributed.world_size()
+    return loss

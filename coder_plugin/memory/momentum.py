@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.backbones.tokens import AGGREGATED
 
 Mode = Literal["eval", "train"]
 
@@ -40,6 +41,8 @@ class MomentumCopy(nn.Module):
             self.model = copy.deepcopy(model)
         finally:
             model.coder = coder
+        for taps in getattr(self.model, "_coder_taps", ()):  # what heads read would be made for nobody
+            taps.reads &= AGGREGATED if len(coder.aggregators) else frozenset()
         self.model.requires_grad_(False).train(self.mode == "train")
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:

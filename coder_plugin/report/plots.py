@@ -119,17 +119,31 @@ def _lines(rows: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> Any:
 
 def _figure(panels: int, models: int) -> tuple[Any, list[Any]]:
     """A figure and its panels, side by side, with room below for a line per model."""
+    figure = new_figure(1 + 4.5 * panels, 3.5 + 0.22 * models)
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches.
+
+    Raises:
+        CoderError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise CoderError('figures need matplotlib: pip install "coder-plugin[report]"') from error
 
-    figure = Figure(figsize=(1 + 4.5 * panels, 3.5 + 0.22 * models), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib draws as it is: between dollars it reads mathematics, and a label that begins with an underscore
+    it hides."""
+    return " " * text.startswith("_") + text.replace("$", r"\$")
 
 
 def _legend(figure: Any, handles: Sequence[Any], names: Mapping[str, Any]) -> None:
     """The models' names below the panels; names are often paths, too long for a place inside."""
-    # matplotlib reads mathematics between dollars, and hides what begins with an underscore.
-    shown = [" " * name.startswith("_") + name.replace("$", r"\$") for name in map(str, names)]
+    shown = [literal(str(name)) for name in names]
     figure.legend(handles, shown, loc="outside lower center", ncols=1, frameon=False)

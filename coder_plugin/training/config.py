@@ -61,6 +61,9 @@ class TrainConfig:
     aggregator: str = _flag(
         "tower", "model", "the instance features: the towers' own, or GPO over their tokens", choices=("tower", "gpo")
     )
+    context_blocks: int = _flag(
+        1, "model", "last blocks of open_clip's towers between what SelfAlign reads as locals and as contexts"
+    )
     lora_rank: int = _flag(0, "model", "train low-rank adapters of this rank in the towers instead of their weights (peft)")
     lora_alpha: float | None = _flag(None, "model", "scale of the adapters [rank]")
 
@@ -70,6 +73,11 @@ class TrainConfig:
         None, "loss", "AsCL's noised negatives: mixture, or names with options, such as 'gaussian(std=0.2)+shuffle', or none"
     )
     positives: str | None = _flag(None, "loss", "AsCL's positive captions: join, truncate, both with +, or none [both]")
+    tagger: str | None = _flag(
+        None,
+        "loss",
+        "tells the classes of words: a spaCy pipeline by name or folder, or scenes [en_core_web_sm; scenes for scenes]",
+    )
     set: list[str] = _flag([], "loss", "options of terms and heads, such as dcl.mu=0.07")
     local_loss: bool = _flag(False, "loss", "each rank compares its own anchors alone with all candidates")
 
@@ -142,7 +150,7 @@ class TrainConfig:
 
     def resolved(self) -> TrainConfig:
         """With every data-dependent default filled in."""
-        from coder_plugin.backbones import own
+        from coder_plugin.backbones import own as backbones
 
         if self.train_data is None and not self.on_scenes:
             raise CoderError(f"--dataset-type {self.dataset_type} needs --train-data")
@@ -154,8 +162,9 @@ class TrainConfig:
             named.pop("model", None)
         elif self.model is None and "model" not in named:
             raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
-        backbone = own.find(self.model or named.get("model", ""))
+        backbone = backbones.find(self.model or named.get("model", ""))
         if backbone is None:
+            named.pop("model_kwargs", None)
             for name in ("region_dropout", "word_dropout"):
                 named.pop(name, None)
                 if getattr(self, name):
@@ -166,6 +175,10 @@ class TrainConfig:
         defaults = {**DEFAULTS, **(SCENES_DEFAULTS if self.on_scenes else {}), **of_model, **named}
         given = asdict(self)
         filled = {key: value for key, value in defaults.items() if given[key] is None}
+        if self.model_kwargs and "model_kwargs" in named:  # the recipe's, but for those that are given
+            own = {setting.partition("=")[0] for setting in self.model_kwargs}
+            others = [setting for setting in named["model_kwargs"] if setting.partition("=")[0] not in own]
+            filled["model_kwargs"] = [*others, *self.model_kwargs]
         return replace(self, **filled).checked()
 
     def checked(self) -> TrainConfig:

@@ -13,11 +13,14 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe
+from coder_plugin.report import pictures
+from coder_plugin.report.alignment import LOCALS
 from coder_plugin.resolver import resolve
 from coder_plugin.training.encode import Encoded, Encoder
 from coder_plugin.training.recalls import measure, plain
+from coder_plugin.training.sweep import sweep
 
-__all__ = ["Encoded", "Encoder", "analyses_of", "ensemble", "evaluate", "evaluate_command", "shortlist_length", "sweep_beta"]
+__all__ = ["Encoded", "Encoder", "analyses_of", "ensemble", "evaluate", "evaluate_command", "shortlist_length"]
 
 #: Candidates of each query that a fusion score re-orders where nothing else is said.
 SHORTLIST = 32
@@ -90,34 +93,6 @@ def ensemble(encoded: Sequence[Encoded]) -> Encoded:
     )
 
 
-def sweep_beta(
-    encoder: Encoder, source: Any, betas: Sequence[float], *, folds: int = 0, rerank: int | str | None = None
-) -> list[dict[str, Any]]:
-    """:func:`evaluate` for each weight of the instance level, ``S = beta S_I + (1 - beta) S_C``; encodes once.
-
-    Raises:
-        CoderError: a beta outside [0, 1], a model whose score has no concept level.
-    """
-    wrong = [beta for beta in betas if not 0 <= beta <= 1]
-    if wrong:
-        raise CoderError(f"--beta must be in [0, 1], got {wrong[0]}")
-    scoring = {name: head for name, head in encoder.model.coder.heads.items() if head.scores}
-    if list(scoring) != ["concepts"]:
-        raise CoderError(f"--beta weighs the concept level, and this model scores with: {', '.join(scoring) or 'no head'}")
-    depth = shortlist_length(rerank, encoder)
-    with scoring["concepts"].weighing(0.5):
-        encoded = encoder(source)
-    middle = encoded.images.shape[-1] // 2  # [sqrt(1/2) v_I ; sqrt(1/2) v_C], of one dimension
-
-    def weighed(vectors: Tensor, beta: float) -> Tensor:
-        return torch.cat([vectors[..., :middle] * (2 * beta) ** 0.5, vectors[..., middle:] * (2 - 2 * beta) ** 0.5], -1)
-
-    swept = (
-        encoded._replace(images=weighed(encoded.images, beta), texts=weighed(encoded.texts, beta)) for beta in betas
-    )
-    return _results(swept, folds, depth)
-
-
 def _results(
     encoded: Iterable[Encoded], folds: int, depth: int | None, *, analyses: bool = False
 ) -> list[dict[str, Any]]:
@@ -139,21 +114,30 @@ def _results(
 
 
 def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
-    """``coder-plugin eval``: recall by the model's name, once for each ``--beta``, and of several models each and together
-    (empty on ranks but the first), as :func:`evaluate` gives it. With ``--analyses FOLDER``, each model's are under
-    ``analyses`` and written there with their figures."""
+    """``coder-plugin eval``: recall by the model's name, once for each ``--beta`` and ``--context-weight``, and of several
+    models each and together (empty on ranks but the first), as :func:`evaluate` gives it. With ``--analyses FOLDER``, each
+    model's are under ``analyses`` and written there with their figures; with ``--pictures FOLDER``, those of words and regions
+    are written there, and what t-SNE's points measure is under ``concept_words``."""
     runs = list(dict.fromkeys(arguments.run_folder)) or [None]
-    if len(runs) > 1 and arguments.beta:
-        raise CoderError("--beta is for one model: an ensemble has each model's own")
+    weights = {"--beta": arguments.beta, "--context-weight": getattr(arguments, "context_weight", None)}
+    weights = {flag: given for flag, given in weights.items() if given}
+    flags = " and ".join(weights)
+    if len(runs) > 1 and weights:
+        raise CoderError(f"{flags} is for one model: an ensemble has each model's own")
     folder = getattr(arguments, "analyses", None)
-    if folder and arguments.beta:
-        raise CoderError("--analyses are of a model as it was trained: leave out --beta")
+    if folder and weights:
+        raise CoderError(f"--analyses are of a model as it was trained: leave out {flags}")
     if folder:
         _check_figures(Path(folder))
-    if arguments.beta:
+    wanted = pictures.asked(arguments)
+    drawn: dict[str, pictures.Collected] = {}
+    if weights:
         one = _evaluated(arguments, runs[0])
-        swept = sweep_beta(one.encoder, one.source, arguments.beta, folds=arguments.folds, rerank=one.rerank)
-        results = {f"{one.name}, beta {beta:g}": result for beta, result in zip(arguments.beta, swept, strict=True)}
+        depth = shortlist_length(one.rerank, one.encoder)
+        swept = sweep(
+            one.encoder, one.source, betas=weights.get("--beta", ()), context_weights=weights.get("--context-weight", ())
+        )
+        results = {f"{one.name}, {name}": _results([each], arguments.folds, depth)[0] for name, each in swept}
     else:
         encoded: dict[str, Encoded] = {}
         depths: list[int | None] = []
@@ -164,6 +148,8 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
             # in an ensemble the flag is for those that have a fusion score
             depths.append(shortlist_length(one.rerank if fuses or len(runs) == 1 else None, one.encoder))
             fused.update(depths[-1:] if fuses else [])
+            if wanted is not None and distributed.rank() == 0:
+                drawn[one.name] = pictures.collect(wanted, one.encoder, one.source, one.beside)
             encoded[one.name] = one.encoder(one.source)
             del one  # one model at a time on the device
         if len(runs) > 1:
@@ -182,6 +168,9 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
         return {}
     if folder:
         _write_analyses(analyses_of(results), Path(folder))
+    if wanted is not None:
+        for name, measured in pictures.write(wanted, drawn).items():
+            results[name]["concept_words"] = measured
     return results
 
 
@@ -214,6 +203,7 @@ class _Evaluated(NamedTuple):
     source: Any
     encoder: Encoder
     rerank: str | None
+    beside: Any = None  # pictures of what is read as regions, where --pictures asks for them
 
 
 def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
@@ -222,7 +212,7 @@ def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
 
     from coder_plugin.training import setup
     from coder_plugin.training.config import READING, TrainConfig, read_flags
-    from coder_plugin.training.export import exported, heads_beside, load_heads, read_heads
+    from coder_plugin.training.export import exported, heads_beside, load_heads, read_context_blocks, read_heads
     from coder_plugin.training.sources import make_source
 
     given = read_flags(arguments)
@@ -240,7 +230,7 @@ def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
             trained = {key: value for key, value in trained.items() if key not in READING}
         given = {**trained, **given, "pretrained": str(weights)}
         if configuration is not None:  # with every option that the data decided
-            given.update(model=str(configuration), model_kwargs=None)
+            given.update(model=str(configuration), model_kwargs=[])
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
     unused = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
@@ -248,14 +238,15 @@ def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
     heads = heads_beside(config.pretrained)
     if heads is not None:
         recipe, aggregator = read_heads(heads)
-        config = replace(config, aggregator=aggregator)
+        config = replace(config, aggregator=aggregator, context_blocks=read_context_blocks(heads))
     else:
         recipe = setup.make_recipe(config)
     device = setup.make_accelerator(replace(config, precision="fp32")).device
     source = make_source(config, split=arguments.split)
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
-    model = setup.make_model(config, recipe, device, source, inference=True)
+    drawing = bool(getattr(arguments, "pictures", None))
+    model = setup.make_model(config, recipe, device, source, inference=True, catch=LOCALS if drawing else ())
     if heads is not None:
         load_heads(model, heads)
     encoder = Encoder(
@@ -268,4 +259,5 @@ def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
         max_bad=config.max_bad_images,
         autocast=setup.make_autocast(config, device),
     )
-    return _Evaluated(str(run or config.pretrained or config.model), source, encoder, config.rerank)
+    beside = pictures.pictures_beside(config, arguments.split) if drawing else None
+    return _Evaluated(str(run or config.pretrained or config.model), source, encoder, config.rerank, beside)

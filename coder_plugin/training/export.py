@@ -51,7 +51,8 @@ def export_heads(model: Any, folder: Path) -> Path | None:
     if not state:
         return None
     aggregator = "gpo" if len(model.coder.aggregators) else "tower"
-    made = {"recipe": model.coder.recipe.to_dict(), "aggregator": aggregator}
+    blocks = model.coder.context_blocks
+    made = {"recipe": model.coder.recipe.to_dict(), "aggregator": aggregator, "context_blocks": blocks}
     _write(state, folder / HEADS, coder=json.dumps(made))
     for head in model.coder.heads.values():
         if getattr(head, "vocabulary", None) is not None:
@@ -75,15 +76,26 @@ def heads_beside(pretrained: str | None) -> Path | None:
 
 def read_heads(path: Path) -> tuple[Recipe, str]:
     """The recipe and the aggregator that :func:`export_heads` wrote; the vocabulary is the one beside the file."""
+    made = _made(path)
+    recipe = made["recipe"]
+    if (vocabulary := path.parent / VOCABULARY).is_file():
+        recipe = recipe.with_options({"concepts.vocabulary": str(vocabulary)})
+    return recipe, made["aggregator"]
+
+
+def read_context_blocks(path: Path) -> int:
+    """The ``context_blocks`` of the model whose heads :func:`export_heads` wrote."""
+    return _made(path)["context_blocks"]
+
+
+def _made(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
     try:
         with safe_open(path, "pt") as file:
             made = json.loads(file.metadata()["coder"])
-        recipe = Recipe.from_dict(made["recipe"])
-        if (vocabulary := path.parent / VOCABULARY).is_file():
-            recipe = recipe.with_options({"concepts.vocabulary": str(vocabulary)})
-        return recipe, made["aggregator"]
+        # exports of earlier versions read nothing before or after a context stage
+        return {"context_blocks": 1, **made, "recipe": Recipe.from_dict(made["recipe"]), "aggregator": made["aggregator"]}
     except CoderError:
         raise
     except Exception as error:  # whatever a damaged file makes safetensors and json say
@@ -131,6 +143,7 @@ def load_model(folder: str | Path, *, device: Any = None) -> Any:
         recipe=recipe,
         pretrained=str(weights),
         aggregator=aggregator,  # type: ignore[arg-type]
+        context_blocks=read_context_blocks(heads) if heads else 1,
         inference=True,
         device=device,
     )

@@ -28,6 +28,7 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
+from coder_plugin.data.tags import WORDS
 from coder_plugin.errors import CoderError
 from coder_plugin.model import create_loss
 from coder_plugin.recipe import Recipe
@@ -47,7 +48,7 @@ SKIPS = 25
 #: What a resumed run must share with its checkpoint: the optimizer's state belongs to these.
 FIXED = (
     "model opt lr wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
-    "lock_text lock_text_unlocked_layers aggregator model_kwargs text_lr_scale"
+    "lock_text lock_text_unlocked_layers aggregator context_blocks model_kwargs text_lr_scale"
 ).split()
 
 
@@ -84,6 +85,7 @@ class Trainer:
             transform=train_transform,
             tokenizer=setup.make_tokenizer(config, self.model, training=True),
             positives=setup.make_positives(self.model),
+            tags=setup.make_tags(self.model, config),
             seed=config.seed,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
@@ -117,7 +119,7 @@ class Trainer:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the recipe's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
-        self.told_of_positives = False
+        self.told_of_texts = False
         self.position: dict[str, Any] | None = None
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
@@ -191,20 +193,30 @@ class Trainer:
                 if config.save_every_steps and self.step % config.save_every_steps == 0:
                     self._save()
         self.log.bad_images(self.loader.bad)
-        self._tell_of_positives()
+        self._tell_of_texts()
         if self.position is None:
             raise CoderError(
                 f"epoch {self.epoch} gave no step on some rank: {len(self.loader.bad)} images of rank {distributed.rank()} "
                 "could not be used (see the warnings), and what is left is less than a batch"
             )
 
-    def _tell_of_positives(self) -> None:
-        """How many positive captions of which kind all ranks have had, and how many were none: after the first epoch."""
-        if self.told_of_positives or setup.make_positives(self.model) is None:
+    def _tell_of_texts(self) -> None:
+        """After the first epoch: how many positive captions of which kind all ranks have had, and how many were none; which
+        classes the words were of, and how many captions could not be tagged."""
+        if self.told_of_texts:
             return
-        self.told_of_positives = True
-        made: Counter[str] = sum(distributed.gather_objects(self.loader.positives_made), Counter())
-        self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(made.items())))
+        self.told_of_texts = True
+        if setup.make_positives(self.model) is not None:
+            made: Counter[str] = sum(distributed.gather_objects(self.loader.positives_made), Counter())
+            self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(made.items())))
+        if self.model.coder.reads_tags:
+            tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
+            self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))
+            if tagged["unmatched"]:
+                self.log.say(
+                    f"{tagged['unmatched']:,} of {tagged['captions']:,} captions: the tagger's words do not match the "
+                    'tokens, all of which count as "other"'
+                )
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda each: each.to(self.device, non_blocking=True), batch)

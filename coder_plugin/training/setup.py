@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coder_plugin import distributed
 from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.source import map_tensors
+from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.model import CoderLoss, create_model, required_heads
 from coder_plugin.negatives.positives import Positives
@@ -49,7 +51,8 @@ def make_recipe(config: TrainConfig) -> Recipe:
 
 
 def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -> Recipe:
-    """The recipe with the options that data decide, where nobody has set them: vocabulary and number of prototypes.
+    """The recipe with the options that data decide, where nobody has set them: vocabulary and number of prototypes; and the
+    steps of the first epoch, for which SelfAlign's prototypes may be frozen.
 
     Prototypes: pairs / 15, at most the paper's 10,000 (METHODS 5); where one caption of an image is drawn, it is taken to
     have five.
@@ -71,6 +74,10 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
     if "prototypes" in heads and "clusters" not in given.get("prototypes", {}):
         pairs = samples_per_epoch * (5 if config.captions == "draw" else 1)
         settings["prototypes.clusters"] = max(2, min(10_000, pairs // 15))
+    if given.get("alignment", {}).get("freeze_steps") == "epoch":
+        assert config.batch_size is not None
+        pairs_per_step = config.batch_size * config.accum_freq * distributed.world_size()
+        settings["alignment.freeze_steps"] = samples_per_epoch // pairs_per_step
     return recipe.with_options(settings)
 
 
@@ -78,6 +85,20 @@ def make_positives(model: Any) -> Positives | None:
     """What makes positive captions of raw text, where a head of the model reads them."""
     head = model.coder.adds_texts
     return None if head is None or head.positives is None else Positives(head.positives)
+
+
+def make_tags(model: Any, config: TrainConfig) -> Tags | None:
+    """What gives the words' classes, where a head of the model reads them, its tagger loaded."""
+    if not model.coder.reads_tags:
+        if config.tagger is not None:
+            raise CoderError(f'--tagger {config.tagger}: nothing in --loss "{config.loss}" as it is set reads word classes')
+        return None
+    tags = Tags(config.tagger or ("scenes" if config.on_scenes or config.train_data == "scenes" else "en_core_web_sm"))
+    try:
+        tags.load()
+    except CoderError as error:
+        raise CoderError(f'the classes of words that --loss "{config.loss}" reads come of --tagger: {error}') from error
+    return tags
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:
@@ -132,7 +153,13 @@ def make_autocast(config: TrainConfig, device: torch.device) -> Callable[[], Any
 
 
 def make_model(
-    config: TrainConfig, recipe: Recipe, device: torch.device, source: Any = None, *, inference: bool = False
+    config: TrainConfig,
+    recipe: Recipe,
+    device: torch.device,
+    source: Any = None,
+    *,
+    inference: bool = False,
+    catch: Collection[str] = (),
 ) -> Any:
     """The model with its heads (with ``inference`` those that score), towers locked, adapters in, on its device.
 
@@ -169,7 +196,9 @@ def make_model(
         pretrained=config.pretrained,
         pretrained_image_path=config.pretrained_image_path,
         aggregator=config.aggregator,  # type: ignore[arg-type]
+        context_blocks=config.context_blocks,
         inference=inference,
+        catch=catch,
         device=device,
         **options,
     )
@@ -344,10 +373,12 @@ def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: in
         image = model.example_image(rows)
     else:
         size = model.visual.image_size
-        height, width = size if isinstance(size, tuple) else (size, size)
+        height, width = (size, size) if isinstance(size, int) else size
         image = torch.randn(rows, 3, height, width, generator=torch.Generator().manual_seed(0))
+    text = tokenizer([f"a picture of {n} things" for n in range(rows)]).to(device)
     return {
         "image": map_tensors(lambda each: each.to(device), image),
-        "text": tokenizer([f"a picture of {n} things" for n in range(rows)]).to(device),
+        "text": text,
         "image_id": torch.arange(rows, device=device),
+        **({"text_tags": torch.ones_like(text)} if model.coder.reads_tags else {}),
     }

@@ -182,6 +182,43 @@ def test_the_pooled_feature_of_several_views_is_their_mean(models):
     assert known["image_views"].shape == (ROWS, REGIONS, 3)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_locals_stand_before_the_context_stage_and_contexts_after_it(models, name):
+    model = models(name).eval()
+    widths = model.widths()
+    for side, known in (("image", model.describe_image(images())), ("text", model.describe_text(model.tokenizer()(TEXTS)))):
+        assert known.keys() - {"image_views"} <= {f"{side}_features"} | model.inside
+        assert known[f"{side}_contexts"] is known[f"{side}_tokens"]
+        for stage in ("locals", "contexts"):
+            assert known[f"{side}_{stage}"].shape[:2] == known[f"{side}_mask"].shape
+            assert known[f"{side}_{stage}"].shape[2] == getattr(widths, f"{side}_{stage}")
+
+
+@torch.no_grad()
+def test_projected_words_are_what_the_gru_reads(bert):
+    """SelfAlign's VSRN: locals of both sides in D channels, before the graph and before the GRU."""
+    model = made("region-bigru-vsrn", bert, word_projection=True).eval()
+    ids, text = model.tokenizer()(TEXTS), model.text
+    known = model.describe_text(ids)
+    words = text.project(text.embed(ids[:, : known["text_locals"].shape[1]]))
+    torch.testing.assert_close(known["text_locals"], words)
+    assert words.shape[2] == DIM == model.widths().text_locals == text.rnn.input_size
+    one = text.rnn(words[2:3, :3])[0].unflatten(-1, (2, -1)).mean(-2)  # the text of one word, its start and end
+    torch.testing.assert_close(known["text_contexts"][2:3, :3], one)
+    plain = made("region-bigru-vsrn", bert)
+    assert plain.widths().text_locals == 7 and "text.project.weight" not in plain.state_dict()
+    with pytest.raises(CoderError, match="word_projection is the BiGRU's"):
+        made("region-bert", bert, word_projection=True)
+
+
+def test_an_export_keeps_the_word_projection(tmp_path, bert):
+    model = made("region-bigru", bert, word_projection=True)
+    weights = export_model(model, tmp_path)
+    opened = create_model(str(tmp_path), recipe="dcl", pretrained=str(weights))
+    assert all(torch.equal(*pair) for pair in zip(embeddings(opened), embeddings(model), strict=True))
+
+
 # padding and batches
 
 
@@ -369,6 +406,15 @@ def test_siglip_needs_a_bias(bert):
 def test_diversity_of_views_needs_views(bert, name):
     with pytest.raises(CoderError, match="image_views"):
         create_model(name, recipe="triplet + view_diversity", **options(name, bert))
+
+
+def test_the_context_stage_is_the_models_own(bert):
+    with pytest.raises(CoderError, match="region-bert has a context stage of its own: context_blocks"):
+        create_model("region-bert", recipe="dcl", context_blocks=2, **options("region-bert", bert))
+    with pytest.raises(CoderError, match="catch: image_views is no key of this model"):
+        create_model("region-bert", recipe="dcl", catch=["image_views"], **options("region-bert", bert))
+    views = create_model("region-bert-camera", recipe="dcl", catch=["image_views"], **options("region-bert-camera", bert))
+    assert views.describe_image(images())["image_views"].shape == (ROWS, REGIONS, 3)
 
 
 @pytest.mark.parametrize("given", [{"aggregator": "gpo"}, {"pretrained_image_path": "x.pth"}])

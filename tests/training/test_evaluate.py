@@ -20,8 +20,9 @@ from coder_plugin.heads.fusion import Fusion
 from coder_plugin.retrieval import metrics, recall, recall_from_embeddings, rerank
 from coder_plugin.training import evaluate as evaluation
 from coder_plugin.training.encode import Encoded, Encoder, Items
-from coder_plugin.training.evaluate import ensemble, evaluate, evaluate_command, sweep_beta
+from coder_plugin.training.evaluate import ensemble, evaluate, evaluate_command
 from coder_plugin.training.recalls import measure
+from coder_plugin.training.sweep import sweep
 from tests import gloo
 from tests.training import region_data
 
@@ -172,7 +173,7 @@ def test_without_a_fusion_score_nothing_is_added(data: str) -> None:
 def test_a_sweep_refuses_a_model_without_concepts(data: str) -> None:
     encoder, source = make_encoder(data)
     with pytest.raises(CoderError, match="no head"):
-        sweep_beta(encoder, source, [0.5])
+        next(sweep(encoder, source, betas=[0.5]))
 
 
 @pytest.mark.parametrize("second", [True, False], ids=["two fusions", "a fusion and a dual encoder"])

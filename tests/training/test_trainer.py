@@ -271,7 +271,7 @@ def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):
 
 MISTAKES = {
     "unknown model": (["--model", "ViT-B-23"], "unknown model 'ViT-B-23'; did you mean ViT-B-32"),
-    "loss typo": (["--loss", "3*dlc"], "column 3: unknown loss or recipe 'dlc'; did you mean 'dcl'?"),
+    "loss typo": (["--loss", "3*dcll"], "column 3: unknown loss or recipe 'dcll'; did you mean 'dcl'?"),
     "missing shard": (["--train-data", "none-{0..1}.tar", "--model", "coder-tiny"], "none-0.tar"),
     "empty pattern": (["--train-data", "none-*.tar", "--model", "coder-tiny"], "none-*.tar"),
     "batch larger than the data": (["--batch-size", "7000"], "batch of 7000 is larger than the data (6000 samples"),

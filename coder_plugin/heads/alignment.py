@@ -1,0 +1,127 @@
+"""Local concept alignment: words and regions seen as mixtures of shared prototypes (SelfAlign eq. 1-4; METHODS 9).
+
+Shapes: B batch, T words, L regions, C their channels before the context stage, K prototypes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coder_plugin.functional import correspondence, prototype_scores
+from coder_plugin.heads.base import Head, Widths
+
+#: Classes of words, and their codes in ``text_tags``.
+_CLASSES = {"noun": (1,), "noun+adj+verb": (1, 2, 3)}
+
+
+class Alignment(Head):
+    """Words' and regions' cosines with the prototypes, and which of them belong together within each pair.
+
+    ``coder_word_scores`` [B, T, K] and ``coder_region_scores`` [B, L, K], float32 or better; ``coder_word_regions`` int64
+    [B, T], each word's most similar region, and ``coder_region_words`` [B, L], each region's most similar word;
+    ``coder_word_mask`` [B, T], True at the words that count, and ``coder_region_mask`` [B, L]. A text's start and end
+    count as words, as in the authors' code.
+
+    The K prototypes are of unit length and all that the head learns: words and regions are compared in the space that the
+    backbone gives them before its context stage.
+
+    Args:
+        prototypes: K.
+        words: ``all``, or the classes of the ablation: ``noun``, or ``noun+adj+verb``; they take tagged captions.
+        freeze_steps: the prototypes stay as they are for so many optimizer steps; ``epoch``: for the first epoch, as in the
+            authors' code for CAMERA (a trainer says how many steps that is).
+    """
+
+    requires = ("image_locals", "image_mask", "text_locals", "text_mask", "text")
+    uses = ("text_tags",)
+    provides = (
+        "coder_word_scores",
+        "coder_word_mask",
+        "coder_word_regions",
+        "coder_region_scores",
+        "coder_region_mask",
+        "coder_region_words",
+    )
+
+    steps: Tensor
+
+    def __init__(
+        self,
+        widths: Widths,
+        *,
+        prototypes: int = 1024,
+        words: Literal["all", "noun", "noun+adj+verb"] = "all",
+        freeze_steps: int | Literal["epoch"] = 0,
+    ) -> None:
+        super().__init__()
+        if prototypes < 2:
+            raise ValueError(f"prototypes must be >= 2, got {prototypes}")
+        if freeze_steps == "epoch":
+            raise ValueError("freeze_steps=epoch is for a trainer, which knows how many steps that is: give their number")
+        if freeze_steps < 0:
+            raise ValueError(f"freeze_steps must be >= 0, got {freeze_steps}")
+        if not widths.image_locals or widths.image_locals != widths.text_locals:
+            raise ValueError(
+                f"words ({widths.text_locals} channels before the context stage) and regions ({widths.image_locals}) must "
+                "share a space: a region model over a BiGRU does with --model-kwargs word_projection=true"
+            )
+        self.words, self.reads_tags, self.freeze_steps = words, words != "all", freeze_steps
+        self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, widths.image_locals), dim=-1))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(
+        self,
+        image_locals: Tensor,
+        image_mask: Tensor,
+        text_locals: Tensor,
+        text_mask: Tensor,
+        text: Tensor,
+        text_tags: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        length = text.shape[1]  # towers cut padding, each batch its own
+        counted = self._counted(text_mask, text_tags)
+        with torch.no_grad():
+            alike = correspondence(text_locals, counted, image_locals, image_mask)
+        prototypes = self._entered()
+        # the assignment gets no gradient: regions' scores need one where regions predict
+        with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.read):
+            regions = prototype_scores(image_locals, prototypes, image_mask)
+        # of a caption's words alone: most places of a text are padding
+        row, column = counted.nonzero(as_tuple=True)
+        words = prototype_scores(text_locals[row, column], prototypes)
+        return {
+            "coder_word_scores": words.new_zeros(len(text), length, len(prototypes)).index_put((row, column), words),
+            "coder_word_mask": _padded(counted, length),
+            "coder_word_regions": _padded(alike.argmax(2), length),
+            "coder_region_scores": regions,
+            "coder_region_mask": image_mask,
+            "coder_region_words": alike.argmax(1),
+        }
+
+    def post_step(self) -> None:
+        self.steps += 1
+        super().post_step()
+
+    def _counted(self, mask: Tensor, tags: Tensor | None) -> Tensor:
+        if self.words == "all":
+            return mask
+        if tags is None:
+            raise ValueError(f"alignment.words={self.words} needs text_tags, the classes of the words, beside the batch's text")
+        codes = torch.tensor(_CLASSES[self.words], device=tags.device)
+        return mask & torch.isin(tags[:, : mask.shape[1]], codes)
+
+    def _entered(self) -> Tensor:
+        """The prototypes; while they are frozen their gradient is zero, and not absent, on which DDP would fail."""
+        if not self.freeze_steps:
+            return self.prototypes
+        free = (self.steps >= self.freeze_steps).to(self.prototypes.dtype)
+        return self.prototypes.detach() + free * (self.prototypes - self.prototypes.detach())
+
+
+def _padded(words: Tensor, length: int) -> Tensor:
+    """[B, T] -> [B, length]: what leaves a model has one shape in every batch (DESIGN, rule 1)."""
+    return F.pad(words, (0, length - words.shape[1]))

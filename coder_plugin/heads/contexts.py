@@ -1,0 +1,172 @@
+"""Context relation alignment: the other modality's context as the guide of local features (SelfAlign eq. 5-10; METHODS 9).
+
+Shapes: B batch, L regions, T words, D joint dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coder_plugin.functional.sets import mean
+from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.norm import MaskedBatchNorm
+
+Branches = Literal["both", "text_global", "image_global", "none"]
+Gate = Literal["linear", "mlp"]
+_SIDES = ("image", "text")
+
+
+class Guide(nn.Module):
+    """A side's mean context g [B, D] -> the guide ``s = ReLU(BN(W g + b))`` (eq. 5) and ``f = gate * s + (1 - gate) * g``
+    (eq. 9).
+
+    Args:
+        gate: ``linear``, ``sigmoid(W_g [s, g] + b_g)``, a value for each dimension; ``mlp``, two layers and one value, as in
+            the authors' code. With either, CRA and LCA together have the 27.3 M parameters that the paper counts at D 2,048.
+    """
+
+    def __init__(self, dim: int, gate: Gate) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(dim, dim), MaskedBatchNorm(dim, across_ranks=True)
+        linear = nn.Linear(2 * dim, dim)
+        self.gate = linear if gate == "linear" else nn.Sequential(linear, nn.ReLU(), nn.Linear(dim, 1))
+
+    def forward(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        context = context.to(self.project.weight.dtype)
+        guide = self.norm(self.project(context)).relu()
+        gate = self.gate(torch.cat([guide, context], -1)).sigmoid()
+        return guide, gate * guide + (1 - gate) * context
+
+
+class Contexts(Head):
+    """The context-level score ``S_c``, and the features that shared context enhancement contrasts.
+
+    With the mean v_g and t_g of the local context features v_i and t_i, the guides t_s, v_s and their fusions t_f, v_f
+    (:class:`Guide`), and the locals ``v*_i = ReLU(BN(v_i))``, ``t*_i`` with means v*_g, t*_g:
+    ``S_c = (cos(t_f, v*_g) + cos(v_f, t*_g)) / 2`` (eq. 10). ``coder_image_contexts`` and ``coder_text_contexts`` [B, 2 D],
+    or [B, D] of one branch or none, are vectors of unit length whose inner product it is. Scores as ``S_b + weight * S_c``
+    (eq. 14), as one vector: retrieval pays for their dimension alone.
+
+    Besides, for the term ``cra``: ``coder_text_guide`` [B, D] with ``coder_image_locals`` [B, L, D] and their mask, of the
+    branch T-global/V-local, and ``coder_image_guide`` with ``coder_text_locals`` [B, T, D], of V-global/T-local.
+
+    Statistics of the BatchNorms are those of all ranks and never of padding.
+
+    Args:
+        branches: ``both``; ``text_global`` or ``image_global`` alone, with the projection, fusion and half of the score that
+            belong to it (S_c is then that one cosine); ``none``: ``S_c = cos(v_g, t_g)``, and nothing to learn.
+        gate: of the fusion, see :class:`Guide`.
+        weight: of S_c in the score; 0 leaves the context block out.
+    """
+
+    requires = ("image_contexts", "image_mask", "text_contexts", "text_mask", "text")
+    provides = (
+        "coder_image_contexts",
+        "coder_text_contexts",
+        "coder_text_guide",
+        "coder_image_locals",
+        "coder_image_locals_mask",
+        "coder_image_guide",
+        "coder_text_locals",
+        "coder_text_locals_mask",
+    )
+    pair = ("coder_image_contexts", "coder_text_contexts")
+    scores = True
+
+    def __init__(
+        self, widths: Widths, *, branches: Branches = "both", gate: Gate = "linear", weight: float = 1.0
+    ) -> None:
+        super().__init__()
+        if weight < 0:
+            raise ValueError(f"weight must be >= 0, got {weight}")
+        if not widths.image_contexts or widths.image_contexts != widths.text_contexts:
+            raise ValueError(
+                f"the contexts of images ({widths.image_contexts} channels) and texts ({widths.text_contexts}) must share a "
+                "space, and this model's do not"
+            )
+        dim, self.weight = widths.image_contexts, weight
+        guided = {"both": _SIDES, "text_global": ("text",), "image_global": ("image",), "none": ()}[branches]
+        self.guides = nn.ModuleDict({side: Guide(dim, gate) for side in guided})
+        #: Of the block in the retrieval vector.
+        self.width = dim * max(1, len(guided))
+        #: By side, as the guides: the locals of a side are guided by the other.
+        self.norms = nn.ModuleDict({_other(side): MaskedBatchNorm(dim, across_ranks=True) for side in guided})
+
+    def forward(
+        self, image_contexts: Tensor, image_mask: Tensor, text_contexts: Tensor, text_mask: Tensor, text: Tensor
+    ) -> dict[str, Tensor]:
+        out = {}
+        given = {"image": (image_contexts, image_mask), "text": (text_contexts, text_mask)}
+        for side, (contexts, mask) in given.items():
+            guide, locals_, block = self._side(side, contexts, mask)
+            out[f"coder_{side}_contexts"] = block
+            if guide is not None:
+                out[f"coder_{side}_guide"] = guide
+            if locals_ is not None:
+                length = (text if side == "text" else image_mask).shape[1]  # towers cut padding, each batch its own
+                out[f"coder_{side}_locals"] = F.pad(locals_, (0, 0, 0, length - locals_.shape[1]))
+                out[f"coder_{side}_locals_mask"] = F.pad(mask, (0, length - mask.shape[1]))
+        return out
+
+    def score_weights(self) -> tuple[float, float]:
+        return 1.0, self.weight
+
+    @contextlib.contextmanager
+    def weighing(self, weight: float) -> Iterator[None]:
+        """Score with another weight."""
+        kept, self.weight = self.weight, weight
+        try:
+            yield
+        finally:
+            self.weight = kept
+
+    def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
+        return self._side("image", known["image_contexts"], known["image_mask"])[2]
+
+    def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
+        return self._side("text", known["text_contexts"], known["text_mask"])[2]
+
+    @torch.no_grad()
+    def maps(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """How relevant each local feature is to the other side's context (the paper's figure 4e): cosines of a pair's text
+        guide and regions, ``image`` [B, L], and of its image guide and words, ``text`` [B, T]; -inf at padding. A branch
+        that is not there gives none."""
+        sides = {side: self._side(side, known[f"{side}_contexts"], known[f"{side}_mask"]) for side in _SIDES}
+        out = {}
+        for side, (_, locals_, _) in sides.items():
+            guide = sides[_other(side)][0]
+            if guide is not None and locals_ is not None:
+                cosines = (_unit(locals_) * _unit(guide)[:, None]).sum(-1)
+                out[side] = cosines.masked_fill(~known[f"{side}_mask"], -torch.inf)
+        return out
+
+    def _side(self, side: str, contexts: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """A side's guide [B, D] and locals [B, ·, D], where a branch has them, and its block of the score."""
+        context = mean(contexts, mask)
+        guide = locals_ = None
+        blocks = []
+        if side in self.guides:
+            guide, fused = self.guides[side](context)
+            blocks.append(fused)
+        if side in self.norms:
+            locals_ = self.norms[side](contexts, mask).relu()
+            blocks.append(mean(locals_, mask))
+        # [v*_g ; v_f] against [t_f ; t*_g]: a branch has the same place on both sides
+        blocks = blocks[::-1] if side == "image" else blocks
+        blocks = blocks or [context]
+        return guide, locals_, torch.cat([_unit(block) for block in blocks], -1) / len(blocks) ** 0.5
+
+
+def _other(side: str) -> str:
+    return "text" if side == "image" else "image"
+
+
+def _unit(features: Tensor) -> Tensor:
+    return F.normalize(raise_precision(features), dim=-1)

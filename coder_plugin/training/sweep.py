@@ -1,0 +1,65 @@
+"""The same encodings under other weights of the score's parts (METHODS 6, 9)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.errors import CoderError
+from coder_plugin.training.encode import Encoded, Encoder
+
+
+def sweep(
+    encoder: Encoder, source: Any, *, betas: Sequence[float] = (), context_weights: Sequence[float] = ()
+) -> Iterator[tuple[str, Encoded]]:
+    """Encode once, and give the vectors for each combination of weights, with its name (``"beta 0.9, context weight 0"``).
+
+    Args:
+        betas: of the instance level in ``S_b = beta S_I + (1 - beta) S_C``; none: the model's own.
+        context_weights: of S_c in ``S = S_b + weight S_c``; 0 is S_b alone.
+
+    Raises:
+        CoderError: a weight out of range, a model whose score has no such part.
+    """
+    heads = {name: head for name, head in encoder.model.coder.heads.items() if head.scores}
+    known = f"this model scores with: {', '.join(heads) or 'no head'}"
+    if wrong := [beta for beta in betas if not 0 <= beta <= 1]:
+        raise CoderError(f"--beta must be in [0, 1], got {wrong[0]}")
+    if wrong := [weight for weight in context_weights if not weight >= 0]:
+        raise CoderError(f"--context-weight must be >= 0, got {wrong[0]}")
+    if betas and "concepts" not in heads:
+        raise CoderError(f"--beta weighs the concept level, and {known}")
+    if context_weights and "contexts" not in heads:
+        raise CoderError(f"--context-weight weighs the context level, and {known}")
+    if others := heads.keys() - {"concepts", "contexts"}:
+        raise CoderError(f"the score of {', '.join(sorted(others))} cannot be weighed anew, and {known}")
+    with contextlib.ExitStack() as stack:
+        if betas:
+            stack.enter_context(heads["concepts"].weighing(0.5))
+        if context_weights:
+            stack.enter_context(heads["contexts"].weighing(1.0))
+        encoded = encoder(source)
+        contexts: Any = heads.get("contexts")
+        # [S_I's block ; S_C's, of the same width ; S_c's]
+        context = contexts.width if contexts is not None and contexts.weight > 0 else 0
+
+    def weighed(vectors: Tensor, beta: float | None, weight: float | None) -> Tensor:
+        parts = [*vectors.split([vectors.shape[-1] - context, context], -1)]
+        if beta is not None:
+            instance, concept = parts[0].chunk(2, -1)
+            parts[:1] = [instance * (2 * beta) ** 0.5, concept * (2 - 2 * beta) ** 0.5]
+        if weight is not None:
+            parts[-1] = parts[-1] * weight**0.5
+        return torch.cat(parts, -1)
+
+    for beta in betas or (None,):
+        for weight in context_weights or (None,):
+            named = {"beta": beta, "context weight": weight}
+            name = ", ".join(f"{part} {value:g}" for part, value in named.items() if value is not None)
+            yield name, encoded._replace(
+                images=weighed(encoded.images, beta, weight), texts=weighed(encoded.texts, beta, weight)
+            )

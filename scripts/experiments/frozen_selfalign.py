@@ -1,0 +1,329 @@
+#!/usr/bin/env python3
+"""SelfAlign's rows on the cached grids and words of frozen towers: its whole table IV in minutes a run on a processor.
+
+    python scripts/experiments/flickr8k_towers.py towers --context-length 24
+    python scripts/experiments/frozen_selfalign.py cache cache.pt --model towers/lite0-minilm.json \\
+        --image-weights towers/lite0.safetensors --train-data 'train-{000000..000005}.tar' --val-data val-000000.tar
+    python scripts/experiments/frozen_selfalign.py train cache.pt --kind camera --model TEXT_FOLDER --recipes \\
+        "dcl + 0.01*view_diversity" "dcl + 0.01*view_diversity + lca + cra" --seeds 0 1 2
+
+`cache` keeps every image's last grid of a timm convolutional tower (evaluation transform: no augmentation) and every
+caption's hidden states before and after the last layer of a transformers encoder. `train --kind clip` trains projections and
+heads of the open_clip model of `--model` (its configuration); what its towers and taps would give is made of the cache, and
+`check` shows that it is the same. `--kind camera` trains `region-bert-camera` on the grid's cells, averaged to `--cells` by
+`--cells`, as regions with their boxes, and on the hidden states; `--model` is then the text encoder's folder. Recall is of
+the last epoch: nothing is chosen by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from frozen_towers import rate
+from torch import Tensor, nn
+
+import coder_plugin
+from coder_plugin.functional.sets import mean
+from coder_plugin.recipe import Recipe, parse_value
+from coder_plugin.retrieval import recall_from_embeddings
+from coder_plugin.training import setup
+from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.sources import make_source
+
+
+def main() -> None:
+    options = arguments()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(options.threads)
+    if options.command == "cache":
+        cache(options)
+        return
+    data = torch.load(options.cache, mmap=True, weights_only=True)
+    if options.command == "check":
+        check(data, options)
+        return
+    for text in options.recipes:
+        sums = []
+        for seed in options.seeds:
+            begun = time.perf_counter()
+            result, alone, losses = train(text, seed, data, options)
+            sums.append(result["rsum"])
+            print(f"{text} (seed {seed}): R@sum {result['rsum']:.1f}, without the context block {alone['rsum']:.1f}, "
+                  f"{time.perf_counter() - begun:.0f} s; " + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in
+                                                                        losses.items()), flush=True)  # fmt: skip
+            if options.json:
+                with Path(options.json).open("a") as file:
+                    line = {"kind": options.kind, "recipe": text, "set": options.set, "seed": seed, "result": result}
+                    file.write(json.dumps({**line, "without context": alone, "losses": losses}) + "\n")
+        if len(sums) > 1:
+            print(f"{text}: mean {statistics.mean(sums):.1f}, standard deviation {statistics.stdev(sums):.1f}", flush=True)
+
+
+@torch.no_grad()
+def cache(options: argparse.Namespace) -> None:
+    """Float16 ``grids`` [N, L, C] and ``before``, ``after`` [T, W, E] of both splits, computed in bfloat16, token ids and
+    each caption's image."""
+    model, source_of = opened(options)
+    model.visual.trunk.to(memory_format=torch.channels_last)
+    tokenize, transform = setup.make_tokenizer(source_of.config, model), setup.make_transforms(model, source_of.config)[1]
+    encoder, splits = model.text.transformer, {}
+    for split in ("train", "val"):
+        grids: list[Tensor] = []
+        captions: list[str] = []
+        owners: list[int] = []
+        waiting: list[Tensor] = []
+        for number, (_, item) in enumerate(source_of(split).items()):
+            waiting.append(transform(item.load()))
+            captions += item.captions
+            owners += [number] * len(item.captions)
+            if len(waiting) == 64:
+                grids.append(grid(model, torch.stack(waiting)))
+                waiting = []
+        if waiting:
+            grids.append(grid(model, torch.stack(waiting)))
+        ids = tokenize(captions)
+        before, after = [], []
+        for rows in ids.split(256):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                states = encoder(input_ids=rows, attention_mask=mask_of(rows).long(), output_hidden_states=True).hidden_states
+            before.append(states[-2].half())
+            after.append(states[-1].half())
+        splits[split] = {"grids": torch.cat(grids), "ids": ids, "before": torch.cat(before), "after": torch.cat(after),
+                         "own": torch.tensor(owners)}  # fmt: skip
+        print(f"{split}: {len(splits[split]['grids'])} images, {len(ids)} captions", flush=True)
+    torch.save(splits, options.cache)
+
+
+def opened(options: argparse.Namespace) -> Any:
+    config = TrainConfig(
+        model=options.model,
+        pretrained_image_path=options.image_weights,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        train_data=options.train_data,
+        val_data=options.val_data,
+    ).resolved()
+
+    def source_of(split: str) -> Any:
+        return make_source(config, split=split)
+
+    source_of.config = config  # type: ignore[attr-defined]
+    return setup.make_model(config, Recipe.parse("clip"), torch.device("cpu")).eval(), source_of
+
+
+def grid(model: Any, images: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.visual.trunk.forward_features(images.to(memory_format=torch.channels_last))
+    return found.flatten(2).transpose(1, 2).half()
+
+
+def mask_of(ids: Tensor) -> Tensor:
+    return ids != 0  # BERT's padding
+
+
+class States(nn.Module):
+    """In the place of a transformers encoder: gives back the hidden states that :meth:`hold` was handed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.config, self.held = SimpleNamespace(hidden_size=width), torch.empty(0)
+
+    def hold(self, states: Tensor) -> None:
+        self.held = states.float()
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=self.held[:, : input_ids.shape[1]])
+
+
+class Camera:
+    """``region-bert-camera`` on cells and hidden states."""
+
+    def __init__(self, recipe: Recipe, options: argparse.Namespace, channels: int) -> None:
+        made = {"text": options.model, "embed_dim": options.embed_dim, "heads": 16, "context_length": 24}
+        self.model = coder_plugin.create_model("region-bert-camera", recipe=recipe, region_dim=channels, **made)
+        self.model.text.transformer = States(self.model.text.transformer.config.hidden_size)
+        self.cells = options.cells
+        side = torch.arange(options.cells) / options.cells
+        top, left = torch.meshgrid(side, side, indexing="ij")
+        corner = torch.stack([left, top], -1).flatten(0, 1)
+        self.boxes = torch.cat([corner, corner + 1 / options.cells], -1)
+
+    def image(self, grids: Tensor) -> dict[str, Tensor]:
+        side = math.isqrt(grids.shape[1])
+        square = grids.float().transpose(1, 2).unflatten(2, (side, side))
+        cells = F.adaptive_avg_pool2d(square, self.cells).flatten(2).transpose(1, 2)
+        return {"features": cells, "mask": torch.ones(cells.shape[:2], dtype=torch.bool),
+                "boxes": self.boxes.expand(len(cells), -1, -1)}  # fmt: skip
+
+    def __call__(self, split: dict[str, Tensor], captions: Tensor) -> dict[str, Tensor]:
+        own = split["own"][captions]
+        self.model.text.transformer.hold(split["after"][captions])
+        return self.model(self.image(split["grids"][own]), split["ids"][captions], image_id=own)
+
+    def embed_images(self, split: dict[str, Tensor], rows: slice) -> Tensor:
+        return self.model.embed_image(self.image(split["grids"][rows]))
+
+    def embed_texts(self, split: dict[str, Tensor], rows: slice) -> Tensor:
+        self.model.text.transformer.hold(split["after"][rows])
+        return self.model.embed_text(split["ids"][rows])
+
+
+class Clip:
+    """An open_clip model with timm and transformers towers, of which the cache has all but the projections."""
+
+    def __init__(self, recipe: Recipe, options: argparse.Namespace, _: int) -> None:
+        self.model = coder_plugin.create_model(options.model, recipe=recipe)
+        self.model.visual.trunk.requires_grad_(False)
+        self.model.text.transformer.requires_grad_(False)
+
+    def describe_image(self, grids: Tensor) -> dict[str, Tensor]:
+        project, cells = self.model.visual.head, grids.float()
+        joint, pooled = project(cells), project(cells.mean(1))
+        return {"image_features": F.normalize(pooled.float(), dim=-1), "image_locals": joint, "image_contexts": joint,
+                "image_mask": torch.ones(cells.shape[:2], dtype=torch.bool)}  # fmt: skip
+
+    def describe_text(self, ids: Tensor, before: Tensor, after: Tensor) -> dict[str, Tensor]:
+        project, mask = self.model.text.proj, mask_of(ids)
+        pooled = project(mean(after, mask))
+        return {"text_features": F.normalize(pooled.float(), dim=-1), "text_mask": mask,
+                "text_locals": project(before.float()), "text_contexts": project(after.float())}  # fmt: skip
+
+    def __call__(self, split: dict[str, Tensor], captions: Tensor) -> dict[str, Tensor]:
+        own, ids = split["own"][captions], split["ids"][captions]
+        known = {**self.describe_image(split["grids"][own]),
+                 **self.describe_text(ids, split["before"][captions], split["after"][captions])}  # fmt: skip
+        outputs = {"logit_scale": self.model.logit_scale.exp(), "image_features": known["image_features"],
+                   "text_features": known["text_features"]}  # fmt: skip
+        return {**outputs, **self.model.coder({**known, "text": ids, "image_id": own})}
+
+    def embed_images(self, split: dict[str, Tensor], rows: slice) -> Tensor:
+        return self.model.coder.embed("image", self.describe_image(split["grids"][rows]))
+
+    def embed_texts(self, split: dict[str, Tensor], rows: slice) -> Tensor:
+        known = self.describe_text(split["ids"][rows], split["before"][rows], split["after"][rows])
+        return self.model.coder.embed("text", known)
+
+
+KINDS = {"camera": Camera, "clip": Clip}
+
+
+def train(
+    text: str, seed: int, data: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
+    """Recall on the validation split of the whole score and of S_b alone, and the losses in the first and last epoch."""
+    torch.manual_seed(seed)
+    recipe = Recipe.parse(text)
+    owners = {*coder_plugin.model.required_heads(recipe), *(term.name for term in recipe.terms)}
+    pairs = dict(setting.split("=", 1) for setting in options.set)
+    recipe = recipe.with_options({k: parse_value(v) for k, v in pairs.items() if k.split(".")[0] in owners})
+    split, size = data["train"], options.batch_size
+    runner = KINDS[options.kind](recipe, options, split["grids"].shape[2])
+    model = runner.model.train()
+    loss = coder_plugin.create_loss(recipe, model=model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.wd)
+    own = split["own"]
+    images = len(split["grids"])
+    first, number = torch.searchsorted(own, torch.arange(images)), torch.bincount(own)
+    steps = images // size
+    total, generator = steps * options.epochs, torch.Generator().manual_seed(seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
+    means: dict[str, list[float]] = {}
+    for epoch in range(options.epochs):
+        order = first[order_ := torch.randperm(images, generator=generator)]
+        order = order + (torch.rand(images, generator=generator) * number[order_]).long()
+        for step in range(steps):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
+                losses = loss(**runner(split, order[step * size : (step + 1) * size]))
+            optimizer.zero_grad()
+            sum(losses.values()).backward()
+            nn.utils.clip_grad_norm_(trained, options.clip)
+            optimizer.step()
+            schedule.step()
+            model.coder.post_step()
+            with torch.no_grad():
+                model.logit_scale.clamp_(0, math.log(100))
+            for name, value in losses.items():
+                means.setdefault(name, [0.0] * options.epochs)[epoch] += value.item() / steps
+    result, alone = evaluate(runner, data["val"])
+    return result, alone, {name: (values[0], values[-1]) for name, values in means.items()}
+
+
+@torch.no_grad()
+def evaluate(runner: Any, split: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+    model = runner.model.eval()
+    head = dict(model.coder.heads).get("contexts")
+    results = []
+    for weight in (1.0, 0.0):
+        if head is not None:
+            head.weight = weight
+        images, texts = (
+            torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
+            for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
+        )
+        result = recall_from_embeddings(images, texts, split["own"])
+        results.append({key: value for key, value in result.items() if not isinstance(value, Tensor)})
+    return results[0], results[1]
+
+
+@torch.no_grad()
+def check(data: dict[str, Any], options: argparse.Namespace) -> None:
+    """What `--kind clip` makes of the cache, against the real model's own float32 forward, on eight images."""
+    model, source_of = opened(options)
+    torch.manual_seed(0)
+    options.kind = "clip"
+    runner = Clip(Recipe.parse("clip + selfalign"), options, 0)
+    runner.model.visual.trunk, runner.model.text.transformer = model.visual.trunk, model.text.transformer
+    real, transform = runner.model.eval(), setup.make_transforms(model, source_of.config)[1]
+    items = [item for _, (_, item) in zip(range(8), source_of("val").items(), strict=False)]
+    split = data["val"]
+    captions = torch.searchsorted(split["own"], torch.arange(8))
+    ours = runner.embed_images(split, slice(0, 8)), torch.cat(
+        [runner.embed_texts(split, slice(int(n), int(n) + 1)) for n in captions]
+    )
+    theirs = real.embed_image(torch.stack([transform(item.load()) for item in items])), real.embed_text(split["ids"][captions])
+    for name, a, b in zip(("images", "texts"), ours, theirs, strict=True):
+        print(f"{name}: smallest cosine {float(F.cosine_similarity(a, b).min()):.5f} of vectors of {a.shape[1]}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = {name: commands.add_parser(name) for name in ("cache", "check", "train")}
+    for name, command in made.items():
+        command.add_argument("cache", help="the file of cached features")
+        command.add_argument("--model", required=True)
+        command.add_argument("--threads", type=int, default=1)
+        if name != "train":
+            command.add_argument("--image-weights", required=True)
+            command.add_argument("--train-data", required=True)
+            command.add_argument("--val-data", required=True)
+    last = made["train"]
+    last.add_argument("--kind", choices=tuple(KINDS), required=True)
+    last.add_argument("--recipes", nargs="+", required=True)
+    last.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE", help="for recipes that have the owner")
+    last.add_argument("--embed-dim", type=int, default=512, help="of camera")
+    last.add_argument("--cells", type=int, default=4, help="of camera: regions are the cells of this square")
+    last.add_argument("--epochs", type=int, default=10)
+    last.add_argument("--batch-size", type=int, default=128)
+    last.add_argument("--lr", type=float, default=1e-3)
+    last.add_argument("--wd", type=float, default=0.05)
+    last.add_argument("--clip", type=float, default=2.0, help="norm that gradients are clipped to")
+    last.add_argument("--bf16", action="store_true", help="autocast")
+    last.add_argument("--seeds", type=int, nargs="+", default=[0])
+    last.add_argument("--json", help="append results to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""The terms ``lca`` and ``cra``: equal to their functions on one process, and to the joint batch on two and three.
+
+The worker functions run on all ranks and return what they found; the tests compare. One start serves all tests of a world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+
+from coder_plugin import distributed
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import cosine, cra, lca, triplet
+from coder_plugin.heads.base import Widths
+from coder_plugin.model import Coder, CoderLoss
+from coder_plugin.recipe import Recipe
+from coder_plugin.resolver import INSIDE, resolve
+from tests import gloo
+
+PAIRS, L, T, D, K = 4, 3, 6, 5, 4  # pairs of each rank
+LONGEST = (4, 6, 2)  # text of each rank, whose tower cuts the rest
+KEYS = frozenset({"image_features", "text_features", "logit_scale"})
+WIDTHS = Widths(embed_dim=D, image_locals=D, text_locals=D, image_contexts=D, text_contexts=D)
+
+#: label: recipe, options of heads
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lca": ("lca", {}),
+    "lca softmax": ("lca(assignment=softmax,temperature=0.3)", {}),
+    "lca dual": ("lca(direction=dual,iterations=4,epsilon=0.1)", {}),
+    "lca region to word": ("lca(direction=region_to_word)", {}),
+    "lca noun": ("lca(direction=dual)", {"alignment.words": "noun"}),
+    "cra": ("cra(hard_negatives=4)", {}),
+    "cra not masked": ("cra(hard_negatives=4,mask_same_image=false)", {}),
+    "cra all negatives": ("cra(hardest=false,margin=0.5,temperature=0.2)", {}),
+    "cra sum": ("cra(hard_negatives=7,reduction=sum,margin=0.5)", {}),
+    "cra sum all": ("cra(hard_negatives=7,reduction=sum,hardest=false,margin=0.5)", {}),
+    "cra combined": ("cra(hard_negatives=4,ca_on=combined,margin=0.5)", {}),
+    "cra combined sum": ("cra(hard_negatives=1,ca_on=combined,reduction=sum,margin=0.5)", {}),
+    "cra without triplet": ("cra(hard_negatives=4,ca_on='none')", {}),
+    "cra text_global": ("cra(hard_negatives=4)", {"contexts.branches": "text_global"}),
+    "cra image_global": ("cra(hard_negatives=4)", {"contexts.branches": "image_global", "contexts.gate": "mlp"}),
+    "cra without contrast": ("cra", {"contexts.branches": "none"}),
+    "all": ("triplet(reduction=sum) + 0.5*lca + 2*cra(hard_negatives=4,reduction=sum)", {}),
+}
+CASES = [(name, False) for name in LOSSES]
+CASES += [(name, True) for name in ("cra", "cra sum", "cra sum all", "cra combined", "cra combined sum", "all")]
+
+
+class Model(nn.Module):
+    """Towers of a matrix for the locals and one for the contexts, with the recipe's heads."""
+
+    def __init__(self, name: str, *, local_loss: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        text, options = LOSSES[name]
+        with_lca = {"alignment.prototypes": K} if "lca" in text else {}
+        self.recipe = replace(Recipe.parse(text).with_options({**with_lca, **options}), local_loss=local_loss)
+        resolution = resolve(self.recipe, KEYS, INSIDE)
+        self.image, self.text, self.image_context, self.text_context = (nn.Linear(D, D) for _ in range(4))
+        self.coder = Coder(self.recipe, resolution, WIDTHS)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                nn.init.uniform_(module.weight, 0.5, 2)
+                nn.init.normal_(module.bias)
+        self.double()
+        # what no term reads (DESIGN, rule 2); the side that is not predicted is a constant
+        frozen: list[nn.Module] = [] if "cra" in text else [self.image_context, self.text_context]
+        frozen += [] if "lca" in text and ("region_to_word" in text or "dual" in text) else [self.image]
+        frozen += [] if "lca" in text and "region_to_word" not in text else [self.text]
+        if name == "cra without triplet":
+            frozen += [guide.gate for guide in self.coder.heads["contexts"].guides.values()]
+        for module in frozen:
+            module.requires_grad_(False)
+
+    def forward(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        known = {key: given[key] for key in ("image_mask", "text_mask", "text", "image_id", "text_tags")}
+        for side in ("image", "text"):
+            known[f"{side}_locals"] = getattr(self, side)(given[side + "_tokens"])
+            known[f"{side}_contexts"] = getattr(self, f"{side}_context")(given[side + "_tokens"])
+            sums = (known[f"{side}_contexts"] * given[f"{side}_mask"][..., None]).sum(1)
+            known[f"{side}_features"] = normalize(sums, dim=1)
+        features = {key: known[key] for key in ("image_features", "text_features")}
+        return {**features, **self.coder(known)}
+
+    def loss(self) -> CoderLoss:
+        return CoderLoss(self.recipe, self.coder.bindings, self.coder.heads)
+
+
+def joint(ranks: int) -> dict[str, Tensor]:
+    """Pairs of all ranks. The first of every rank is one image, and rank 0 has another one twice; rank 1 has no noun."""
+    generator = torch.Generator().manual_seed(ranks)
+    rows = ranks * PAIRS
+    longest = torch.tensor(LONGEST[:ranks]).repeat_interleave(PAIRS)
+    lengths = (torch.randint(1, T + 1, (rows,), generator=generator)).minimum(longest)
+    lengths[::PAIRS] = longest[::PAIRS]
+    ids = torch.arange(rows) + 2**62
+    ids[::PAIRS] = 2**62
+    ids[2] = ids[1]
+    tags = torch.randint(0, 3, (rows, T), generator=generator)
+    tags[PAIRS : 2 * PAIRS] = 4
+    regions = torch.randint(1, L + 1, (rows,), generator=generator)
+    return {
+        "image_tokens": torch.randn(rows, L, D, generator=generator, dtype=torch.float64),
+        "image_mask": torch.arange(L) < regions[:, None],
+        "text_tokens": torch.randn(rows, T, D, generator=generator, dtype=torch.float64),
+        "text_mask": torch.arange(T) < lengths[:, None],
+        "text": torch.zeros(rows, T, dtype=torch.int64),
+        "text_tags": tags,
+        "image_id": ids,
+    }
+
+
+def share(given: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    part = {key: value[rank * PAIRS : (rank + 1) * PAIRS] for key, value in given.items()}
+    return part | {key: part[key][:, : LONGEST[rank]] for key in ("text_tokens", "text_mask")}
+
+
+def step(name: str, local_loss: bool, ranks: int) -> dict[str, Any]:
+    """Losses, gradients and statistics of this process's share of the joint batch; of all of it on one process."""
+    model = Model(name, local_loss=local_loss)
+    loss, given = model.loss(), joint(ranks)
+    several = distributed.world_size() > 1
+    if several:
+        given = share(given, distributed.rank())
+    # its buffers are not broadcast: all ranks shall come to the same statistics on their own
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False) if several else model
+    for _ in range(2):  # DDP tells of unused parameters at the second step
+        model.zero_grad()
+        losses = loss(**wrapped(given))
+        sum(losses.values()).backward()  # type: ignore[union-attr]
+    return {
+        "losses": {key: value.item() for key, value in losses.items()},
+        "gradients": {key: p.grad.clone() for key, p in model.named_parameters() if p.requires_grad},
+        "buffers": {key: value.clone() for key, value in model.named_buffers()},
+    }
+
+
+def work(ranks: int) -> dict[str, Any]:
+    steps = {case: step(*case, ranks) for case in CASES}
+    rank = distributed.rank()
+    part = (torch.arange(3.0, dtype=torch.float64) + rank).requires_grad_()
+    total = distributed.summed(part)
+    (total * (rank + 1)).sum().backward()
+    count = distributed.summed(torch.tensor(rank + 1))
+    return {"steps": steps, "summed": (total.detach(), part.grad, count, distributed.all_sum(part), part.detach())}
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return gloo.run(work, request.param, ranks=request.param, timeout=240)
+
+
+@cache
+def expected(name: str, ranks: int) -> dict[str, Any]:
+    return step(name, False, ranks)
+
+
+def close(got: Tensor, wanted: Tensor, what: str = "") -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize(("name", "local_loss"), CASES)
+def test_ranks_equal_one_process_with_the_joint_batch(results, name, local_loss):
+    ranks = len(results)
+    wanted, found = expected(name, ranks), [result["steps"][name, local_loss] for result in results]
+    for key, value in wanted["losses"].items():
+        assert sum(each["losses"][key] for each in found) / ranks == pytest.approx(value, rel=1e-10, abs=1e-12)
+    for each in found:
+        for kind in ("gradients", "buffers"):
+            assert each[kind].keys() == wanted[kind].keys()
+            for key, value in wanted[kind].items():
+                close(each[kind][key], value, key)
+        assert all(torch.equal(value, found[0]["buffers"][key]) for key, value in each["buffers"].items())
+
+
+def test_the_comparison_can_fail(results):
+    """Each option matters, and the ranks' own shares differ."""
+    ranks = len(results)
+    for one, two in (("cra", "cra not masked"), ("cra", "cra all negatives"), ("lca", "lca noun"), ("lca", "lca dual")):
+        assert expected(one, ranks)["losses"] != pytest.approx(expected(two, ranks)["losses"], rel=1e-4)
+    for name in LOSSES:
+        gradients = expected(name, ranks)["gradients"]
+        assert all(value.norm() > 1e-4 for key, value in gradients.items() if key.endswith("weight")), name
+    for name in ("lca", "lca noun", "cra sum", "cra combined", "all"):
+        local = [sum(result["steps"][name, (name, True) in CASES]["losses"].values()) for result in results]
+        assert max(local) - min(local) > 1e-3, name
+
+
+def test_summed(results):
+    ranks = len(results)
+    for rank, result in enumerate(results):
+        total, gradient, count, plain, untouched = result["summed"]
+        wanted = ranks * torch.arange(3.0, dtype=torch.float64) + sum(range(ranks))
+        assert torch.equal(total, wanted) and torch.equal(plain, wanted) and not plain.requires_grad
+        assert gradient.tolist() == 3 * [ranks * (ranks + 1) / 2] and count == ranks * (ranks + 1) // 2
+        assert torch.equal(untouched, torch.arange(3.0, dtype=torch.float64) + rank)
+
+
+def test_summed_on_one_process():
+    part = torch.ones(2, requires_grad=True)
+    assert distributed.summed(part) is part
+    assert torch.equal(distributed.all_sum(part), part) and not distributed.all_sum(part).requires_grad
+
+
+# equal to their functions
+
+
+def towers(given: dict[str, Tensor], model: Model, kind: str) -> tuple[Tensor, ...]:
+    suffix = "_context" if kind == "contexts" else ""
+    image, text = getattr(model, f"image{suffix}")(given["image_tokens"]), getattr(model, f"text{suffix}")(given["text_tokens"])
+    return text, given["text_mask"], image, given["image_mask"]
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("lca")])
+def test_lca_equals_its_function(name, local_loss):
+    model, given = Model(name, local_loss=local_loss), joint(2)
+    got = model.loss()(**model(given))
+    assert got.keys() == {"lca_loss"}
+    words, word_mask, regions, region_mask = towers(given, model, "locals")
+    if name == "lca noun":
+        word_mask = word_mask & (given["text_tags"] == 1)
+    options = dict(model.recipe.terms[0].options)
+    direction = options.pop("direction", "word_to_region")
+    prototypes = model.coder.heads["alignment"].prototypes
+    wanted = []
+    if direction != "region_to_word":
+        wanted.append(lca(words, word_mask, regions, region_mask, prototypes, **options))
+    if direction != "word_to_region":
+        # the function wants a target in each row; a text of which no word counts adds zero
+        rows = word_mask.any(1)
+        part = lca(regions[rows], region_mask[rows], words[rows], word_mask[rows], prototypes, **options)
+        wanted.append(part * rows.sum() / len(rows))
+        assert rows.all() == (name != "lca noun")
+    close(got["lca_loss"], sum(wanted) / len(wanted))
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("cra")])
+def test_cra_equals_its_functions(name, local_loss):
+    model, given = Model(name, local_loss=local_loss), joint(2)
+    out, options = model(given), dict(model.recipe.terms[0].options)
+    got = model.loss()(**out)
+    ids = given["image_id"] if options.get("mask_same_image", True) else None
+    wanted = {}
+    contrast = {key: options[key] for key in ("temperature", "hard_negatives") if key in options}
+    branches = [
+        cra(
+            out[f"coder_{guide}_guide"],
+            out[f"coder_{side}_locals"],
+            out[f"coder_{side}_locals_mask"],
+            image_ids=ids,
+            **contrast,
+        )
+        for guide, side in (("text", "image"), ("image", "text"))
+        if f"coder_{guide}_guide" in out
+    ]
+    assert len(branches) == {"cra text_global": 1, "cra image_global": 1, "cra without contrast": 0}.get(name, 2)
+    if branches:
+        wanted["cra_contrast_loss"] = sum(branches) / len(branches)
+    score = cosine(out["coder_image_contexts"], out["coder_text_contexts"])
+    if options.get("ca_on") == "combined":
+        score = score + cosine(out["image_features"], out["text_features"])
+    if options.get("ca_on") != "none":
+        given_too = {key: options[key] for key in ("margin", "hardest", "reduction") if key in options}
+        wanted["cra_triplet_loss"] = triplet(score, image_ids=ids, **given_too)
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        close(got[key], value, key)
+        assert value > 0.01
+
+
+def test_the_combined_hinge_takes_the_best_view():
+    model = Model("cra combined")
+    out = model(joint(2))
+    views = normalize(torch.randn(2 * PAIRS, 3, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64), dim=-1)
+    out["image_features"] = views
+    base = torch.einsum("ivd,td->itv", views, out["text_features"]).amax(2)
+    score = base + out["coder_image_contexts"] @ out["coder_text_contexts"].T
+    close(model.loss()(**out)["cra_triplet_loss"], triplet(score, margin=0.5, image_ids=joint(2)["image_id"]))
+
+
+def test_only_the_side_that_predicts_learns():
+    """Word to region: the image's locals are targets; region to word: the words'."""
+    for name, still in (("lca", "image"), ("lca region to word", "text")):
+        model = Model(name)
+        model.requires_grad_(True)
+        sum(model.loss()(**model(joint(2))).values()).backward()  # type: ignore[union-attr]
+        silent = {key.split(".")[0] for key, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+        assert silent == {still, "image_context", "text_context"}
+
+
+# refusals
+
+
+def test_nothing_to_learn_is_an_error():
+    LOSSES["nothing"] = ("cra(ca_on='none')", {"contexts.branches": "none"})
+    try:
+        model = Model("nothing")
+        with pytest.raises(ValueError, match=r"cra\(ca_on=none\) with contexts.branches=none leaves nothing to learn"):
+            model.loss()(**model(joint(2)))
+    finally:
+        del LOSSES["nothing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lca(direction=both)", "direction"),
+        ("lca(assignment=hard)", "assignment"),
+        ("lca(temperature=0.0)", "temperature must be > 0"),
+        ("lca(epsilon=0.001)", "epsilon must be >= 0.03"),
+        ("lca(iterations=0)", "iterations must be >= 1"),
+        ("cra(hard_negatives=0)", "hard_negatives must be >= 1"),
+        ("cra(temperature=-1.0)", "temperature must be > 0"),
+        ("cra(ca_on=all)", "ca_on"),
+        ("cra(reduction=max)", "reduction"),
+    ],
+)
+def test_options_out_of_range_are_named(text, message):
+    with pytest.raises((ValueError, CoderError), match=message):
+        resolve(Recipe.parse(text), KEYS, INSIDE)
+
+
+# accumulation
+
+
+@pytest.mark.parametrize("text", ["triplet + lca", "triplet + lca(direction=dual)"])
+def test_accumulated_lca_equals_the_joint_batch(tiny_model, text):
+    from accelerate import Accelerator
+
+    from coder_plugin.model import create_loss, create_model
+    from coder_plugin.training.step import forward_backward
+
+    torch.manual_seed(0)
+    model = create_model(tiny_model, recipe=Recipe.parse(text).with_options({"alignment.prototypes": 5})).train()
+    loss, accelerator = create_loss(model.coder.recipe, model=model), Accelerator(cpu=True)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(1, 400, (10, 40), generator=generator)
+    for row in range(10):  # texts of 4 to 22 tokens
+        words[row, 3 + 2 * row], words[row, 4 + 2 * row :] = 49407, 0
+    whole = {
+        "image": torch.randn(10, 3, 64, 64, generator=generator),
+        "text": words,
+        "image_id": torch.arange(10) // 2,
+    }
+
+    def run(sizes: list[int]) -> tuple[dict[str, float], Tensor]:
+        model.zero_grad()
+        parts = {key: value.split(sizes) for key, value in whole.items()}
+        batches = [{key: parts[key][i] for key in parts} for i in range(len(sizes))]
+        found = forward_backward(model, loss, batches, accelerator)
+        return found.losses, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    (losses, gradient), (other, wanted) = run([3, 3, 4]), run([10])
+    assert losses == pytest.approx(other, rel=1e-5) and set(losses) == {"triplet_loss", "lca_loss"}
+    assert (gradient - wanted).norm() / wanted.norm() <= 1e-5

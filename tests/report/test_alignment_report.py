@@ -1,0 +1,246 @@
+"""Words and their regions, from planted features and from models; what the figures draw of them.
+
+L regions, W words, D channels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from coder_plugin import create_model
+from coder_plugin.backbones.tokenizers import build_vocabulary
+from coder_plugin.data.item import Item
+from coder_plugin.data.regions.base import Regions
+from coder_plugin.errors import CoderError
+from coder_plugin.report import LOCALS, Aligner, Alignment, plot_alignment, write_alignments
+from coder_plugin.training.encode import Encoder
+from coder_plugin.training.setup import make_transforms
+from tests.training import region_data
+
+WITHOUT = 'figures need matplotlib: pip install "coder-plugin[report]"'
+RECORDS = list(region_data.records("dev"))
+
+
+def region_encoder(recipe: str = "dcl", **options: Any) -> Encoder:
+    torch.manual_seed(0)
+    words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
+    made = {"region_dim": region_data.CHANNELS, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 12}
+    model = create_model("region-bigru", recipe=recipe, **{**made, **options})
+    return Encoder(model, model.tokenizer(), model.transform(max_regions=8), device=torch.device("cpu"), workers=0)
+
+
+def item(regions: Any, caption: str = "a man and a dog with the tree") -> Item:
+    return Item("x", (caption,), lambda: regions)
+
+
+@pytest.fixture(scope="module")
+def matplotlib():
+    return pytest.importorskip("matplotlib", reason=WITHOUT)
+
+
+# Computation
+
+
+def test_cosines_are_those_of_the_models_locals() -> None:
+    encoder = region_encoder()
+    aligner, regions = Aligner(encoder), RECORDS[0].regions
+    with aligner.evaluating():
+        seen = aligner.see(item(regions))
+        found = aligner.align("x", "a man and zebra dog!", seen)
+        image = {name: value[None] for name, value in encoder.transform(regions).items()}
+        features = encoder.model.describe_image(image)["image_locals"][0, : len(regions)].double()
+        text = encoder.model.describe_text(encoder.tokenizer(["a man and zebra dog!"]))
+        words = text["text_locals"][0, [1, 2, 3, 5]].double()
+    assert found.words == ("a", "man", "and", "dog")  # neither start nor sign nor the unknown zebra
+    expected = torch.stack([torch.cosine_similarity(word, features) for word in words])
+    np.testing.assert_allclose(found.similarity, expected, atol=1e-6)
+    assert found.regions.tolist() == expected.argmax(1).tolist()
+    np.testing.assert_allclose(found.boxes, regions.fractions)  # 6 regions, of which the padding to 8 is none
+    assert found.picture.shape == (288, 320, 3) and found.grid is found.region_context is found.word_context is None
+    assert encoder.model.training
+
+
+def test_the_first_regions_are_read() -> None:
+    encoder = region_encoder()
+    encoder.transform = encoder.model.transform(max_regions=4)
+    aligner = Aligner(encoder)
+    with aligner.evaluating():
+        found = aligner.align("x", "a dog", aligner.see(item(RECORDS[0].regions)))
+    assert found.similarity.shape == (2, 4)
+    np.testing.assert_allclose(found.boxes, RECORDS[0].regions.fractions[:4])
+
+
+def test_pieces_of_a_word_are_averaged(monkeypatch) -> None:
+    encoder = region_encoder()
+    aligner = Aligner(encoder)
+    planted = torch.zeros(1, 12, 16)
+    planted[0, 2, 0], planted[0, 3, 1] = 3, 1  # "t" and "shirt" as two pieces of one word
+    known = {"text_locals": planted, "text_mask": torch.ones(1, 12, dtype=torch.bool)}
+    monkeypatch.setattr(encoder.model, "describe_text", lambda ids: known)
+    monkeypatch.setattr(aligner.reader, "words", lambda caption, valid: [SimpleNamespace(text="t-shirt", positions=(2, 3))])
+    with aligner.evaluating():
+        read = aligner.read("t-shirt")
+    assert read.vectors.tolist() == [[1.5, 0.5, *[0] * 14]]
+
+
+def test_the_map_is_the_heads() -> None:
+    encoder = region_encoder("dcl + cra")
+    aligner = Aligner(encoder)
+    caption, regions = "a man and zebra dog!", RECORDS[0].regions
+    with aligner.evaluating():
+        found = aligner.align("x", caption, aligner.see(item(regions)))
+        image = {name: value[None] for name, value in encoder.transform(regions).items()}
+        known = {**encoder.model.describe_image(image), **encoder.model.describe_text(encoder.tokenizer([caption]))}
+        maps = encoder.model.coder.heads["contexts"].maps(known)
+    np.testing.assert_allclose(found.region_context, maps["image"][0, :6], atol=1e-6)
+    np.testing.assert_allclose(found.word_context, maps["text"][0, [1, 2, 3, 5]], atol=1e-6)
+    assert np.isfinite(found.region_context).all() and len(set(found.region_context.tolist())) > 1
+
+
+def test_patches_of_a_clip(tiny_model: str) -> None:
+    """Cells, the transformed picture, and CLIP's own pieces."""
+    torch.manual_seed(0)
+    model = create_model(tiny_model, recipe="clip", catch=LOCALS)
+    import open_clip
+
+    config = SimpleNamespace(aug_cfg=None)
+    tokenizer = open_clip.SimpleTokenizer(context_length=40)
+    encoder = Encoder(model, tokenizer, make_transforms(model, config)[1], device=torch.device("cpu"), workers=0)
+    aligner = Aligner(encoder)
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    with aligner.evaluating():
+        found = aligner.align("x", "Two dogs, snowboarding", aligner.see(item(Image.fromarray(pixels))))
+        known = model.describe_text(tokenizer(["Two dogs, snowboarding"]))
+    assert found.words == ("two", "dogs", "snowboarding") and found.grid == (4, 4)
+    assert found.similarity.shape == (3, 16) and found.boxes[5].tolist() == [0.25, 0.25, 0.5, 0.5]
+    np.testing.assert_array_equal(found.picture, pixels)
+    assert known["text_locals"].shape[-1] == 32
+
+
+def test_what_cannot_be_read_is_none_and_what_is_wrong_is_told() -> None:
+    aligner = Aligner(region_encoder())
+
+    def broken() -> Any:
+        raise OSError("gone")
+
+    with aligner.evaluating():
+        assert aligner.see(Item("x", ("a",), broken)) is None
+        with pytest.raises(CoderError, match="the data are pictures"):
+            aligner.see(item(Image.new("RGB", (8, 8))))
+        other = Aligner(region_encoder(word_dim=10))
+        with pytest.raises(CoderError, match="words of 10 channels and regions of 16"):
+            other.align("x", "a man", other.see(item(RECORDS[0].regions)))
+
+
+def test_a_model_that_gives_no_locals_is_told_of(monkeypatch) -> None:
+    encoder = region_encoder()
+    monkeypatch.setattr(encoder.model, "describe_image", lambda image: {"image_mask": torch.ones(1, 3, dtype=torch.bool)})
+    with pytest.raises(CoderError, match="catch="):
+        Aligner(encoder).see(item(RECORDS[0].regions))
+
+
+def test_captions_without_words_have_a_map_all_the_same() -> None:
+    aligner = Aligner(region_encoder("dcl + cra"))
+    with aligner.evaluating():
+        found = aligner.align("x", "...", aligner.see(item(RECORDS[0].regions)))
+    assert found.words == () and found.similarity.shape == (0, 6) and len(found.region_context) == 6
+    assert json.loads(json.dumps(found.to_dict()))["words"] == []
+
+
+# Figures
+
+
+def alignment(words: str = "a dog and two dogs", *, context: bool = True, picture: bool = True) -> Alignment:
+    boxes = np.array([[0.1, 0.1, 0.5, 0.9], [0.4, 0.0, 1.0, 0.6], [0.0, 0.5, 0.3, 1.0]], np.float32)
+    similarity = np.random.default_rng(0).uniform(0, 0.4, (len(words.split()), 3)).astype(np.float32)
+    similarity[1:2], similarity[-1] = [0.1, 0.9, 0.2], [0.1, 0.8, 0.2]
+    return Alignment(
+        "images/1.jpg",
+        f"{words} for $5",
+        tuple(words.split()),
+        similarity,
+        boxes=boxes,
+        region_context=np.array([0.1, 0.5, -0.2], np.float32) if context else None,
+        word_context=np.arange(len(words.split())) / 10 if context else None,
+        picture=np.full((40, 80, 3), 200, np.uint8) if picture else None,
+    )
+
+
+def test_numbers_for_json() -> None:
+    row = json.loads(json.dumps(alignment().to_dict()))
+    dog = row["words"][1]
+    assert (dog["word"], dog["region"], dog["similarity"], dog["similarities"]) == ("dog", 1, 0.9, [0.1, 0.9, 0.2])
+    assert dog["box"] == [0.4, 0, 1, 0.6] and dog["context"] == 0.1
+    assert row["regions"]["context"] == [0.1, 0.5, -0.2] and row["regions"]["count"] == 3 and row["grid"] is None
+
+
+def test_outlines_are_the_words_regions(matplotlib) -> None:
+    figure = plot_alignment(alignment())
+    axes = figure.axes[0]
+    drawn = {patch.get_label().split()[0]: patch for patch in axes.patches}
+    assert list(drawn) == ["dog", "two", "dogs"] == [text.get_text() for text in axes.texts]  # no articles
+    for number, word in ((1, "dog"), (4, "dogs")):  # of one region: one within the other
+        box = drawn[word]
+        left, top, right, bottom = (np.array([0.4, 0.0, 1.0, 0.6]) * [80, 40, 80, 40]).tolist()
+        assert left <= box.get_x() <= left + 3 and box.get_x() + box.get_width() <= right, number
+        assert top <= box.get_y() <= top + 3 and box.get_y() + box.get_height() <= bottom
+    assert drawn["dogs"].get_x() > drawn["dog"].get_x() and drawn["dogs"].get_width() < drawn["dog"].get_width()
+    assert len({patch.get_edgecolor() for patch in drawn.values()}) == 3
+    assert drawn["dog"].get_label() == "dog 0.90"
+    heights = [text.xyann[1] for text in axes.texts]
+    assert heights[0] != heights[2]  # names do not cover each other
+
+
+def test_the_map_darkens_the_picture(matplotlib) -> None:
+    axes = plot_alignment(alignment()).axes
+    shown = axes[1].images[0].get_array()
+    assert shown[5, 70].tolist() == [200] * 3  # region 1, the most relevant
+    assert 0 < shown[38, 5, 0] == shown[38, 70, 0] < shown[20, 10, 0] < 200  # least and nowhere, region 0, region 1
+    assert "-0.20" in axes[1].get_xlabel() and "0.50" in axes[1].get_xlabel()
+    assert len(plot_alignment(alignment(context=False)).axes) == 1
+
+
+def test_files(matplotlib, tmp_path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paths = write_alignments([alignment(), alignment(picture=False), alignment("_x")], tmp_path / "new")
+    assert [path.name for path in paths] == ["alignment-000.png", "alignment-002.png", "alignment.json"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(paths[-1].read_text())
+    assert [row["figure"] for row in rows] == ["alignment-000.png", None, "alignment-002.png"]
+    with pytest.raises(CoderError, match="no boxes"):
+        plot_alignment(alignment(picture=False))
+
+
+def test_many_words_and_none(matplotlib) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for words in (" ".join(f"word{n}" for n in range(30)), "a the"):
+            figure = plot_alignment(alignment(words))
+            figure.canvas.draw()
+            assert figure.axes[0].get_position().height * figure.get_figheight() > 1.2
+
+
+def test_autocast_is_the_encoders() -> None:
+    encoder = region_encoder()
+    entered = []
+
+    @contextlib.contextmanager
+    def noted():
+        entered.append(1)
+        yield
+
+    encoder.autocast = noted
+    aligner = Aligner(encoder)
+    with aligner.evaluating():
+        aligner.align("x", "a dog", aligner.see(item(Regions(RECORDS[0].regions.features))))
+    assert len(entered) == 2

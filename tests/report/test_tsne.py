@@ -1,0 +1,177 @@
+"""Points of concepts, what is measured of them, and the figure."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from coder_plugin import create_model
+from coder_plugin.backbones.tokenizers import build_vocabulary
+from coder_plugin.data.item import Item
+from coder_plugin.data.source import ItemSource
+from coder_plugin.errors import CoderError
+from coder_plugin.report import Aligner, Points, collect_points, frequent_words, measure_points, place_points, plot_tsne
+from coder_plugin.report import tsne as module
+from coder_plugin.training.encode import Encoder
+from tests.training import region_data
+
+RECORDS = list(region_data.records("dev"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sklearn():
+    pytest.importorskip("sklearn", reason='t-SNE needs scikit-learn: pip install "coder-plugin[report]"')
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    torch.manual_seed(0)
+    words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
+    options = {"region_dim": region_data.CHANNELS, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 12}
+    model = create_model("region-bigru", recipe="dcl", **options)
+    return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0)
+
+
+def source(count: int | None = None, *, broken: int = -1) -> ItemSource:
+    def load(number: int):
+        if number == broken:
+            raise OSError("gone")
+        return RECORDS[number].regions
+
+    chosen = RECORDS[:count]
+    return ItemSource([Item(r.name, r.captions, lambda n=n: load(n)) for n, r in enumerate(chosen)], name="made")
+
+
+def unit(rows: list[list[float]]) -> np.ndarray:
+    array = np.array(rows, np.float32)
+    return array / np.linalg.norm(array, axis=1, keepdims=True)
+
+
+def points(seed: int = 0, *, spread: float = 0.3, concepts: int = 3, each: int = 6, dim: int = 8) -> Points:
+    """Concepts around an axis each; the smaller the spread, the nearer."""
+    rng = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(concepts), each)
+    around = [unit(np.eye(dim)[labels] + spread * rng.standard_normal((len(labels), dim))) for _ in range(2)]
+    return Points(tuple("dog water snow grass".split()[:concepts]), labels, *around)
+
+
+def test_gap_by_hand() -> None:
+    """Own pairs do not count; regions of other concepts count against."""
+    east, north, north_east = [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]
+    words, regions = unit([east, east, north, north]), unit([east, north_east, north, north])
+    gaps = module.concept_gaps(Points(("a", "b"), np.array([0, 0, 1, 1]), words, regions))
+    half = math.sqrt(0.5)
+    assert gaps["a"] == pytest.approx((half + 1) / 2 - 0, abs=1e-6)
+    assert gaps["b"] == pytest.approx(1 - (0 + half) / 2, abs=1e-6)
+
+
+def test_numbers_tell_aligned_concepts() -> None:
+    near, far = measure_points(points(spread=0.1)), measure_points(points(spread=2.0))
+    assert near["gap"] > 0.8 > far["gap"] and near["silhouette"] > 0.8 > far["silhouette"]
+    assert near["counts"] == {"dog": 6, "water": 6, "snow": 6}
+    assert near["gap"] == pytest.approx(np.mean(list(near["gaps"].values())))
+    mixed = points(spread=0.1)  # words of one concept at the regions of the next: words alone are as tight as before
+    mixed = Points(mixed.concepts, mixed.labels, mixed.words, np.roll(mixed.regions, 6, axis=0))
+    assert measure_points(mixed)["gap"] < 0 > measure_points(mixed)["silhouette"]
+
+
+@pytest.mark.parametrize("labels", [[], [0, 0, 0], [0, 0, 1]])
+def test_too_few_to_compare(labels: list[int]) -> None:
+    vectors = np.ones((len(labels), 2))
+    with pytest.raises(CoderError, match="two"):
+        Points(("a", "b")[: len(set(labels))], np.array(labels, np.int64), vectors, vectors)
+
+
+def test_places_are_those_of_the_seed() -> None:
+    given = points()
+    first = place_points(given, seed=1)
+    assert first.shape == (36, 2) and np.isfinite(first).all()
+    np.testing.assert_array_equal(first, place_points(given, seed=1))
+
+
+def test_few_points_have_few_neighbours() -> None:
+    assert place_points(points(concepts=2, each=2)).shape == (8, 2)  # 30 neighbours would be an error
+
+
+def test_frequent_words() -> None:
+    captions = ["A dog and a dog run", "two dogs in the water", "the dog's water 3", "water"]
+    assert frequent_words(captions, 3) == ("water", "dog", "dogs")
+
+
+def test_collected_are_the_models_words_and_regions(encoder: Encoder) -> None:
+    found = collect_points(encoder, source(), ["dog", "cat", "man"], per_concept=3)
+    assert found.concepts == ("dog", "cat", "man") and found.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3
+    np.testing.assert_allclose(np.linalg.norm(found.words, axis=1), 1, atol=1e-5)
+    aligner = Aligner(encoder)
+    places = [(concept, n) for concept in found.concepts for n in _holders(concept)[:3]]
+    for row, (concept, number) in enumerate(places):
+        caption = next(each for each in RECORDS[number].captions if concept in each.split())
+        with aligner.evaluating():
+            seen, read = aligner.see(source()._items[number]), aligner.read(caption)
+            place = [word.text for word in read.words].index(concept)
+            region = aligner.compare(read, seen)[place].argmax()
+        np.testing.assert_allclose(found.words[row], torch.nn.functional.normalize(read.vectors[place], dim=0), atol=1e-5)
+        np.testing.assert_allclose(found.regions[row], torch.nn.functional.normalize(seen.regions[region], dim=0), atol=1e-5)
+
+
+def _holders(concept: str) -> list[int]:
+    return [n for n, record in enumerate(RECORDS) if concept in record.captions[0].split()]
+
+
+def test_images_that_cannot_be_read_are_passed_over(encoder: Encoder) -> None:
+    first = _holders("dog")[0]
+    whole = collect_points(encoder, source(), ["dog", "cat"], per_concept=99)
+    without = collect_points(encoder, source(broken=first), ["dog", "cat"], per_concept=99)
+    assert (whole.labels == 0).sum() == len(_holders("dog")) == (without.labels == 0).sum() + 1
+
+
+def test_rare_concepts_are_told_of(encoder: Encoder, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = collect_points(encoder, source(), ["dog", "zebra", "cat"], per_concept=3)
+    assert found.concepts == ("dog", "cat") and "zebra (0)" in caplog.text
+    with pytest.raises(CoderError, match="dog"):
+        collect_points(encoder, source(), ["dog", "zebra"])
+
+
+def test_models_side_by_side(tmp_path, monkeypatch) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(module, "new_figure", lambda *size, make=module.new_figure: kept.append(make(*size)) or kept[-1])
+    rows = {"before": points(spread=2.0), "after/$x": points(1, spread=0.1, concepts=2)}
+    measured = plot_tsne(rows, tmp_path / "tsne.png")
+    assert measured == {name: measure_points(each) for name, each in rows.items()}
+    [figure] = kept
+    for axes, (name, each) in zip(figure.axes, rows.items(), strict=True):
+        regions, words = axes.collections[::2], axes.collections[1::2]
+        assert len(words) == len(regions) == len(each.concepts)
+        shown = np.concatenate([part.get_offsets() for part in (*words, *regions)])
+        np.testing.assert_allclose(shown, place_points(each), atol=1e-5)  # concepts are in the order of the points
+        for word, region in zip(words, regions, strict=True):
+            np.testing.assert_array_equal(word.get_facecolors()[0], region.get_edgecolors()[0])
+        assert f"gap {measured[name]['gap']:.3f}" in axes.get_title()
+    colours = [part.get_facecolors()[0].tolist() for part in figure.axes[0].collections[1::2]]
+    assert colours[:2] == [part.get_facecolors()[0].tolist() for part in figure.axes[1].collections[1::2]] != [colours[0]] * 2
+    assert matplotlib and [text.get_text() for text in figure.legends[0].get_texts()] == ["dog", "water", "snow"]
+    with pytest.raises(CoderError, match="no model"):
+        plot_tsne({}, tmp_path / "none.png")
+
+
+def test_without_sklearn(tmp_path, monkeypatch) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *rest):
+        if name.split(".")[0] == "sklearn":
+            raise ImportError(name)
+        return imported(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(CoderError, match=r"scikit-learn.*coder-plugin\[report\]"):
+        place_points(points())
+    with pytest.raises(CoderError, match=r"coder-plugin\[report\]"):
+        plot_tsne({"a": points()}, tmp_path / "tsne.png")
+    assert not (tmp_path / "tsne.png").exists()

@@ -1,0 +1,128 @@
+"""SelfAlign's named recipes: each resolves on the model it names, and each says what its row of table IV says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from coder_plugin import create_loss, create_model, registry
+from coder_plugin.model import required_heads
+from coder_plugin.recipe import Recipe, parse_value
+from coder_plugin.training.config import TrainConfig
+from tests.backbones import test_region_text as regions
+from tests.backbones import tiny_bert
+
+NAMES = [plugin.name for plugin in registry.list_plugins("recipes") if plugin.name.startswith("selfalign")]
+ROWS = [f"selfalign/table4-{row}" for row in range(12)]
+LCA, CRA = {"alignment"}, {"contexts"}
+CAMERA = {"ids", "views"}
+
+
+def options(name: str) -> dict[str, dict[str, Any]]:
+    recipe = Recipe.parse(name)
+    return {term.name: dict(term.options) for term in recipe.terms} | {head: dict(given) for head, given in recipe.heads}
+
+
+def test_all_are_there():
+    others = ["camera", "camera-coco", "clip", "vsrn", "vsrn-coco"]
+    assert sorted(NAMES) == sorted(["selfalign", *(f"selfalign-{other}" for other in others), *ROWS])
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> str:
+    return tiny_bert.make(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_resolves_on_its_model_and_survives_its_file_form(name, bert, tiny_model):
+    recipe = Recipe.parse(name)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    training = dict(recipe.training)
+    config = TrainConfig(loss=name, train_data="x.tar", **({} if "model" in training else {"model": "ViT-B-32"})).resolved()
+    for option, value in training.items():
+        assert getattr(config, option) == value
+    torch.manual_seed(0)
+    if name == "selfalign-clip":
+        model = create_model(tiny_model, recipe=recipe)
+    else:
+        backbone = training.get("model", "region-bert")
+        given = dict(each.split("=") for each in training.get("model_kwargs", []))
+        more = {key: parse_value(value) for key, value in given.items()}
+        model = create_model(backbone, recipe=recipe, **{**regions.options(backbone, bert), **more})
+    assert tuple(model.coder.heads) == required_heads(recipe)
+    loss = create_loss(recipe, model=model)
+    if name == "selfalign-clip":
+        return
+    batch = regions.batch(model)
+    batch["text_tags"] = torch.ones_like(batch["text"])
+    losses = loss(**model.train()(**batch))
+    assert losses and all(torch.isfinite(value) for value in losses.values())
+
+
+@pytest.mark.parametrize(
+    ("row", "terms", "heads", "changed"),
+    [
+        (0, {"lca", "cra"}, CAMERA | LCA | CRA, {}),
+        (1, {"cra"}, CAMERA | CRA, {}),
+        (2, {"lca"}, CAMERA | LCA, {}),
+        (3, {"lca", "cra"}, CAMERA | LCA | CRA, {"lca": {"direction": "region_to_word"}}),
+        (4, {"lca", "cra"}, CAMERA | LCA | CRA, {"lca": {"direction": "dual"}}),
+        (5, {"lca", "cra"}, CAMERA | LCA | CRA, {"alignment": {"words": "noun+adj+verb"}}),
+        (6, {"lca", "cra"}, CAMERA | LCA | CRA, {"alignment": {"words": "noun"}}),
+        (7, {"lca", "cra"}, CAMERA | LCA | CRA, {"contexts": {"branches": "none"}}),
+        (8, {"lca", "cra"}, CAMERA | LCA | CRA, {"cra": {"ca_on": "none"}}),
+        (9, {"lca", "cra"}, CAMERA | LCA | CRA, {"contexts": {"branches": "image_global"}}),
+        (10, {"lca", "cra"}, CAMERA | LCA | CRA, {"contexts": {"branches": "text_global"}}),
+        (11, set(), CAMERA, {}),
+    ],
+)
+def test_a_row_differs_as_table_4_does(row, terms, heads, changed):
+    """#9 loses T-global/V-local, so that the image's global side alone is left; #10 mirrors it."""
+    recipe, full = Recipe.parse(ROWS[row]), options(ROWS[0])
+    assert {term.name for term in recipe.terms} == {"triplet", "view_diversity"} | terms
+    assert set(required_heads(recipe)) == heads
+    got = options(ROWS[row])
+    assert got.keys() >= changed.keys()
+    for name, given in got.items():
+        assert given == {**full.get(name, {}), **changed.get(name, {})}, name
+    assert recipe.training == Recipe.parse(ROWS[0]).training
+
+
+def test_what_the_paper_prints():
+    camera, coco = (dict(Recipe.parse(name).training) for name in ("selfalign-camera", "selfalign-camera-coco"))
+    vsrn, vsrn_coco = (dict(Recipe.parse(name).training) for name in ("selfalign-vsrn", "selfalign-vsrn-coco"))
+    for training in (camera, coco, vsrn, vsrn_coco):
+        assert (training["batch_size"], training["opt"], training["grad_clip_norm"]) == (128, "adam", 2.0)
+    drops = [(t["model"], t["lr"], t["epochs"], t["lr_step_epochs"]) for t in (camera, coco, vsrn, vsrn_coco)]
+    assert drops == [
+        ("region-bert-camera", 1e-4, 30, 10),
+        ("region-bert-camera", 1e-4, 40, 20),
+        ("region-bigru-vsrn", 2e-4, 30, 10),
+        ("region-bigru-vsrn", 2e-4, 30, 15),
+    ]
+    assert ("batch_norm=true" in vsrn["model_kwargs"]) and ("batch_norm=true" not in vsrn_coco["model_kwargs"])
+    assert "word_projection=true" in vsrn["model_kwargs"] and "word_projection=true" in vsrn_coco["model_kwargs"]
+    assert [(term.weight, term.name) for term in Recipe.parse("selfalign-camera").terms] == [
+        (1.0, "triplet"), (0.01, "view_diversity"), (1.0, "lca"), (1.0, "cra")
+    ]  # fmt: skip
+    assert [term.name for term in Recipe.parse("selfalign-vsrn").terms] == ["triplet", "caption", "lca", "cra"]
+    assert [term.name for term in Recipe.parse("selfalign-clip").terms] == ["clip", "lca", "cra"]
+    for name in ("selfalign-camera", "selfalign-vsrn"):  # triplets are summed, other terms means (METHODS 9)
+        assert options(name)["triplet"] == {"reduction": "sum"} and options(name)["cra"] == {"reduction": "sum"}
+
+
+def test_defaults_are_the_papers():
+    lca, cra = registry.load("losses", "lca")(), registry.load("losses", "cra")()
+    assert (lca.temperature, lca.assignment, lca.epsilon, lca.iterations) == (0.1, "sinkhorn", 0.05, 2)
+    assert (cra.temperature, cra.hard_negatives, cra.margin, cra.hardest, cra.ca_on) == (0.7, 512, 0.2, True, "context")
+
+
+@pytest.mark.parametrize("text", ["clip + selfalign", "dcl + 0.5*selfalign", "coder + selfalign"])
+def test_it_can_be_added_to_other_objectives(text):
+    recipe = Recipe.parse(text)
+    assert {"alignment", "contexts", "ids"} <= set(required_heads(recipe))
+    given = {term.name: term for term in recipe.terms}
+    assert given["lca"].weight == given["cra"].weight == (0.5 if "0.5" in text else 1.0)
+    assert dict(given["cra"].options)["ca_on"] == "combined"

@@ -80,6 +80,30 @@ def summed(local: Tensor) -> Tensor:
     return _Sum.apply(local) if local.requires_grad and torch.is_grad_enabled() else all_sum(local)
 
 
+class _Exchange(torch.autograd.Function):
+    """All-to-all along the batch; a gradient goes back the way its value came."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        return _exchange(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _exchange(gradient)
+
+
+def _exchange(local: Tensor) -> Tensor:
+    received = torch.empty_like(local, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, local.contiguous())
+    return received
+
+
+def exchange(local: Tensor) -> Tensor:
+    """Rows for each rank, [world * B, ...] in rank order, against what every rank has for this one, in rank order; B equal
+    on all ranks; differentiable."""
+    return local if world_size() == 1 else _Exchange.apply(local)
+
+
 def all_max(value: Tensor) -> Tensor:
     """Element-wise maximum over ranks, without a gradient."""
     value = value.detach()

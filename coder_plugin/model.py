@@ -76,9 +76,10 @@ class Coder(nn.Module):
         """The retrieval vectors of one side: instance feature and scoring heads' blocks, one after the other."""
         base = 1.0
         blocks: list[tuple[float, Tensor]] = []
-        scoring = [(head, *head.score_weights()) for head in self.heads.values() if head.scores]
+        scoring = [head for head in self.heads.values() if head.scores]
         # what is added comes after what is interpolated, in whichever order the recipe names them
-        for head, instead, own in sorted(scoring, key=lambda each: each[1] == 1):
+        for head in sorted(scoring, key=lambda head: head.adds_score):
+            instead, own = head.score_weights()
             if own > 0:
                 blocks = [(weight * instead, block) for weight, block in blocks]
                 base *= instead

@@ -18,8 +18,8 @@ INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
 #: normalisation, the regions' scores for an image's views, and a feature of the whole image. Each backbone has its own of
 #: these.
 INSIDE = frozenset(
-    "image_tokens image_mask image_locals image_contexts image_pooled image_views image_global "
-    "text_tokens text_mask text_locals text_contexts text_pooled".split()
+    "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled image_views image_global "
+    "text_tokens text_mask text_locals text_contexts text_context_mask text_pooled".split()
 )
 #: Made by heads from the backbone's own features alone, so a term that compares a head's features cannot use them.
 _KEYS = frozenset({"coder_image_keys", "coder_text_keys", "coder_noised_features", "coder_positive_features"})

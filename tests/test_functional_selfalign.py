@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional import alignment, balance, correspondence, cra, directed_lca, lca, prototype_scores
+from coder_plugin.functional import context, correspondence, cra, directed_lca, lca, prototype_scores, sinkhorn_bias
 from tests.references import selfalign as reference
 from tests.test_functional_coder import vectors
 
@@ -155,30 +155,30 @@ def test_sinkhorns_marginals(extreme):
         scores, scores[..., 2] = scores.sign(), -1.0
         scores = scores.float()
     mask = torch.arange(6) < torch.tensor([6, 1, 3, 4])[:, None]
-    bias = balance(scores, mask, epsilon=0.03 if extreme else 0.2, iterations=3000)
+    bias = sinkhorn_bias(scores, mask, epsilon=0.03 if extreme else 0.2, iterations=3000)
     assert torch.isfinite(bias).all()
     assigned = (scores / (0.03 if extreme else 0.2) + bias).softmax(-1)[mask]
     torch.testing.assert_close(assigned.sum(1), torch.ones_like(assigned[:, 0]))
     if not extreme:
         torch.testing.assert_close(assigned.sum(0), torch.full((K,), 14 / K, dtype=torch.float64), rtol=1e-3, atol=0)
-    few = (scores / 0.2 + balance(scores, mask, epsilon=0.2, iterations=2)).softmax(-1)[mask]
+    few = (scores / 0.2 + sinkhorn_bias(scores, mask, epsilon=0.2, iterations=2)).softmax(-1)[mask]
     none = (scores / 0.2).softmax(-1)[mask]
     assert (few.sum(0) - 14 / K).abs().max() < (none.sum(0) - 14 / K).abs().max()
 
 
 def test_balance_is_of_the_whole_batch_however_it_is_parted():
     scores, mask = rows(4, 6, K).tanh(), torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) < 0.7
-    wanted = balance(scores, mask, iterations=3)
+    wanted = sinkhorn_bias(scores, mask, iterations=3)
     seen: list[Tensor] = []
 
     def total(part: Tensor) -> Tensor:  # as another rank with the same features would add
         seen.append(part)
         return 2 * part
 
-    got = balance(scores, mask, iterations=3, total=total)
+    got = sinkhorn_bias(scores, mask, iterations=3, total=total)
     assert len(seen) == 3 and all(part.shape == (K,) for part in seen)
     torch.testing.assert_close(got.softmax(0), wanted.softmax(0))  # a constant for all prototypes is no difference
-    flat = balance(scores.flatten(0, 1), mask.flatten(), iterations=3)
+    flat = sinkhorn_bias(scores.flatten(0, 1), mask.flatten(), iterations=3)
     torch.testing.assert_close(flat, wanted)
 
 
@@ -192,7 +192,7 @@ def test_gradient_of_lca(assignment):
     words, prototypes = words.requires_grad_(), prototypes.requires_grad_()
     matched = correspondence(words, word_mask, regions, region_mask).argmax(2)
     targets = prototype_scores(regions, prototypes).detach()
-    bias = balance(targets, region_mask) if assignment == "sinkhorn" else None
+    bias = sinkhorn_bias(targets, region_mask) if assignment == "sinkhorn" else None
 
     def loss(words: Tensor, prototypes: Tensor) -> Tensor:
         return directed_lca(prototype_scores(words, prototypes), word_mask, targets, matched, bias, temperature=0.1)
@@ -307,7 +307,8 @@ def test_tiles_are_one_tile(monkeypatch, tile, count):
         return [value, *torch.autograd.grad(value, leaves)]
 
     wanted = run()
-    monkeypatch.setattr(alignment, "_TILE", tile)
+    monkeypatch.setattr(context, "_TILE", tile)
+    monkeypatch.setattr(context, "_ROWS", 1)
     for got, each in zip(run(), wanted, strict=True):
         same(got, each.detach())
 
@@ -342,7 +343,7 @@ def test_half_precision_is_raised(dtype):
         assert got.dtype == torch.float32
         assert got.item() == pytest.approx(lca(*cast(pairs(), torch.float64), assignment=how).item(), rel=1e-5)
     scores, mask = rows(4, 6, K).tanh().to(dtype), torch.ones(4, 6, dtype=torch.bool)
-    torch.testing.assert_close(balance(scores, mask), balance(scores.float(), mask))
+    torch.testing.assert_close(sinkhorn_bias(scores, mask), sinkhorn_bias(scores.float(), mask))
     got = cra(*cast(contexts(), dtype), hard_negatives=4)
     assert got.dtype == torch.float32
     assert got.item() == pytest.approx(cra(*cast(contexts(), torch.float64), hard_negatives=4).item(), rel=1e-5)

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.words import Words
-from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import Widths
 from coder_plugin.heads.norm import statistics_of
 
@@ -150,8 +148,3 @@ def words_of(model: Backbone) -> Words:
 
 #: What leaves a backbone.
 RETURNED = frozenset({"image_features", "text_features", "logit_scale"})
-
-
-def unit(features: Tensor) -> Tensor:
-    """L2-normalised over the last dimension, in float32 or better, also under autocast."""
-    return F.normalize(raise_precision(features), dim=-1)

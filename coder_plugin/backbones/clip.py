@@ -29,7 +29,8 @@ from coder_plugin.heads.base import Widths
 CONFIGS = Path(__file__).parent / "model_configs"
 #: What of ``resolver.INSIDE`` open_clip's towers give.
 INSIDE = frozenset(
-    "image_tokens image_mask image_locals image_contexts image_pooled text_tokens text_mask text_locals text_contexts".split()
+    "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled "
+    "text_tokens text_mask text_locals text_contexts text_context_mask".split()
 )
 #: Keys whose last dimension heads are told.
 _MEASURED = [f"{side}_{stage}" for side in ("image", "text") for stage in ("tokens", "locals", "contexts")]

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.backbones.base import CONFIG, Backbone, unit
+from coder_plugin.backbones.base import CONFIG, Backbone
 from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText, TextEncoder, TextPooling, load_transformer
 from coder_plugin.backbones.tokenizers import (
@@ -29,6 +29,8 @@ from coder_plugin.backbones.tokenizers import (
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.sets import without_start
+from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import Widths
 
 #: Where :meth:`RegionText.save_config` puts a BERT's configuration and tokenizer.
@@ -104,8 +106,8 @@ class RegionText(Backbone):
     """
 
     inside = frozenset(
-        "image_locals image_tokens image_contexts image_mask image_pooled "
-        "text_locals text_tokens text_contexts text_mask text_pooled".split()
+        "image_locals image_tokens image_contexts image_mask image_context_mask image_pooled "
+        "text_locals text_tokens text_contexts text_mask text_context_mask text_pooled".split()
     )
 
     def __init__(self, options: Options, *, name: str, cache_dir: str | None = None) -> None:
@@ -166,10 +168,12 @@ class RegionText(Backbone):
                     "without"
                 )
             more["image_global"] = image["global"]
-        return {**_keys("image", found), **more}
+        return {**_keys("image", found), "image_context_mask": found.mask, **more}
 
     def text_side(self, text: Tensor) -> dict[str, Tensor]:
-        return _keys("text", self.text(text))
+        keys = _keys("text", self.text(text))
+        mask = keys["text_mask"]
+        return {**keys, "text_context_mask": without_start(mask) if self.text.reads_forward else mask}
 
     def text_mask(self, text: Tensor) -> Tensor:
         return self.text.mask(text)

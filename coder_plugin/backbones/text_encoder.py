@@ -43,6 +43,11 @@ class TextEncoder(nn.Module):
         [B, D] where there is one."""
         raise NotImplementedError
 
+    @property
+    def reads_forward(self) -> bool:
+        """Whether a word's state knows nothing of what follows: a text's start then is the same in every text."""
+        return False
+
     def word_embedding(self) -> nn.Module:
         """The layer that looks words up."""
         raise NotImplementedError
@@ -132,6 +137,10 @@ class BiGRUText(TextEncoder):
         self.project = nn.Linear(word_dim, embed_dim) if word_projection else None
         width = embed_dim if word_projection else word_dim
         self.rnn = nn.GRU(width, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
+
+    @property
+    def reads_forward(self) -> bool:
+        return not self.rnn.bidirectional
 
     def word_embedding(self) -> nn.Module:
         return self.embed

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones.joint import Cells, Joint, last_norm, pools_tokens, to_joint_image, to_joint_text
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.sets import without_start
 
 Pick = Callable[[Any], Tensor]
 #: What aggregators read of a model.
@@ -50,6 +51,8 @@ class TokenTaps:
         for side in ("image", "text"):
             if f"{side}_mask" in reads and not self.reads & _tokens(side):
                 self.reads.add(f"{side}_tokens")
+            if f"{side}_context_mask" in reads and not self.reads & _in_context(side):
+                self.reads.add(f"{side}_contexts")
         # What was caught, and what is to be taken of it: inside a reentrant checkpoint it could not be with its graph.
         self._caught: dict[str, tuple[Any, Pick]] | None = None  # None: not listening
         self._joint: dict[str, Joint | None] = {}
@@ -71,8 +74,9 @@ class TokenTaps:
         ``image_tokens`` [B, L, C] and ``text_tokens`` [B, T, C], of the last layer; ``image_locals`` and ``text_locals``
         before the context blocks, ``image_contexts`` and ``text_contexts`` after them, both [B, L or T, D] in the joint space,
         as the tower would project a feature pooled from that token alone (backbones/joint.py), or [B, L or T, C] of a tower
-        without such a way; ``image_mask`` and ``text_mask``, bool, True where valid; ``image_pooled`` [B, D], the image's
-        feature. None of them is normalised to unit length.
+        without such a way; ``image_mask`` and ``text_mask``, bool, True where valid, and ``*_context_mask`` of locals and
+        contexts, which leaves out the start of a text that is read forward: it is the same in every text; ``image_pooled``
+        [B, D], the image's feature. None of them is normalised to unit length.
         """
         caught, self._caught = self._caught or {}, None
         if text is None:
@@ -92,6 +96,9 @@ class TokenTaps:
             found = [out[key] for key in sorted(_tokens(side)) if key in out]
             if found:
                 out[f"{side}_mask"] = self._mask(side, found, text)
+            if out.keys() & _in_context(side):
+                forward = side == "text" and self._reads_forward
+                out[f"{side}_context_mask"] = without_start(out[f"{side}_mask"]) if forward else out[f"{side}_mask"]
         return out
 
     def _mask(self, side: str, found: list[Tensor], text: Tensor | None) -> Tensor:
@@ -190,6 +197,7 @@ class TokenTaps:
         from open_clip.hf_model import HFTextEncoder
 
         self._text_mask = text_mask_of(model)
+        self._reads_forward = getattr(getattr(model, "text", model), "attn_mask", None) is not None
         in_context = bool(self.reads & _in_context("text"))
         text = getattr(model, "text", model)  # open_clip's CLIP holds the parts of its text tower itself
         if isinstance(text, HFTextEncoder):
@@ -252,7 +260,7 @@ class _TimmTap:
     def forward(self, x: Tensor) -> Tensor:
         taps = self._coder_taps
         caught = taps._caught
-        if caught is None:
+        if caught is None or not taps.reads & _tokens("image"):
             return super().forward(x)  # type: ignore[misc]
         dropout = getattr(self.trunk, "patch_drop", None)
         final, maps = self.trunk.forward_intermediates(

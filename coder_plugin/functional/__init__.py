@@ -7,20 +7,16 @@ product is a cosine; only :func:`concept_embedding` normalises, as its equation 
 
 from coder_plugin.functional.alignment import (
     Assignment,
-    balance,
-    check_cra_options,
     check_lca_options,
     correspondence,
-    cra,
-    directed_cra,
     directed_lca,
-    hardest,
     lca,
     prototype_scores,
-    unit_context,
+    sinkhorn_bias,
 )
 from coder_plugin.functional.asymmetry import ascl, check_temperature, directed_ascl
 from coder_plugin.functional.concepts import concept_embedding, concept_graph, pgc, pgc_of_logits
+from coder_plugin.functional.context import check_cra_options, cra, directed_cra, hardest_locals, unit_context
 from coder_plugin.functional.contrast import (
     DiversityOver,
     Reverse,
@@ -31,7 +27,7 @@ from coder_plugin.functional.contrast import (
     m_dcl,
 )
 from coder_plugin.functional.hinge import directed_triplet, triplet
-from coder_plugin.functional.similarity import cosine, different_images
+from coder_plugin.functional.similarity import cosine, different_images, unit
 from coder_plugin.functional.weights import Diversity, diversity, spread, spread_of_variance
 
 __all__ = [
@@ -40,7 +36,6 @@ __all__ = [
     "DiversityOver",
     "Reverse",
     "ascl",
-    "balance",
     "check_cra_options",
     "check_dcl_options",
     "check_lca_options",
@@ -59,14 +54,16 @@ __all__ = [
     "directed_lca",
     "directed_triplet",
     "diversity",
-    "hardest",
+    "hardest_locals",
     "lca",
     "m_dcl",
     "pgc",
     "pgc_of_logits",
     "prototype_scores",
+    "sinkhorn_bias",
     "spread",
     "spread_of_variance",
     "triplet",
+    "unit",
     "unit_context",
 ]

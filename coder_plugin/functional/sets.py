@@ -8,13 +8,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.functional.similarity import raise_precision, unit
+
+
+def check_mask(name: str, mask: Tensor, tokens: Tensor) -> None:
+    if mask.dtype != torch.bool or tokens.ndim != 3 or mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"{name} must be a bool tensor with the first two dimensions of its features {tuple(tokens.shape)}, got "
+            f"{mask.dtype} {tuple(mask.shape)}"
+        )
+
+
+def unit_tokens(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Each position of length one in float32 or better, and zero at padding, which may hold anything."""
+    return unit(torch.where(mask[..., None], tokens, 0))
 
 
 def unit_channels(tokens: Tensor, mask: Tensor) -> Tensor:
     """Each channel divided by its norm over the set's valid positions, as VSRN's and CAMERA's released codes do it."""
     rows = torch.where(mask[..., None], tokens, 0)
     return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
+
+
+def without_start(mask: Tensor) -> Tensor:
+    """A text's mask [B, T] less its first position, where it has another one."""
+    alone = mask.sum(1, keepdim=True) < 2
+    return mask & (alone | (torch.arange(mask.shape[1], device=mask.device) > 0))
 
 
 def lengths(mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,3 +42,8 @@ def check_rows(similarity: Tensor, negatives: Tensor) -> None:
 
 def raise_precision(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def unit(features: Tensor) -> Tensor:
+    """L2-normalised over the last dimension, in float32 or better, also under autocast."""
+    return F.normalize(raise_precision(features), dim=-1)

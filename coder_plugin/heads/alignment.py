@@ -24,7 +24,7 @@ class Alignment(Head):
     ``coder_word_scores`` [B, T, K] and ``coder_region_scores`` [B, L, K], float32 or better; ``coder_word_regions`` int64
     [B, T], each word's most similar region, and ``coder_region_words`` [B, L], each region's most similar word;
     ``coder_word_mask`` [B, T], True at the words that count, and ``coder_region_mask`` [B, L]. A text's start and end
-    count as words, as in the authors' code.
+    count as words, as in the authors' code, but for the start of a text that is read forward: it is the same in all.
 
     The K prototypes are of unit length and all that the head learns: words and regions are compared in the space that the
     backbone gives them before its context stage.
@@ -32,11 +32,11 @@ class Alignment(Head):
     Args:
         prototypes: K.
         words: ``all``, or the classes of the ablation: ``noun``, or ``noun+adj+verb``; they take tagged captions.
-        freeze_steps: the prototypes stay as they are for so many optimizer steps; ``epoch``: for the first epoch, as in the
-            authors' code for CAMERA (a trainer says how many steps that is).
+        freeze_steps: the prototypes keep their directions for so many optimizer steps; ``epoch``: for the first epoch, as in
+            the authors' code for CAMERA (a trainer says how many steps that is).
     """
 
-    requires = ("image_locals", "image_mask", "text_locals", "text_mask", "text")
+    requires = ("image_locals", "image_context_mask", "text_locals", "text_context_mask", "text")
     uses = ("text_tags",)
     provides = (
         "coder_word_scores",
@@ -76,29 +76,29 @@ class Alignment(Head):
     def forward(
         self,
         image_locals: Tensor,
-        image_mask: Tensor,
+        image_context_mask: Tensor,
         text_locals: Tensor,
-        text_mask: Tensor,
+        text_context_mask: Tensor,
         text: Tensor,
         text_tags: Tensor | None = None,
     ) -> dict[str, Tensor]:
         length = text.shape[1]  # towers cut padding, each batch its own
-        counted = self._counted(text_mask, text_tags)
+        counted = self._counted(text_context_mask, text_tags)
         with torch.no_grad():
-            alike = correspondence(text_locals, counted, image_locals, image_mask)
+            alike = correspondence(text_locals, counted, image_locals, image_context_mask)
         prototypes = self._entered()
         # the assignment gets no gradient: regions' scores need one where regions predict
         with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.read):
-            regions = prototype_scores(image_locals, prototypes, image_mask)
+            regions = prototype_scores(image_locals, prototypes, image_context_mask)
         # of a caption's words alone: most places of a text are padding
         row, column = counted.nonzero(as_tuple=True)
         words = prototype_scores(text_locals[row, column], prototypes)
         return {
-            "coder_word_scores": words.new_zeros(len(text), length, len(prototypes)).index_put((row, column), words),
+            "coder_word_scores": words.new_zeros(len(text), length, len(prototypes)).index_put_((row, column), words),
             "coder_word_mask": _padded(counted, length),
             "coder_word_regions": _padded(alike.argmax(2), length),
             "coder_region_scores": regions,
-            "coder_region_mask": image_mask,
+            "coder_region_mask": image_context_mask,
             "coder_region_words": alike.argmax(1),
         }
 

@@ -50,6 +50,8 @@ class Head(nn.Module):
     pair: ClassVar[tuple[str, str] | None] = None
     #: Whether it takes part in the score: then it has the ``score_weights`` and the blocks, from the backbone's keys alone.
     scores: ClassVar[bool] = False
+    #: Whether its part of the score is added to that of all others, which it leaves as they are.
+    adds_score: ClassVar[bool] = False
     #: Whether it wants texts encoded beside the captions: then it has ``further_texts`` and ``positives`` (heads/asymmetry.py).
     adds_texts: ClassVar[bool] = False
     #: Whether its outputs are of all pairs of a batch, so that the batches of an accumulated step cannot be run one by one.

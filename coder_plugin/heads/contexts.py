@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.functional.sets import mean
-from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.heads.norm import MaskedBatchNorm
 
@@ -51,7 +51,7 @@ class Contexts(Head):
     With the mean v_g and t_g of the local context features v_i and t_i, the guides t_s, v_s and their fusions t_f, v_f
     (:class:`Guide`), and the locals ``v*_i = ReLU(BN(v_i))``, ``t*_i`` with means v*_g, t*_g:
     ``S_c = (cos(t_f, v*_g) + cos(v_f, t*_g)) / 2`` (eq. 10). ``coder_image_contexts`` and ``coder_text_contexts`` [B, 2 D],
-    or [B, D] of one branch or none, are vectors of unit length whose inner product it is. Scores as ``S_b + weight * S_c``
+    or [B, D] of one branch or none, are the vectors whose inner product it is. Scores as ``S_b + weight * S_c``
     (eq. 14), as one vector: retrieval pays for their dimension alone.
 
     Besides, for the term ``cra``: ``coder_text_guide`` [B, D] with ``coder_image_locals`` [B, L, D] and their mask, of the
@@ -60,13 +60,13 @@ class Contexts(Head):
     Statistics of the BatchNorms are those of all ranks and never of padding.
 
     Args:
-        branches: ``both``; ``text_global`` or ``image_global`` alone, with the projection, fusion and half of the score that
-            belong to it (S_c is then that one cosine); ``none``: ``S_c = cos(v_g, t_g)``, and nothing to learn.
+        branches: ``both``; ``text_global`` or ``image_global`` alone, with the projection, fusion and half of eq. 10 that
+            belong to it; ``none``: ``S_c = cos(v_g, t_g)``, and nothing to learn.
         gate: of the fusion, see :class:`Guide`.
         weight: of S_c in the score; 0 leaves the context block out.
     """
 
-    requires = ("image_contexts", "image_mask", "text_contexts", "text_mask", "text")
+    requires = ("image_contexts", "image_context_mask", "text_contexts", "text_context_mask", "text")
     provides = (
         "coder_image_contexts",
         "coder_text_contexts",
@@ -79,6 +79,7 @@ class Contexts(Head):
     )
     pair = ("coder_image_contexts", "coder_text_contexts")
     scores = True
+    adds_score = True
 
     def __init__(
         self, widths: Widths, *, branches: Branches = "both", gate: Gate = "linear", weight: float = 1.0
@@ -100,17 +101,17 @@ class Contexts(Head):
         self.norms = nn.ModuleDict({_other(side): MaskedBatchNorm(dim, across_ranks=True) for side in guided})
 
     def forward(
-        self, image_contexts: Tensor, image_mask: Tensor, text_contexts: Tensor, text_mask: Tensor, text: Tensor
+        self, image_contexts: Tensor, image_context_mask: Tensor, text_contexts: Tensor, text_context_mask: Tensor, text: Tensor
     ) -> dict[str, Tensor]:
         out = {}
-        given = {"image": (image_contexts, image_mask), "text": (text_contexts, text_mask)}
+        given = {"image": (image_contexts, image_context_mask), "text": (text_contexts, text_context_mask)}
         for side, (contexts, mask) in given.items():
             guide, locals_, block = self._side(side, contexts, mask)
             out[f"coder_{side}_contexts"] = block
             if guide is not None:
                 out[f"coder_{side}_guide"] = guide
             if locals_ is not None:
-                length = (text if side == "text" else image_mask).shape[1]  # towers cut padding, each batch its own
+                length = (text if side == "text" else image_context_mask).shape[1]  # towers cut padding, each batch its own
                 out[f"coder_{side}_locals"] = F.pad(locals_, (0, 0, 0, length - locals_.shape[1]))
                 out[f"coder_{side}_locals_mask"] = F.pad(mask, (0, length - mask.shape[1]))
         return out
@@ -128,23 +129,23 @@ class Contexts(Head):
             self.weight = kept
 
     def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._side("image", known["image_contexts"], known["image_mask"])[2]
+        return self._side("image", known["image_contexts"], known["image_context_mask"])[2]
 
     def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._side("text", known["text_contexts"], known["text_mask"])[2]
+        return self._side("text", known["text_contexts"], known["text_context_mask"])[2]
 
     @torch.no_grad()
     def maps(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """How relevant each local feature is to the other side's context (the paper's figure 4e): cosines of a pair's text
         guide and regions, ``image`` [B, L], and of its image guide and words, ``text`` [B, T]; -inf at padding. A branch
         that is not there gives none."""
-        sides = {side: self._side(side, known[f"{side}_contexts"], known[f"{side}_mask"]) for side in _SIDES}
+        sides = {side: self._side(side, known[f"{side}_contexts"], known[f"{side}_context_mask"]) for side in _SIDES}
         out = {}
         for side, (_, locals_, _) in sides.items():
             guide = sides[_other(side)][0]
             if guide is not None and locals_ is not None:
-                cosines = (_unit(locals_) * _unit(guide)[:, None]).sum(-1)
-                out[side] = cosines.masked_fill(~known[f"{side}_mask"], -torch.inf)
+                cosines = (unit(locals_) * unit(guide)[:, None]).sum(-1)
+                out[side] = cosines.masked_fill(~known[f"{side}_context_mask"], -torch.inf)
         return out
 
     def _side(self, side: str, contexts: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -160,13 +161,10 @@ class Contexts(Head):
             blocks.append(mean(locals_, mask))
         # [v*_g ; v_f] against [t_f ; t*_g]: a branch has the same place on both sides
         blocks = blocks[::-1] if side == "image" else blocks
-        blocks = blocks or [context]
-        return guide, locals_, torch.cat([_unit(block) for block in blocks], -1) / len(blocks) ** 0.5
+        if not blocks:
+            return None, None, unit(context)
+        return guide, locals_, torch.cat([unit(block) for block in blocks], -1) / 2**0.5  # eq. 10, of one branch too
 
 
 def _other(side: str) -> str:
     return "text" if side == "image" else "image"
-
-
-def _unit(features: Tensor) -> Tensor:
-    return F.normalize(raise_precision(features), dim=-1)

@@ -41,8 +41,9 @@ class MaskedBatchNorm(nn.BatchNorm1d):
             values, valid = raise_precision(input), mask[..., None]
             over = tuple(range(values.ndim - 1))
             total = distributed.summed if self.across_ranks else _own
-            count = total(mask[: self.rows].sum())
-            mean = total(values[: self.rows].sum(over)) / count
+            sums, count = values[: self.rows].sum(over), mask[: self.rows].sum().to(values.dtype)
+            *_, count = whole = total(torch.cat([sums, count[None]]))
+            mean = whole[:-1] / count
             centred = torch.where(valid, values - mean, 0)
             variance = total(centred[: self.rows].square().sum(over)) / count
             if self.track_running_stats:

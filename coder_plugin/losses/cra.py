@@ -5,24 +5,29 @@ Shapes: B pairs of this rank, N of all ranks, L local features, D joint dimensio
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.functional import check_cra_options, directed_cra, hardest, unit_context
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import check_cra_options, directed_cra, hardest_locals, unit_context
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.pairs import compare, global_batch
 from coder_plugin.losses.triplet import hinge
+
+if TYPE_CHECKING:
+    from coder_plugin.heads.base import Head
 
 
 class CRA(Term):
     """``L_CRA = L_cs + L_ca``: shared context enhancement and shared context alignment, as ``contrast_loss`` and
     ``triplet_loss``.
 
-    L_cs is :func:`coder_plugin.functional.cra` of both branches of the head ``contexts``, its mean; without branches there is
-    none. The N hardest local features are those of all ranks, found by each rank among its own first: no rank holds the
+    L_cs is half of :func:`coder_plugin.functional.cra` of each branch that the head ``contexts`` has; without branches there
+    is none. The N hardest local features are those of all ranks, found by each rank among its own first: no rank holds the
     locals of another, nor the similarities of all pairs.
 
     L_ca is the hinge loss of the context-level score S_c with the hardest negatives.
@@ -31,7 +36,7 @@ class CRA(Term):
         temperature: tau_2. hard_negatives: N.
         margin, hardest, reduction: of the hinge, as in ``triplet``.
         ca_on: ``context``, S_c as printed; ``combined``, one hinge on the score S_b + S_c, as in the authors' code, where it is
-            the base's loss as well; ``none``: no L_ca.
+            the base's loss as well (S_b is the backbone's own: a concept level is left out); ``none``: no L_ca.
         mask_same_image: pairs and locals of one image are not each other's negatives.
     """
 
@@ -57,6 +62,8 @@ class CRA(Term):
         self.temperature, self.hard_negatives = temperature, hard_negatives
         self.margin, self.hardest, self.reduction = margin, hardest, reduction
         self.ca_on, self.mask_same_image = ca_on, mask_same_image
+        #: Of S_c in the score that retrieval uses.
+        self.score_weight = 1.0
         self.requires = ("coder_image_contexts", "coder_text_contexts")
         if ca_on == "combined":
             self.requires += ("image_features", "text_features")
@@ -69,6 +76,11 @@ class CRA(Term):
             "coder_text_locals",
             "coder_text_locals_mask",
         )
+
+    def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
+        head = super().bind(heads, local_loss=local_loss).provider("coder_image_contexts")
+        self.score_weight = head.score_weights()[1] if head.scores else 0.0
+        return self
 
     def forward(
         self,
@@ -97,13 +109,13 @@ class CRA(Term):
             if guide is not None and locals_ is not None and mask is not None
         ]
         if contrasts:
-            losses["contrast_loss"] = sum(contrasts[1:], contrasts[0]) / len(contrasts)
+            losses["contrast_loss"] = sum(contrasts[1:], contrasts[0]) / 2  # eq. 8, of one branch too
         if self.ca_on != "none":
             losses["triplet_loss"] = self._triplet(
                 coder_image_contexts, coder_text_contexts, ids, image_features, text_features
             )
         if not losses:
-            raise ValueError("cra(ca_on=none) with contexts.branches=none leaves nothing to learn: leave cra out")
+            raise CoderError("cra(ca_on=none) with contexts.branches=none leaves nothing to learn: leave cra out")
         return losses
 
     def _contrast(self, guide: Tensor, locals_: Tensor, mask: Tensor, ids: Tensor | None) -> Tensor:
@@ -111,7 +123,7 @@ class CRA(Term):
         batch, world, rank = len(guide), distributed.world_size(), distributed.rank()
         own = torch.arange(rank * batch, (rank + 1) * batch, device=guide.device) if ids is None else ids
         guide, locals_ = unit_context(guide, locals_, mask)
-        found = hardest(
+        found = hardest_locals(
             distributed.gather(guide),
             distributed.gather(own),
             locals_,
@@ -119,18 +131,12 @@ class CRA(Term):
             own,
             temperature=self.temperature,
             count=self.hard_negatives,
-        )  # [N, k] of this rank's locals
+        )  # [N, k], every rank's guides with this rank's locals
         if world > 1:
-            # every rank's best for this rank's guides
-            of_all = distributed.gather(found).unflatten(0, (world, -1))[:, rank * batch : (rank + 1) * batch]
+            of_all = distributed.exchange(found).unflatten(0, (world, -1))  # this rank's guides with every rank's locals
             found = of_all.transpose(0, 1).flatten(1)
             found = found.topk(min(self.hard_negatives, found.shape[1]), dim=1, sorted=False).values
         return directed_cra(guide, locals_, mask, found.logsumexp(1), temperature=self.temperature)
-
-    def _score_weight(self) -> float:
-        """Of S_c in the score that retrieval uses."""
-        own = (head for head in self.heads.values() if "coder_image_contexts" in head.provides)
-        return next((head.score_weights()[1] for head in own if head.scores), 1.0)
 
     def _triplet(
         self,
@@ -144,7 +150,7 @@ class CRA(Term):
         pairs = compare(batch)
         if image_features is not None and text_features is not None:
             base = compare(global_batch(image_features, text_features, ids, local_loss=self.local_loss))
-            pairs = base.plus(pairs, self._score_weight())
+            pairs = base.plus(pairs, self.score_weight)
         return hinge(
             pairs, margin=self.margin, hardest=self.hardest, reduction=self.reduction, local_loss=self.local_loss
         )

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.functional import Assignment, balance, check_lca_options, directed_lca
+from coder_plugin.functional import Assignment, check_lca_options, directed_lca, sinkhorn_bias
 from coder_plugin.losses.base import Term
 
 Direction = Literal["word_to_region", "region_to_word", "dual"]
@@ -72,7 +72,7 @@ class LCA(Term):
     def _directed(self, scores: Tensor, mask: Tensor, targets: Tensor, target_mask: Tensor, matched: Tensor) -> Tensor:
         bias = None
         if self.assignment == "sinkhorn":
-            bias = balance(
+            bias = sinkhorn_bias(
                 targets, target_mask, epsilon=self.epsilon, iterations=self.iterations, total=distributed.all_sum
             )
         return directed_lca(

@@ -46,7 +46,7 @@ def asked(arguments: Any) -> Asked | None:
         if flags := [flag for flag, name in given.items() if getattr(arguments, name, None) is not None]:
             raise CoderError(f"{' and '.join(flags)}: of the pictures that --pictures FOLDER asks for")
         return None
-    if arguments.beta or getattr(arguments, "context_weight", None):
+    if arguments.beta or arguments.context_weight:
         raise CoderError("--pictures are of a model as it was trained: leave out --beta and --context-weight")
     count = 8 if arguments.pictures_count is None else arguments.pictures_count
     if count < 1:

@@ -121,6 +121,7 @@ class TrainConfig:
     lr_step_epochs: int = _flag(None, "optimisation", "epochs between the drops of --lr-scheduler step [15]")
     lr_step_gamma: float = _flag(None, "optimisation", "factor of each drop [0.1]")
     layer_decay: float = _flag(1.0, "optimisation", "learning-rate factor per layer towards the towers' inputs")
+    heads_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the recipe's heads [1; selfalign-clip: 100]")
     text_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the text tower's encoder [1; region-bert: 0.1]")
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the gradient's norm")
     ema_decay: float | None = _flag(None, "optimisation", "evaluate and export an average of the weights with this decay")
@@ -187,8 +188,9 @@ class TrainConfig:
                 raise CoderError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not self.lr > 0:  # type: ignore[operator]
             raise CoderError(f"--lr must be > 0, got {self.lr}")
-        if not self.text_lr_scale >= 0:
-            raise CoderError(f"--text-lr-scale must be >= 0, got {self.text_lr_scale}")
+        for name in ("text_lr_scale", "heads_lr_scale"):
+            if not getattr(self, name) >= 0:
+                raise CoderError(f"--{name.replace('_', '-')} must be >= 0, got {getattr(self, name)}")
         if self.warmup_epochs is not None and not self.warmup_epochs >= 0:
             raise CoderError(f"--warmup-epochs must be >= 0, got {self.warmup_epochs}")
         if self.warmup is not None and self.warmup_epochs is not None:
@@ -234,6 +236,7 @@ DEFAULTS = {
     "region_dropout": 0.0,
     "word_dropout": 0.0,
     "text_lr_scale": 1.0,
+    "heads_lr_scale": 1.0,
 }
 SCENES_DEFAULTS = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
 

@@ -119,7 +119,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     model's are under ``analyses`` and written there with their figures; with ``--pictures FOLDER``, those of words and regions
     are written there, and what t-SNE's points measure is under ``concept_words``."""
     runs = list(dict.fromkeys(arguments.run_folder)) or [None]
-    weights = {"--beta": arguments.beta, "--context-weight": getattr(arguments, "context_weight", None)}
+    weights = {"--beta": arguments.beta, "--context-weight": arguments.context_weight}
     weights = {flag: given for flag, given in weights.items() if given}
     flags = " and ".join(weights)
     if len(runs) > 1 and weights:

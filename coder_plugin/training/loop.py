@@ -48,7 +48,7 @@ SKIPS = 25
 #: What a resumed run must share with its checkpoint: the optimizer's state belongs to these.
 FIXED = (
     "model opt lr wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
-    "lock_text lock_text_unlocked_layers aggregator context_blocks model_kwargs text_lr_scale"
+    "lock_text lock_text_unlocked_layers aggregator context_blocks model_kwargs text_lr_scale heads_lr_scale"
 ).split()
 
 
@@ -476,10 +476,12 @@ class Trainer:
 
 
 def comparable(recipe: Recipe) -> Recipe:
-    """Without the vocabulary's path: the file may have moved, and what it holds is compared itself."""
+    """Without what may differ: the vocabulary's path, for the file may have moved, and what it holds is compared itself; and
+    for how many steps prototypes are frozen, an epoch's, which depends on the number of ranks."""
     heads = dict(recipe.heads)
-    if "concepts" in heads:
-        heads["concepts"] = tuple(option for option in heads["concepts"] if option[0] != "vocabulary")
+    for name, free in (("concepts", "vocabulary"), ("alignment", "freeze_steps")):
+        if name in heads:
+            heads[name] = tuple(option for option in heads[name] if option[0] != free)
     return replace(recipe, heads=tuple(heads.items()))
 
 

@@ -46,6 +46,7 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
         weight_decay=config.wd,
         layer_decay=config.layer_decay,
         text_lr_scale=config.text_lr_scale,
+        heads_lr_scale=config.heads_lr_scale,
     )
     try:
         name = config.opt.removeprefix("timm/")  # open_clip's spelling
@@ -55,11 +56,18 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
 
 
 def parameter_groups(
-    model: Any, *, lr: float | None, weight_decay: float, layer_decay: float = 1.0, text_lr_scale: float = 1.0
+    model: Any,
+    *,
+    lr: float | None,
+    weight_decay: float,
+    layer_decay: float = 1.0,
+    text_lr_scale: float = 1.0,
+    heads_lr_scale: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Trainable parameters by (learning-rate factor, weight decay): ``[{"params", "lr", "weight_decay", "lr_scale"}, …]``.
 
-    ``text_lr_scale`` is the factor of the text tower's encoder: not of projections, poolings and heads.
+    ``text_lr_scale`` is the factor of the text tower's encoder: not of projections, poolings and heads. ``heads_lr_scale`` is
+    that of the recipe's heads, which begin anew where the towers are pretrained.
     """
     skip = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     factor = layer_factors(model, layer_decay)
@@ -68,6 +76,7 @@ def parameter_groups(
         if parameter.requires_grad:
             decay = 0.0 if parameter.ndim < 2 or name in skip else weight_decay
             scale = factor(name) * (text_lr_scale if in_text_encoder(name) else 1.0)
+            scale *= heads_lr_scale if name.startswith("coder.heads.") else 1.0
             groups.setdefault((scale, decay), []).append(parameter)
     return [
         {"params": parameters, "lr": (lr or 0.0) * scale, "weight_decay": decay, "lr_scale": scale}

@@ -190,12 +190,12 @@ class Clip:
         project, cells = self.model.visual.head, grids.float()
         joint, pooled = project(cells), project(cells.mean(1))
         return {"image_features": F.normalize(pooled.float(), dim=-1), "image_locals": joint, "image_contexts": joint,
-                "image_mask": torch.ones(cells.shape[:2], dtype=torch.bool)}  # fmt: skip
+                "image_context_mask": torch.ones(cells.shape[:2], dtype=torch.bool)}  # fmt: skip
 
     def describe_text(self, ids: Tensor, before: Tensor, after: Tensor) -> dict[str, Tensor]:
         project, mask = self.model.text.proj, mask_of(ids)
         pooled = project(mean(after, mask))
-        return {"text_features": F.normalize(pooled.float(), dim=-1), "text_mask": mask,
+        return {"text_features": F.normalize(pooled.float(), dim=-1), "text_context_mask": mask,
                 "text_locals": project(before.float()), "text_contexts": project(after.float())}  # fmt: skip
 
     def __call__(self, split: dict[str, Tensor], captions: Tensor) -> dict[str, Tensor]:
@@ -281,18 +281,18 @@ def check(data: dict[str, Any], options: argparse.Namespace) -> None:
     """What `--kind clip` makes of the cache, against the real model's own float32 forward, on eight images."""
     model, source_of = opened(options)
     torch.manual_seed(0)
-    options.kind = "clip"
     runner = Clip(Recipe.parse("clip + selfalign"), options, 0)
-    runner.model.visual.trunk, runner.model.text.transformer = model.visual.trunk, model.text.transformer
+    runner.model.visual.trunk.load_state_dict(model.visual.trunk.state_dict())
+    runner.model.text.transformer.load_state_dict(model.text.transformer.state_dict())
     real, transform = runner.model.eval(), setup.make_transforms(model, source_of.config)[1]
     items = [item for _, (_, item) in zip(range(8), source_of("val").items(), strict=False)]
     split = data["val"]
     captions = torch.searchsorted(split["own"], torch.arange(8))
-    ours = runner.embed_images(split, slice(0, 8)), torch.cat(
-        [runner.embed_texts(split, slice(int(n), int(n) + 1)) for n in captions]
-    )
-    theirs = real.embed_image(torch.stack([transform(item.load()) for item in items])), real.embed_text(split["ids"][captions])
-    for name, a, b in zip(("images", "texts"), ours, theirs, strict=True):
+    texts = [runner.embed_texts(split, slice(int(n), int(n) + 1)) for n in captions]
+    cached = runner.embed_images(split, slice(0, 8)), torch.cat(texts)
+    images = torch.stack([transform(item.load()) for item in items])
+    computed = real.embed_image(images), real.embed_text(split["ids"][captions])
+    for name, a, b in zip(("images", "texts"), cached, computed, strict=True):
         print(f"{name}: smallest cosine {float(F.cosine_similarity(a, b).min()):.5f} of vectors of {a.shape[1]}")
 
 

@@ -162,13 +162,16 @@ def test_widths_and_what_is_given(make) -> None:
 def test_only_what_is_asked_for_is_caught(make, image: str) -> None:
     model = make(image, catch=["text_locals"])
     assert model.describe_image(images(model)).keys() == {"image_features"}
-    assert model.describe_text(texts()).keys() == {"text_features", "text_locals", "text_mask"}
+    assert model.describe_text(texts()).keys() == {"text_features", "text_locals", "text_mask", "text_context_mask"}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.visual.modules())
     model = make(image, catch=["image_contexts"])
-    assert model.describe_image(images(model)).keys() == {"image_features", "image_contexts", "image_mask"}
+    masks = {"image_mask", "image_context_mask"}
+    assert model.describe_image(images(model)).keys() == {"image_features", "image_contexts", *masks}
     assert model.describe_text(texts()).keys() == {"text_features"}
     model = make(image, catch=["image_mask"])
     assert model.describe_image(images(model)).keys() == {"image_features", "image_tokens", "image_mask"}
+    model = make(image, catch=["image_context_mask"])
+    assert model.describe_image(images(model)).keys() == {"image_features", "image_contexts", *masks}
     assert make(image, catch=())._coder_taps == ()
     model = make(image, catch=(), aggregator="gpo")
     assert model._coder_taps[0].reads == AGGREGATED and not model._coder_taps[0]._joint
@@ -234,7 +237,7 @@ def test_blocks_are_counted_from_one_whoever_reads_them(make) -> None:
 
 
 def test_keys_that_no_model_or_not_this_one_has(make) -> None:
-    with pytest.raises(CoderError, match="catch: image_locales is no key known, which gives: image_contexts, image_locals"):
+    with pytest.raises(CoderError, match="catch: image_locales is no key known, which gives: image_context_mask, image_contexts, image_locals"):
         make(catch=["image_locales"])
     with pytest.raises(CoderError, match="catch: image_views is no key of this model, which gives: image_contexts"):
         make(catch=["image_views", "image_locals"])

@@ -33,8 +33,8 @@ def given(kind: str, *, fill: float = 0.0, cut: int = CUT) -> dict[str, Tensor]:
     """What a model's towers hand to the heads; ``kind``: locals or contexts."""
     image, image_mask = padded(REGIONS, L, 1, fill)
     text, text_mask = padded(WORDS, cut, 2, fill)
-    masks = {"image_mask": image_mask, "text_mask": text_mask, "text": torch.ones(B, T, dtype=torch.int64)}
-    return {f"image_{kind}": image, f"text_{kind}": text, **masks}
+    masks = {"image_context_mask": image_mask, "text_context_mask": text_mask}
+    return {f"image_{kind}": image, f"text_{kind}": text, **masks, "text": torch.ones(B, T, dtype=torch.int64)}
 
 
 def alignment(**options: Any) -> Alignment:
@@ -154,7 +154,8 @@ def test_frozen_prototypes_do_not_move_and_then_do():
 
 def alignment_scores(head: Alignment, towers: dict[str, Tensor]) -> Tensor:
     words = towers["text_locals"][:, :, None].expand(-1, -1, 3, -1)
-    scores = cosine_similarity(words, head.prototypes[None, None], dim=-1).masked_fill(~towers["text_mask"][..., None], 0)
+    scores = cosine_similarity(words, head.prototypes[None, None], dim=-1)
+    scores = scores.masked_fill(~towers["text_context_mask"][..., None], 0)
     return torch.cat([scores, scores.new_zeros(B, T - CUT, 3)], 1)
 
 
@@ -187,7 +188,7 @@ def test_alignment_names_mistakes(options, widths, message):
 
 
 def sets(towers: dict[str, Tensor], side: str) -> list[Tensor]:
-    pairs = zip(towers[f"{side}_contexts"], towers[f"{side}_mask"], strict=True)
+    pairs = zip(towers[f"{side}_contexts"], towers[f"{side}_context_mask"], strict=True)
     return [features[mask] for features, mask in pairs]
 
 
@@ -205,7 +206,8 @@ def test_contexts_are_equations_5_9_and_10(branches, training, fill):
     assert image.shape == text.shape == (B, 2 * D if branches == "both" else D)
     close(image @ text.T, score)
     for block in (image, text):
-        close(block.norm(dim=1), torch.ones(B, dtype=torch.float64))
+        length = 0.5**0.5 if branches.endswith("_global") else 1.0
+        close(block.norm(dim=1), torch.full((B,), length, dtype=torch.float64))
     guides = {"text_global": ("text",), "image_global": ("image",), "none": ()}.get(branches, ("text", "image"))
     locals_ = {"text": "image", "image": "text"}
     made = {f"coder_{side}_guide" for side in guides} | {f"coder_{locals_[side]}_locals" for side in guides}
@@ -299,8 +301,8 @@ def test_gradients_reach_contexts_and_never_padding():
     total = total + sum((out[key] * mask[key][..., None]).cos().sum() for key in mask)
     total.backward()
     for leaf, side in zip(leaves, ("image", "text"), strict=True):
-        assert (leaf.grad[~towers[f"{side}_mask"]] == 0).all()
-        assert (leaf.grad[towers[f"{side}_mask"]].norm(dim=-1) > 0).all()
+        assert (leaf.grad[~towers[f"{side}_context_mask"]] == 0).all()
+        assert (leaf.grad[towers[f"{side}_context_mask"]].norm(dim=-1) > 0).all()
     silent = {name for name, p in head.named_parameters() if p.grad is None or p.grad.norm() < 1e-12}
     assert silent == {f"guides.{side}.project.bias" for side in ("image", "text")}  # BatchNorm takes it away
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coder_plugin import create_loss, create_model
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.sets import without_start
 from coder_plugin.functional.similarity import cosine
 from coder_plugin.recipe import Recipe
 from coder_plugin.training.export import export_heads, export_model, load_model
@@ -65,7 +66,7 @@ def batch(model: Any, name: str) -> dict[str, Any]:
 
 
 def valid(known: dict[str, Tensor], side: str) -> list[Tensor]:
-    pairs = zip(known[f"{side}_contexts"], known[f"{side}_mask"], strict=True)
+    pairs = zip(known[f"{side}_contexts"], known[f"{side}_context_mask"], strict=True)
     return [features[mask].double() for features, mask in pairs]
 
 
@@ -188,3 +189,20 @@ def test_without_the_contrast_nothing_learns_in_contexts_and_the_score_stays(mod
     torch.testing.assert_close(got, wanted)
     losses = create_loss("triplet + cra", model=model)(**model.train()(**given))
     assert losses.keys() == {"triplet_loss", "cra_triplet_loss"}
+
+
+def test_the_start_of_a_text_that_is_read_forward_does_not_count(models):
+    """In a causal tower it is one vector for all texts; where a text is read both ways it is not."""
+    model = models("clip").eval()
+    text = batch(model, "clip")["text"]
+    text[:, 0] = 49406
+    known = model.describe_text(text)
+    first = known["text_contexts"][:, 0]
+    torch.testing.assert_close(first, first[:1].expand_as(first))
+    assert not known["text_context_mask"][:, 0].any() and known["text_mask"][:, 0].all()
+    assert torch.equal(known["text_context_mask"][:, 1:], known["text_mask"][:, 1:])
+    camera = models("region-bert-camera").eval()
+    known = camera.describe_text(batch(camera, "region-bert-camera")["text"])
+    assert torch.equal(known["text_context_mask"], known["text_mask"])
+    lone = torch.tensor([[True, False, False], [True, True, False]])
+    assert without_start(lone).tolist() == [[True, False, False], [False, True, False]]

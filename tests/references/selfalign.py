@@ -117,6 +117,6 @@ def context_score(
         found["text_locals"] = [x.clamp(min=0) for x in batch_norm(texts, state, "norms.text", training)]
         terms.append(lambda i, t: cosine(fused_image[i][0].tolist(), found["text_locals"][t].mean(0).tolist()))
     if not terms:
-        terms.append(lambda i, t: cosine(image_mean[i][0].tolist(), text_mean[t][0].tolist()))
-    rows = [[sum(term(i, t) for term in terms) / len(terms) for t in range(len(texts))] for i in range(len(images))]
+        terms = 2 * [lambda i, t: cosine(image_mean[i][0].tolist(), text_mean[t][0].tolist())]
+    rows = [[sum(term(i, t) for term in terms) / 2 for t in range(len(texts))] for i in range(len(images))]
     return torch.tensor(rows, dtype=torch.float64), found

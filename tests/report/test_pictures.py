@@ -51,7 +51,7 @@ def make_encoder(data: str, seed: int = 0, recipe: str = "dcl") -> tuple[Encoder
 
 
 def arguments(**options: Any) -> SimpleNamespace:
-    flags = {"run_folder": ["a"], "beta": None, "folds": 0, "analyses": None, "rerank": None}
+    flags = {"run_folder": ["a"], "beta": None, "context_weight": None, "folds": 0, "analyses": None, "rerank": None}
     return SimpleNamespace(**{**flags, "pictures": None, "pictures_count": None, "pictures_concepts": None, **options})
 
 

@@ -210,7 +210,8 @@ def test_numbers_beyond_float16_are_kept(data: str, encoded: Encoded, monkeypatc
 
 
 def arguments(**options: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"run_folder": ["a"], "beta": None, "folds": 2, "analyses": None, **options})
+    given = {"run_folder": ["a"], "beta": None, "context_weight": None, "folds": 2, "analyses": None}
+    return SimpleNamespace(**{**given, **options})
 
 
 @pytest.fixture

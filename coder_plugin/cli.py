@@ -108,7 +108,8 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         type=float,
         nargs="+",
         metavar="W",
-        help="weights of SelfAlign's context level, instead of the recipe's: a row for each; 0 leaves it out",
+        help="weights of SelfAlign's context level, instead of the recipe's: a row for each; 0 leaves it out (of one run, "
+        "without pictures)",
     )
     parser.add_argument(
         "--analyses",

@@ -64,8 +64,10 @@ class _Resolver:
         self.heads: list[str] = []
         self.open: list[str] = []
         self.reads: set[str] = set()
+        self.model: str | None = None
 
     def run(self, recipe: Recipe) -> Resolution:
+        self.model = dict(recipe.training).get("model")
         bindings = []
         for term in recipe.terms:
             who = f"loss {term.name!r}"
@@ -96,7 +98,8 @@ class _Resolver:
         if providers:
             self.build(_choose(providers, key, who), who)
         elif unasked is None:
-            raise CoderError(f"{who} requires {key!r}, which neither this model nor any head provides")
+            made_for = f"; the recipe was made for --model {self.model} and its data" if self.model else ""
+            raise CoderError(f"{who} requires {key!r}, which neither this model nor any head provides{made_for}")
 
     def build(self, name: str, who: str) -> None:
         if name in self.heads:

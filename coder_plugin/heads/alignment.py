@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.data.tags import ADJECTIVE, NOUN, VERB
 from coder_plugin.functional import correspondence, prototype_scores
 from coder_plugin.heads.base import Head, Widths
 
 #: Classes of words, and their codes in ``text_tags``.
-_CLASSES = {"noun": (1,), "noun+adj+verb": (1, 2, 3)}
+_CLASSES = {"noun": (NOUN,), "noun+adj+verb": (NOUN, VERB, ADJECTIVE)}
 
 
 class Alignment(Head):
@@ -69,7 +70,7 @@ class Alignment(Head):
                 f"words ({widths.text_locals} channels before the context stage) and regions ({widths.image_locals}) must "
                 "share a space: a region model over a BiGRU does with --model-kwargs word_projection=true"
             )
-        self.words, self.reads_tags, self.freeze_steps = words, words != "all", freeze_steps
+        self.words, self.reads_tags, self.freeze_steps = words, _CLASSES.get(words, ()), freeze_steps
         self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, widths.image_locals), dim=-1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -107,11 +108,11 @@ class Alignment(Head):
         super().post_step()
 
     def _counted(self, mask: Tensor, tags: Tensor | None) -> Tensor:
-        if self.words == "all":
+        if not self.reads_tags:
             return mask
         if tags is None:
             raise ValueError(f"alignment.words={self.words} needs text_tags, the classes of the words, beside the batch's text")
-        codes = torch.tensor(_CLASSES[self.words], device=tags.device)
+        codes = torch.tensor(self.reads_tags, device=tags.device)
         return mask & torch.isin(tags[:, : mask.shape[1]], codes)
 
     def _entered(self) -> Tensor:

@@ -59,8 +59,8 @@ class Head(nn.Module):
     #: Whether it scores pairs that a shortlist has found: then it has ``image_item``, ``text_item`` and ``scorer``.
     reranks: ClassVar[bool] = False
 
-    #: Whether it reads ``text_tags``, the classes of the words: the trainer then has captions tagged.
-    reads_tags: bool = False
+    #: The classes of words that it reads in ``text_tags``, if it does: the trainer then has captions tagged.
+    reads_tags: tuple[int, ...] = ()
 
     #: The keys that terms and heads of the recipe read; what is not among them need not be computed.
     read: Set[str]

@@ -59,6 +59,8 @@ def plot_alignment(found: Alignment) -> Any:
     Raises:
         CoderError: matplotlib is not installed, or it is not known where the regions lie.
     """
+    from matplotlib.patches import Rectangle
+
     if found.boxes is None or found.picture is None:
         raise CoderError(f"{found.key}: its regions have no boxes, so that there is no place to draw them")
     height, width = found.picture.shape[:2]
@@ -73,6 +75,10 @@ def plot_alignment(found: Alignment) -> Any:
     if found.region_context is not None:
         light = _DIM + (1 - _DIM) * brightness(found.region_context, found.boxes, height, width)
         axes[1].imshow((found.picture * light[..., None]).round().astype(np.uint8), extent=(0, width, height, 0))
+        for left, top, right, bottom in found.boxes:  # the darkest region would look like none
+            corner = (left * width, top * height)
+            edge = Rectangle(corner, (right - left) * width, (bottom - top) * height, fill=False, lw=0.4, edgecolor="0.6")
+            axes[1].add_patch(edge)
         low, high = found.region_context.min(), found.region_context.max()
         axes[1].set_xlabel(f"context: cosine {low:.2f} (dark) to {high:.2f}")
     for each in axes:

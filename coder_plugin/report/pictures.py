@@ -128,10 +128,10 @@ def write(wanted: Asked, models: Mapping[str, Collected]) -> dict[str, dict[str,
 
 
 def format_measured(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each model: how much nearer concept words are to their own regions."""
+    """A line for each model: the two numbers beside t-SNE's points."""
     return [
-        f"{name}: concept words are nearer to their own regions by a cosine of {each['gap']:.3f}, "
-        f"silhouette {each['silhouette']:.3f}"
+        f"{name}: mean cosine of a concept's words with its regions less that with other concepts' {each['gap']:.3f}, "
+        f"silhouette {each['silhouette']:.3f} (-1 to 1)"
         for name, each in measured.items()
     ]
 

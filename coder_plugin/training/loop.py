@@ -28,7 +28,7 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
-from coder_plugin.data.tags import WORDS
+from coder_plugin.data.tags import NAMES, WORDS
 from coder_plugin.errors import CoderError
 from coder_plugin.model import create_loss
 from coder_plugin.recipe import Recipe
@@ -212,6 +212,14 @@ class Trainer:
         if self.model.coder.reads_tags:
             tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
             self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))
+            for name, head in self.model.coder.heads.items():
+                wanted = [NAMES[code] for code in head.reads_tags]
+                if wanted and not any(tagged[each] for each in wanted):
+                    logging.warning(
+                        "no token is of a %s: the head %r has no word to read (is --tagger one for these captions?)",
+                        " or ".join(wanted),
+                        name,
+                    )
             if tagged["unmatched"]:
                 self.log.say(
                     f"{tagged['unmatched']:,} of {tagged['captions']:,} captions: the tagger's words do not match the "

@@ -470,12 +470,12 @@ class Reader(Head):
 
     requires = ("text", "text_tags", "text_features")
     provides = ("coder_read",)
-    reads_tags = True
+    reads_tags = (1,)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __init__(self, widths: Any, *, classes: str = "noun") -> None:
         super().__init__()
-        self.reads_tags = classes != "all"
+        self.reads_tags = (1,) if classes != "all" else ()
 
     def forward(self, text: torch.Tensor, text_tags: torch.Tensor, text_features: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         self.seen.append((text.cpu(), text_tags.cpu()))

@@ -108,7 +108,7 @@ def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch,
     assert list(measured) == ["runs/a", "runs/bb"] and list(measured["runs/a"]["counts"]) == ["dog", "cat", "ball"]
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert [row.get("concept_words") for row in numbers] == [*measured.values(), None]  # the ensemble has none
-    assert f"cosine of {measured['runs/bb']['gap']:.3f}" in capsys.readouterr().out
+    assert f"other concepts' {measured['runs/bb']['gap']:.3f}" in capsys.readouterr().out
 
 
 def test_one_model_needs_no_folder_of_its_own(data: str, tmp_path: Path) -> None:

@@ -155,5 +155,5 @@ def test_weighing_contexts_needs_them(tmp_path, made, capsys):  # noqa: F811
     assert main([*run, "--context-weight", "-1"]) == 2
     assert main(["eval", str(tmp_path / "other"), *run[1:], "--context-weight", "1"]) == 2
     error = capsys.readouterr().err
-    assert "--context-weight weighs the context level, and this model scores with: no head" in error
+    assert "which a recipe with cra has, and this model scores with: no head" in error
     assert "--context-weight must be >= 0, got -1" in error and "--context-weight is for one model" in error

@@ -46,7 +46,6 @@ class TokenTaps:
     def __init__(self, model: Any, reads: Collection[str], *, context_blocks: int = 1) -> None:
         assert context_blocks >= 1
         self.context_blocks = context_blocks
-        #: Narrowed where a copy is read less than its model.
         self.reads = set(reads)
         for side in ("image", "text"):
             if f"{side}_mask" in reads and not self.reads & _tokens(side):
@@ -63,6 +62,11 @@ class TokenTaps:
             self._catch(model.visual, "image_pooled", lambda output: output[0] if isinstance(output, tuple) else output)
         if self.reads & _tokens("text"):
             self._tap_text(model)
+
+    def narrow(self, *, aggregated: bool) -> None:
+        """Catch from now on what an aggregator reads, or nothing: what heads read would be made for nobody in a copy without
+        them."""
+        self.reads &= AGGREGATED if aggregated else frozenset()
 
     def listen(self) -> None:
         """Catch the next forward's tokens: not those of ``encode_image`` or of evaluation, kept for nobody."""

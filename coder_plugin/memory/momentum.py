@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
-from coder_plugin.backbones.tokens import AGGREGATED
 
 Mode = Literal["eval", "train"]
 
@@ -41,8 +40,8 @@ class MomentumCopy(nn.Module):
             self.model = copy.deepcopy(model)
         finally:
             model.coder = coder
-        for taps in getattr(self.model, "_coder_taps", ()):  # what heads read would be made for nobody
-            taps.reads &= AGGREGATED if len(coder.aggregators) else frozenset()
+        for taps in getattr(self.model, "_coder_taps", ()):
+            taps.narrow(aggregated=len(coder.aggregators) > 0)
         self.model.requires_grad_(False).train(self.mode == "train")
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:

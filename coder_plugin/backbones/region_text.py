@@ -168,12 +168,13 @@ class RegionText(Backbone):
                     "without"
                 )
             more["image_global"] = image["global"]
-        return {**_keys("image", found), "image_context_mask": found.mask, **more}
+        return {**_keys("image", found), **more}
 
     def text_side(self, text: Tensor) -> dict[str, Tensor]:
         keys = _keys("text", self.text(text))
-        mask = keys["text_mask"]
-        return {**keys, "text_context_mask": without_start(mask) if self.text.reads_forward else mask}
+        if self.text.reads_forward:
+            keys["text_context_mask"] = without_start(keys["text_mask"])
+        return keys
 
     def text_mask(self, text: Tensor) -> Tensor:
         return self.text.mask(text)
@@ -261,6 +262,7 @@ def _keys(side: str, found: Encoded) -> dict[str, Tensor]:
         f"{side}_tokens": found.tokens,
         f"{side}_contexts": found.tokens,
         f"{side}_mask": found.mask,
+        f"{side}_context_mask": found.mask,
     }
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import check_cra_options, directed_cra, hardest_locals, unit_context
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.pairs import compare, global_batch
+from coder_plugin.losses.pairs import all_ids, compare, global_batch, own_rows
 from coder_plugin.losses.triplet import hinge
 
 if TYPE_CHECKING:
@@ -120,15 +119,15 @@ class CRA(Term):
 
     def _contrast(self, guide: Tensor, locals_: Tensor, mask: Tensor, ids: Tensor | None) -> Tensor:
         """One branch, of this rank's pairs."""
-        batch, world, rank = len(guide), distributed.world_size(), distributed.rank()
-        own = torch.arange(rank * batch, (rank + 1) * batch, device=guide.device) if ids is None else ids
         guide, locals_ = unit_context(guide, locals_, mask)
+        guides, world = distributed.gather(guide), distributed.world_size()
+        ids = all_ids(ids, guides)
         found = hardest_locals(
-            distributed.gather(guide),
-            distributed.gather(own),
+            guides,
+            ids,
             locals_,
             mask,
-            own,
+            ids[own_rows(len(guide), local_loss=True)],
             temperature=self.temperature,
             count=self.hard_negatives,
         )  # [N, k], every rank's guides with this rank's locals

@@ -62,7 +62,7 @@ def global_batch(
         local_loss: only this rank's pairs are anchors. Every rank then holds B x N instead of N x N numbers.
     """
     images, texts = distributed.gather(image_features), distributed.gather(text_features)
-    ids = _all_ids(image_ids, images)
+    ids = all_ids(image_ids, images)
     return Batch(images, texts, ids, own_rows(len(image_features), local_loss=local_loss))
 
 
@@ -81,12 +81,12 @@ def compare_rows(rows: Tensor, image_ids: Tensor | None, *, local_loss: bool = F
         rows: [B, N]. image_ids, local_loss: as in :func:`global_batch`.
     """
     whole, own = distributed.gather(rows), own_rows(len(rows), local_loss=local_loss)
-    ids = _all_ids(image_ids, whole)
+    ids = all_ids(image_ids, whole)
     negatives = ids[own, None] != ids[None, :]
     return Pairs(whole[own], whole.T[own], whole.diagonal()[own], negatives)
 
 
-def _all_ids(image_ids: Tensor | None, rows: Tensor) -> Tensor:
+def all_ids(image_ids: Tensor | None, rows: Tensor) -> Tensor:
     """The image ids [N] of all ranks' rows; all distinct where none are given."""
     return torch.arange(len(rows), device=rows.device) if image_ids is None else distributed.gather(image_ids)
 

@@ -13,6 +13,7 @@ from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from coder_plugin.report.alignment import Aligner, Alignment
 from coder_plugin.report.alignment_plot import write_alignments
+from coder_plugin.report.plots import check_figures
 from coder_plugin.report.tsne import Points, TooFew, collect_points, frequent_words, plot_tsne
 
 log = logging.getLogger(__name__)
@@ -54,15 +55,7 @@ def asked(arguments: Any) -> Asked | None:
     listed = (arguments.pictures_concepts or "").lower().replace(",", " ").split()
     if arguments.pictures_concepts is not None and len(set(listed)) < 2:
         raise CoderError(f"--pictures-concepts {arguments.pictures_concepts!r}: name two words or more, such as dog,water,snow")
-    try:
-        import matplotlib  # noqa: F401
-        import sklearn  # noqa: F401
-
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except ImportError as error:
-        raise CoderError('--pictures needs matplotlib and scikit-learn: pip install "coder-plugin[report]"') from error
-    except OSError as error:
-        raise CoderError(f"--pictures {folder} cannot be made: {error}") from error
+    check_figures("--pictures", folder, "needs matplotlib and scikit-learn", "matplotlib", "sklearn")
     return Asked(Path(folder), count, tuple(dict.fromkeys(listed)))
 
 

@@ -20,6 +20,22 @@ _APART = {"images": ("uniformity", "images"), "texts of different images": ("uni
 _RECALLS = {"R@1": "t2i_r1", "R@5": "t2i_r5", "R@10": "t2i_r10"}
 
 
+def check_figures(flag: str, folder: str | Path, lacks: str, *modules: str) -> None:
+    """:class:`CoderError` now, and not after everything has been encoded, where no figure could be drawn.
+
+    Args:
+        flag: that asks for them. folder: is made. lacks: what to say where one of ``modules`` cannot be imported.
+    """
+    try:
+        for module in modules:
+            __import__(module)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except ImportError as error:
+        raise CoderError(f'{flag} {lacks}: pip install "coder-plugin[report]"') from error
+    except OSError as error:
+        raise CoderError(f"{flag} {folder} cannot be made: {error}") from error
+
+
 def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, suffix: str = "png") -> list[Path]:
     """Draw the analyses of one or several models.
 

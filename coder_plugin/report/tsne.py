@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.errors import CoderError
+from coder_plugin.functional import unit
 from coder_plugin.report.alignment import Aligner
 from coder_plugin.report.plots import literal, new_figure
 from coder_plugin.report.words import FUNCTION_WORDS, split
@@ -89,7 +90,7 @@ def collect_points(encoder: Any, source: Any, concepts: Sequence[str], *, per_co
                     if holders[concept] == caption and concept in texts:
                         place = texts.index(concept)
                         pair = read.vectors[place], seen.regions[int(regions[place])]
-                        found[concept].append((_unit(pair[0].cpu().numpy()), _unit(pair[1].cpu().numpy())))
+                        found[concept].append((unit(pair[0]).cpu().numpy(), unit(pair[1]).cpu().numpy()))
     kept = tuple(concept for concept in concepts if len(found[concept]) > 1)
     if rare := [f"{concept} ({len(found[concept])})" for concept in concepts if concept not in kept]:
         log.warning("%s: concepts in fewer than two images as the model reads them: %s", source.name, ", ".join(rare))
@@ -198,10 +199,6 @@ def check_sklearn() -> None:
 
 def _holder(captions: Sequence[str], concept: str) -> str | None:
     return next((caption for caption in captions if concept in split(caption)), None)
-
-
-def _unit(vector: np.ndarray) -> np.ndarray:
-    return vector / max(float(np.linalg.norm(vector)), 1e-12)
 
 
 def _colour(number: int) -> Any:

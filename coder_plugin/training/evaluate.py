@@ -15,6 +15,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe
 from coder_plugin.report import pictures
 from coder_plugin.report.alignment import LOCALS
+from coder_plugin.report.plots import check_figures
 from coder_plugin.resolver import resolve
 from coder_plugin.training.encode import Encoded, Encoder
 from coder_plugin.training.recalls import measure, plain
@@ -128,7 +129,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     if folder and weights:
         raise CoderError(f"--analyses are of a model as it was trained: leave out {flags}")
     if folder:
-        _check_figures(Path(folder))
+        check_figures("--analyses", folder, "draws with matplotlib", "matplotlib")
     wanted = pictures.asked(arguments)
     drawn: dict[str, pictures.Collected] = {}
     if weights:
@@ -179,18 +180,6 @@ def analyses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     return {name: result["analyses"] for name, result in results.items() if "analyses" in result}
 
 
-def _check_figures(folder: Path) -> None:
-    """:class:`CoderError` now, and not after everything has been encoded, where no figure could be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-
-        folder.mkdir(parents=True, exist_ok=True)
-    except ImportError as error:
-        raise CoderError('--analyses draws with matplotlib: pip install "coder-plugin[report]"') from error
-    except OSError as error:
-        raise CoderError(f"--analyses {folder} cannot be made: {error}") from error
-
-
 def _write_analyses(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     from coder_plugin.report.plots import plot_analyses
 
@@ -212,7 +201,7 @@ def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
 
     from coder_plugin.training import setup
     from coder_plugin.training.config import READING, TrainConfig, read_flags
-    from coder_plugin.training.export import exported, heads_beside, load_heads, read_context_blocks, read_heads
+    from coder_plugin.training.export import exported, heads_beside, load_heads, read_heads
     from coder_plugin.training.sources import make_source
 
     given = read_flags(arguments)
@@ -237,8 +226,9 @@ def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
     config = TrainConfig.from_dict({**given, **unused}).resolved()
     heads = heads_beside(config.pretrained)
     if heads is not None:
-        recipe, aggregator = read_heads(heads)
-        config = replace(config, aggregator=aggregator, context_blocks=read_context_blocks(heads))
+        made = read_heads(heads)
+        recipe = made.recipe
+        config = replace(config, aggregator=made.aggregator, context_blocks=made.context_blocks)
     else:
         recipe = setup.make_recipe(config)
     device = setup.make_accelerator(replace(config, precision="fp32")).device

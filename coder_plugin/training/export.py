@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -74,28 +74,26 @@ def heads_beside(pretrained: str | None) -> Path | None:
     return heads if weights.is_file() and heads.is_file() else None
 
 
-def read_heads(path: Path) -> tuple[Recipe, str]:
-    """The recipe and the aggregator that :func:`export_heads` wrote; the vocabulary is the one beside the file."""
-    made = _made(path)
-    recipe = made["recipe"]
-    if (vocabulary := path.parent / VOCABULARY).is_file():
-        recipe = recipe.with_options({"concepts.vocabulary": str(vocabulary)})
-    return recipe, made["aggregator"]
+class Made(NamedTuple):
+    """What a model of an export was made with."""
+
+    recipe: Recipe
+    aggregator: str
+    context_blocks: int
 
 
-def read_context_blocks(path: Path) -> int:
-    """The ``context_blocks`` of the model whose heads :func:`export_heads` wrote."""
-    return _made(path)["context_blocks"]
-
-
-def _made(path: Path) -> dict[str, Any]:
+def read_heads(path: Path) -> Made:
+    """What :func:`export_heads` wrote beside the weights; the vocabulary is the one beside the file."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, "pt") as file:
             made = json.loads(file.metadata()["coder"])
+        recipe = Recipe.from_dict(made["recipe"])
+        if (vocabulary := path.parent / VOCABULARY).is_file():
+            recipe = recipe.with_options({"concepts.vocabulary": str(vocabulary)})
         # exports of earlier versions read nothing before or after a context stage
-        return {"context_blocks": 1, **made, "recipe": Recipe.from_dict(made["recipe"]), "aggregator": made["aggregator"]}
+        return Made(recipe, made["aggregator"], made.get("context_blocks", 1))
     except CoderError:
         raise
     except Exception as error:  # whatever a damaged file makes safetensors and json say
@@ -137,13 +135,13 @@ def load_model(folder: str | Path, *, device: Any = None) -> Any:
     if weights is None:
         raise CoderError(f"{folder.parent.parent} is neither an export nor a run with one in export/best")
     heads = heads_beside(str(weights))
-    recipe, aggregator = read_heads(heads) if heads else (Recipe.parse("dcl"), "tower")  # dcl: the towers' own score
+    made = read_heads(heads) if heads else Made(Recipe.parse("dcl"), "tower", 1)  # dcl: the towers' own score
     model = create_model(
         str(configuration or f"local-dir:{folder}"),
-        recipe=recipe,
+        recipe=made.recipe,
         pretrained=str(weights),
-        aggregator=aggregator,  # type: ignore[arg-type]
-        context_blocks=read_context_blocks(heads) if heads else 1,
+        aggregator=made.aggregator,  # type: ignore[arg-type]
+        context_blocks=made.context_blocks,
         inference=True,
         device=device,
     )

@@ -20,7 +20,7 @@ from coder_plugin.backbones.clip import probe_widths
 from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.momentum import MomentumCopy
-from coder_plugin.training.export import export_heads, export_model, load_model, read_context_blocks
+from coder_plugin.training.export import export_heads, export_model, load_model, read_heads
 from tests.backbones.towers import EVERY, IMAGE, TEXT, D, images, texts, texts_of
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -260,7 +260,7 @@ def test_an_export_keeps_its_context_blocks(make, tmp_path: Path) -> None:
     model = make(recipe=recipe, context_blocks=2)
     weights = export_model(model, tmp_path / "export" / "best")
     heads = export_heads(model, weights.parent)
-    assert heads is not None and read_context_blocks(heads) == 2
+    assert heads is not None and read_heads(heads).context_blocks == 2
     assert load_model(tmp_path).coder.context_blocks == 2
     assert make(catch=()).coder.context_blocks == 1
 
@@ -275,7 +275,7 @@ def test_an_export_of_an_earlier_version_has_one(make, tmp_path: Path) -> None:
         made = json.loads(file.metadata()["coder"])
     del made["context_blocks"]
     save_file(load_file(heads), heads, metadata={"coder": json.dumps(made)})
-    assert read_context_blocks(heads) == 1
+    assert read_heads(heads).context_blocks == 1
     heads.write_bytes(b"no")
     with pytest.raises(CoderError, match="is no file of scoring heads"):
-        read_context_blocks(heads)
+        read_heads(heads)

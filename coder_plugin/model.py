@@ -144,6 +144,10 @@ class Coder(nn.Module):
         for head in self.heads.values():
             head.post_step()
 
+    def health(self) -> dict[str, float]:
+        """What the heads say of their state, as ``head/figure``: for a log, now and then."""
+        return {f"{name}/{figure}": value for name, head in self.heads.items() for figure, value in head.health().items()}
+
     def state_names(self) -> list[str]:
         """Names, within the whole model, of buffers and frozen copies that accumulate (rule 3)."""
         return [
@@ -228,8 +232,6 @@ def create_model(
             tower has.
     """
     from coder_plugin.backbones import clip, own
-    from coder_plugin.backbones.base import words_of
-    from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
 
     recipe = Recipe.parse(recipe)
     if aggregator not in get_args(AggregatorName):
@@ -242,17 +244,51 @@ def create_model(
         if context_blocks != 1:
             raise CoderError(f"{name} has a context stage of its own: context_blocks is for open_clip's towers")
         model: Any = own.create(found, pretrained=pretrained, **options)
-        inside: Set[str] = model.inside
     else:
-        needs_bias = any("logit_bias" in registry.load("losses", term.name).requires for term in recipe.terms)
         model = clip.create_clip(
             name,
             pretrained=pretrained,
             pretrained_image_path=pretrained_image_path,
-            needs_logit_bias=needs_bias,
+            needs_logit_bias=needs_logit_bias(recipe),
             **options,
         )
-        inside = clip.INSIDE
+    return add_heads(
+        model,
+        name,
+        recipe=recipe,
+        aggregator=aggregator,
+        context_blocks=context_blocks,
+        catch=catch,
+        inference=inference,
+        cache_dir=options.get("cache_dir"),
+    )
+
+
+def add_heads(
+    model: Any,
+    name: str,
+    *,
+    recipe: str | Recipe,
+    aggregator: AggregatorName = "tower",
+    context_blocks: int = 1,
+    catch: Collection[str] = (),
+    inference: bool = False,
+    cache_dir: str | None = None,
+) -> Any:
+    """Put the recipe's heads into a model, in place: what :func:`create_model` does with the one that it has made.
+
+    Args:
+        model: an open_clip model that returns a dict, or a region model.
+        name: what it was made by; its tokenizer is asked where texts are generated.
+        recipe, aggregator, context_blocks, catch, inference: as in :func:`create_model`. cache_dir: for the tokenizer.
+    """
+    from coder_plugin.backbones import clip
+    from coder_plugin.backbones.base import Backbone, words_of
+    from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
+
+    recipe = Recipe.parse(recipe)
+    of_regions = isinstance(model, Backbone)
+    inside: Set[str] = model.inside if of_regions else clip.INSIDE
     if absent := sorted(set(catch) - inside):
         known = "of this model" if set(absent) <= INSIDE else "known"
         raise CoderError(f"catch: {', '.join(absent)} is no key {known}, which gives: {', '.join(sorted(inside))}")
@@ -260,7 +296,7 @@ def create_model(
     if inference:
         resolution = resolution.of_heads([name for name in resolution.heads if in_score(registry.load("heads", name))])
         recipe = replace(recipe, heads=tuple(options for options in recipe.heads if options[0] in resolution.heads))
-    if found is not None:
+    if of_regions:
         model.coder = Coder(recipe, resolution, model.widths()).to(next(model.parameters()).device)
     else:
         wanted = (resolution.reads | set(catch)) & clip.INSIDE
@@ -272,13 +308,18 @@ def create_model(
         )
         model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
     if model.coder.adds_texts is not None:
-        model.words = words_of(model) if found is not None else clip.words_of(model, name, options.get("cache_dir"))
+        model.words = words_of(model) if of_regions else clip.words_of(model, name, cache_dir)
     model.coder.attach(model)
     for key in ("logit_scale", "logit_bias"):
         parameter = getattr(model, key, None)
         if parameter is not None and key not in resolution.reads:
             parameter.requires_grad_(False)
     return model
+
+
+def needs_logit_bias(recipe: Recipe) -> bool:
+    """Whether a term reads SigLIP's bias."""
+    return any("logit_bias" in registry.load("losses", term.name).requires for term in recipe.terms)
 
 
 def required_heads(recipe: Recipe) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Widths
 
 CONFIGS = Path(__file__).parent / "model_configs"
+#: Under which key a checkpoint of open_clip's trainer says what its heads were made with.
+MADE_WITH = "coder"
 #: What of ``resolver.INSIDE`` open_clip's towers give.
 INSIDE = frozenset(
     "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled "
@@ -131,14 +133,13 @@ def create_clip(
     import open_clip
 
     name = register_config(name)
-    schema, place = open_clip.factory.parse_model_name(name)
+    config = read_config(name)
+    schema, _ = open_clip.factory.parse_model_name(name)
     if schema:
-        config = _schema_config(schema, place)
         if pretrained and not Path(pretrained).is_file():
             raise CoderError(f"--pretrained {pretrained!r} is no file, and {name} takes no tag")
     else:
-        config = open_clip.get_model_config(name.replace("/", "-"))
-        if config is None:
+        if not config:
             near = difflib.get_close_matches(name, [*open_clip.list_models(), *registry.names("backbones")], n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise CoderError(f"unknown model {name!r}{hint} (all: open_clip.list_models(), or a config file's path)")
@@ -155,10 +156,15 @@ def create_clip(
         options = {**options, "force_preprocess_cfg": {**kept, **given}}
     if needs_logit_bias and "init_logit_bias" not in config:
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
+    trained = is_training_checkpoint(pretrained)
     try:
-        model = open_clip.create_model(name, None if schema else pretrained, output_dict=True, **options)
-        if schema and pretrained:  # open_clip takes a schema's own weights alone
+        model = open_clip.create_model(name, None if schema or trained else pretrained, output_dict=True, **options)
+        if trained:
+            load_training_checkpoint(model, pretrained)  # type: ignore[arg-type]
+        elif schema and pretrained:  # open_clip takes a schema's own weights alone
             open_clip.load_checkpoint(model, pretrained)
+    except CoderError:
+        raise
     except Exception as error:  # what open_clip, timm, transformers and torch raise for a file or option has no end
         raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
     if pretrained_image_path:
@@ -167,10 +173,48 @@ def create_clip(
     return model
 
 
-def _schema_config(schema: str, place: str) -> dict[str, Any]:
-    """The configuration that a ``local-dir:`` or ``hf-hub:`` model carries; empty where it cannot be read here."""
+def read_training_checkpoint(path: str | None) -> Mapping[str, Any] | None:
+    """What open_clip's trainer saved with our heads in the model (coder_plugin.integrations.open_clip), not yet in memory;
+    None for any other file, and for a name that is no file."""
+    if not path or Path(path).suffix != ".pt" or not Path(path).is_file():
+        return None
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # open_clip says what is wrong with it
+        return None
+    return found if isinstance(found, Mapping) and {"state_dict", MADE_WITH} <= found.keys() else None
+
+
+def is_training_checkpoint(path: str | None) -> bool:
+    return read_training_checkpoint(path) is not None
+
+
+def load_training_checkpoint(model: Any, path: str) -> None:
+    """Put the towers of a checkpoint with heads into a plain open_clip model.
+
+    Raises:
+        CoderError: the checkpoint is of another model.
+    """
+    import open_clip
+
+    try:
+        found = open_clip.load_checkpoint(model, path, strict=False)
+    except RuntimeError as error:
+        raise CoderError(f"{path} is of another model: {_cause(error)}") from error
+    other = [key for key in found.unexpected_keys if not key.startswith("coder.")]
+    if found.missing_keys or other:
+        raise CoderError(f"{path} is of another model: it lacks or adds {', '.join([*found.missing_keys, *other][:4])}")
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """The configuration of a name that open_clip knows, or that a ``local-dir:`` or ``hf-hub:`` model carries; empty where
+    there is none, or it cannot be read here."""
+    import open_clip
     from open_clip.factory import _get_hf_config
 
+    schema, place = open_clip.factory.parse_model_name(name)
+    if not schema:
+        return open_clip.get_model_config(name.replace("/", "-")) or {}
     try:
         if schema == "hf-hub":
             return _get_hf_config(place)["model_cfg"]

@@ -110,6 +110,10 @@ class Head(nn.Module):
     def write(self, **values: Any) -> None:
         """Put stashed values into this head's buffers; a head with state overrides it."""
 
+    def health(self) -> dict[str, float]:
+        """Figures that tell whether the head's state is sound, such as how full a bank is; asked at log steps alone."""
+        return {}
+
     def state_names(self) -> list[str]:
         """Names of accumulating state: left out of weight averaging and of what DDP synchronises (rule 3)."""
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]

@@ -68,5 +68,19 @@ class Momentum(Head):
     def write(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:  # type: ignore[override]
         self.bank.enqueue(image_keys, text_keys, ids)
 
+    def health(self) -> dict[str, float]:
+        """``filled``: share of the bank's entries. ``images``: share of the filled ones that are of different images.
+        ``spread``: of the image and the text keys, their variance about their mean, 0 where they have collapsed to one point,
+        1 at most. ``drift``: distance of the momentum towers' trained parameters from the model's, over these' norm."""
+        bank = self.bank
+        filled = int(bank.count)
+        figures = {"filled": filled / bank.size, "drift": self.towers.drift(self._online[0])}
+        if filled:
+            figures["images"] = len(bank.ids[:filled].unique()) / filled
+            for modality in ("image", "text"):
+                keys = getattr(bank, modality)[:filled].float()
+                figures[f"{modality}_spread"] = float((keys - keys.mean(0)).square().sum(1).mean())
+        return figures
+
     def state_names(self) -> list[str]:
         return [name for name, _ in (*self.named_parameters(), *self.named_buffers())]

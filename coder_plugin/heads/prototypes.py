@@ -61,6 +61,20 @@ class Prototypes(Head):
         """The nearest centre of each pair [n, D] -> int64 [n]."""
         return self.centres.assign(samples)
 
+    def health(self) -> dict[str, float]:
+        """``filled``: share of the centres. ``idle``: share of the filled ones that none of the last ``patience * K / 2`` pairs
+        chose, on their way to be reseeded. ``reseeded``: so far, over K. ``used``: perplexity of the centres' counts, over K:
+        1 where all are as large."""
+        centres = self.centres
+        total, filled = centres.clusters, int(centres.filled)
+        figures = {"filled": filled / total, "reseeded": int(centres.reseeded) / total}
+        if filled:
+            unseen = centres.seen - centres.last_seen[:filled]
+            figures["idle"] = float((unseen > centres.patience * total / 2).float().mean())
+            share = centres.counts[:filled].double() / centres.counts[:filled].sum().clamp(min=1)
+            figures["used"] = float(torch.special.entr(share).sum().exp()) / total
+        return figures
+
     def write(self, samples: Tensor, labels: Tensor) -> None:  # type: ignore[override]
         self.centres.update(samples, labels)
         if self.recluster:

@@ -71,6 +71,21 @@ class MomentumCopy(nn.Module):
             average.copy_(now)
         self._copy_buffers(model)
 
+    @torch.no_grad()
+    def drift(self, model: Any) -> float:
+        """How far the copy is behind: ``|theta_copy - theta| / |theta|`` over the trained parameters."""
+        online = dict(model.named_parameters())
+        pairs = [
+            (average, online[name].to(average.dtype))
+            for name, average in self.model.named_parameters()
+            if name in online and online[name].requires_grad
+        ]
+        if not pairs:
+            return 0.0
+        apart = torch._foreach_norm([average - now for average, now in pairs])
+        norms = torch._foreach_norm([now for _, now in pairs])
+        return float(torch.stack(apart).norm() / torch.stack(norms).norm().clamp(min=1e-12))
+
     def _copy_buffers(self, model: Any) -> None:
         """Each rank's BatchNorm has seen its own samples: rank 0's statistics hold for all."""
         online: Mapping[str, Tensor] = dict(model.named_buffers())

@@ -241,9 +241,11 @@ DEFAULTS = {
 SCENES_DEFAULTS = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type = TrainConfig, only: Sequence[str] | None = None) -> None:
-    """One flag for each field (or those in ``only``), in the groups that their metadata name."""
-    parser.add_argument("--config", metavar="FILE", help="JSON file of these options; flags win over it")
+def add_flags(
+    parser: argparse.ArgumentParser, config: type = TrainConfig, only: Sequence[str] | None = None, *, prefix: str = ""
+) -> None:
+    """One flag for each field (or those in ``only``), in the groups that their metadata name, ``prefix`` before each name."""
+    parser.add_argument(f"--{prefix}config", dest="config", metavar="FILE", help="JSON file of these options; flags win")
     groups: dict[str, Any] = {}
     hints = typing.get_type_hints(config)
     for item in fields(config):
@@ -263,7 +265,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type = TrainConfig, only:
                 kwargs["metavar"] = "OWNER.OPTION=VALUE" if item.name == "set" else "OPTION=VALUE"
         else:
             kwargs.update(type=kind, choices=item.metadata["choices"])
-        groups[group].add_argument(f"--{item.name.replace('_', '-')}", **kwargs)
+        groups[group].add_argument(f"--{prefix}{item.name.replace('_', '-')}", dest=item.name, **kwargs)
 
 
 def read_config(arguments: argparse.Namespace) -> TrainConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.backbones.clip import read_training_checkpoint
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import in_score
 from coder_plugin.recipe import Recipe
@@ -27,37 +29,43 @@ HEADS = "coder.safetensors"
 VOCABULARY = "concepts.safetensors"
 
 
-def export_model(model: Any, folder: Path) -> Path:
+def export_model(model: Any, folder: Path, state: Mapping[str, Tensor] | None = None) -> Path:
     """Write the weights and the configuration the model was made with, overrides included; returns the weights' path.
 
-    Where that configuration could not be read (a hub that cannot be reached), only the weights are written.
+    Where that configuration could not be read (a hub that cannot be reached), only the weights are written. ``state``: the
+    model's state dict, where it is at hand already, such as one gathered of sharded parameters.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    plain = plain_state(model) if state is None else without_heads(state)
     if isinstance(model, Backbone):
-        _write(plain_state(model), folder / own.WEIGHTS)
+        _write(plain, folder / own.WEIGHTS)
         model.save_config(folder)
         return folder / own.WEIGHTS
-    _write(plain_state(model), folder / WEIGHTS)
+    _write(plain, folder / WEIGHTS)
     if model.coder_config is not None:
         written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
         (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
     return folder / WEIGHTS
 
 
-def export_heads(model: Any, folder: Path) -> Path | None:
+def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = None) -> Path | None:
     """Write scoring heads and aggregators with the recipe they are of, and the vocabulary beside them; None where the
-    score is the towers' alone."""
-    state = _scoring_state(model)
-    if not state:
+    score is the towers' alone. ``state``: as in :func:`export_model`."""
+    scoring = _scoring_state(model, state)
+    if not scoring:
         return None
-    aggregator = "gpo" if len(model.coder.aggregators) else "tower"
-    blocks = model.coder.context_blocks
-    made = {"recipe": model.coder.recipe.to_dict(), "aggregator": aggregator, "context_blocks": blocks}
-    _write(state, folder / HEADS, coder=json.dumps(made))
+    _write(scoring, folder / HEADS, coder=json.dumps(made_with(model)))
     for head in model.coder.heads.values():
         if getattr(head, "vocabulary", None) is not None:
             head.vocabulary.save(folder / VOCABULARY)
     return folder / HEADS
+
+
+def made_with(model: Any) -> dict[str, Any]:
+    """What :class:`Made` is read from."""
+    aggregator = "gpo" if len(model.coder.aggregators) else "tower"
+    recipe, blocks = model.coder.recipe, model.coder.context_blocks
+    return {"recipe": recipe.to_dict(), "aggregator": aggregator, "context_blocks": blocks}
 
 
 def exported(folder: Path) -> tuple[Path | None, Path | None]:
@@ -100,16 +108,41 @@ def read_heads(path: Path) -> Made:
         raise CoderError(f"{path} is no file of scoring heads: {error}") from error
 
 
+def start_heads(model: Any, pretrained: str | None) -> None:
+    """Scoring heads that come with weights to start from, those beside an export or in a checkpoint of open_clip's trainer; a
+    warning where they are another recipe's."""
+    from safetensors.torch import load_file
+
+    file = heads_beside(pretrained)
+    checkpoint = read_training_checkpoint(pretrained)
+    if file is not None:
+        state = load_file(file)
+    elif checkpoint is not None:
+        plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
+        state = _scoring_state(model, plain)
+        if not state:
+            return
+    else:
+        return
+    try:
+        _load(model, state, str(file or pretrained))
+    except CoderError as error:
+        logging.warning("the run starts from the towers alone, with fresh heads: %s", error)
+
+
 def load_heads(model: Any, path: Path) -> None:
     """Put the weights that :func:`export_heads` wrote into a model made with the same recipe."""
     from safetensors.torch import load_file
 
-    state = load_file(path)
+    _load(model, load_file(path), str(path))
+
+
+def _load(model: Any, state: Mapping[str, Tensor], where: str) -> None:
     expected = _scoring_state(model)
     missing, other = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     wrong = [name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape]
     if missing or other or wrong:
-        raise CoderError(f"{path} does not fit this model: {', '.join([*missing, *other, *wrong][:4])}")
+        raise CoderError(f"{where} does not fit this model: {', '.join([*missing, *other, *wrong][:4])}")
     model.coder.load_state_dict({name.removeprefix("coder."): value for name, value in state.items()}, strict=False)
 
 
@@ -150,16 +183,22 @@ def load_model(folder: str | Path, *, device: Any = None) -> Any:
     return model.eval()
 
 
-def _scoring_state(model: Any) -> dict[str, Tensor]:
+def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if in_score(head)]]
-    return {name: value for name, value in model.state_dict().items() if name.startswith(tuple(wanted))}
+    state = model.state_dict() if state is None else state
+    return {name: value for name, value in state.items() if name.startswith(tuple(wanted))}
 
 
 def plain_state(model: Any) -> dict[str, Tensor]:
     """The state dict that the model's open_clip class has: no heads, low-rank adapters merged into their weights."""
     if any("lora_" in name for name, _ in model.named_parameters()):
         model = _merged(model)
-    return {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
+    return without_heads(model.state_dict())
+
+
+def without_heads(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict less what is under ``model.coder``."""
+    return {name: value for name, value in state.items() if not name.startswith("coder.")}
 
 
 def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:

@@ -187,8 +187,9 @@ class Trainer:
                 self.position = self.loader.position()
                 progress.update(metrics, waiting)
                 if logged:
+                    state = {f"coder/{name}": value for name, value in model.coder.health().items()}
                     self.log.write(
-                        {**metrics, "epoch": self.epoch, "lr": max(self.schedule.get_last_lr())}, step=self.step - 1
+                        {**metrics, **state, "epoch": self.epoch, "lr": max(self.schedule.get_last_lr())}, step=self.step - 1
                     )
                 if config.save_every_steps and self.step % config.save_every_steps == 0:
                     self._save()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -19,11 +18,11 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.data.source import map_tensors
 from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
-from coder_plugin.model import CoderLoss, create_model, required_heads
+from coder_plugin.model import create_model, required_heads
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.export import heads_beside, load_heads
+from coder_plugin.training.export import start_heads
 from coder_plugin.training.sources import captions_of, check_data, example_of
 from coder_plugin.training.step import restored_buffers
 
@@ -204,11 +203,8 @@ def make_model(
     )
     if source is not None:
         check_data(model, example, source.name, config)
-    if not inference and (file := heads_beside(config.pretrained)) is not None:
-        try:
-            load_heads(model, file)
-        except CoderError as error:
-            logging.warning("the run starts from the towers alone, with fresh heads: %s", error)
+    if not inference:
+        start_heads(model, config.pretrained)
     if config.lock_image:
         model.lock_image_tower(unlocked_groups=config.lock_image_unlocked_groups)
         if config.lock_image_freeze_bn_stats:
@@ -343,7 +339,7 @@ def make_tokenizer(config: TrainConfig, model: Any, *, training: bool = False) -
         raise CoderError(f"tokenizer of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 
-def freeze_unread(model: Any, loss: CoderLoss, tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
+def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
     """Freeze the parameters that no term reads, found by one backward pass over a made-up batch (rule 2).
 
     DDP fails on the second step where a parameter gets no gradient. Returns their names.
@@ -375,6 +371,7 @@ def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: in
         size = model.visual.image_size
         height, width = (size, size) if isinstance(size, int) else size
         image = torch.randn(rows, 3, height, width, generator=torch.Generator().manual_seed(0))
+        image = image.to(next(parameter.dtype for parameter in model.visual.parameters() if parameter.ndim == 4))
     text = tokenizer([f"a picture of {n} things" for n in range(rows)]).to(device)
     return {
         "image": map_tensors(lambda each: each.to(device), image),

@@ -1,0 +1,5 @@
+import sys
+
+from coder_plugin.integrations.open_clip.command import main
+
+sys.exit(main())

@@ -1,0 +1,114 @@
+"""What of upstream's trainer is replaced, in both of its forms."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from coder_plugin.heads.norm import MaskedBatchNorm
+from coder_plugin.integrations.open_clip import data, evaluation, flags, saving
+from coder_plugin.integrations.open_clip.evaluation import Collected
+from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
+from coder_plugin.integrations.open_clip.run import Run
+
+
+class Adapter:
+    """Overrides of names in ``open_clip_train.main``, for any number of its ``main(argv)`` one after the other.
+
+    Without ``--loss`` each of them does what upstream's does.
+    """
+
+    #: Whether what a batch has besides image and text travels in the texts.
+    packed: bool
+
+    def __init__(self, trainer: ModuleType) -> None:
+        from open_clip_train import data as reading
+        from open_clip_train import train, zero_shot
+
+        self.trainer, self.reading, self.training, self.zero_shot = trainer, reading, train, zero_shot
+        self.own: dict[str, Any] = {name: getattr(trainer, name, None) for name in self.names()}
+        self.own_metrics = train.get_clip_metrics
+        self.run: Run | None = None
+        self.collected: Collected | None = None
+
+    def names(self) -> Mapping[str, Any]:
+        """The names in ``open_clip_train.main`` and what stands in for them."""
+        return {
+            "parse_args": self.parse_args,
+            "create_model_and_transforms": self.create_model_and_transforms,
+            "get_data": self.get_data,
+            "evaluate": self.evaluate,
+            "torch": self.shadow_of_torch(),
+        }
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(overridden(self.trainer, self.names()))
+            stack.enter_context(overridden(self.reading, {"tar_file_expander": data.expand_tars}))
+            stack.enter_context(overridden(self.training, {"get_clip_metrics": self.get_clip_metrics}))
+            stack.enter_context(overridden(self.zero_shot, {"accuracy": evaluation.accuracy}))
+            yield
+
+    def shadow_of_torch(self) -> Shadow:
+        """torch as ``open_clip_train.main`` sees it."""
+        raise NotImplementedError
+
+    def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Ours first: upstream's parser abbreviates, and would take ``--loss`` for ``--loss-dist-impl``."""
+        self.run = None
+        ours, rest = flags.split(argv)
+        args = self.own["parse_args"](rest)
+        if ours.loss is not None:
+            self.run = Run(ours, args)
+        return args
+
+    def create_model_and_transforms(self, name: str, pretrained: str | None = None, **options: Any) -> Any:
+        """The first model is the one that is trained, a second is the teacher of a distillation."""
+        create = self.own["create_model_and_transforms"]
+        if self.run is None or self.run.model is not None:
+            return create(name, pretrained, **options)
+        return self.run.make_model(create, name, pretrained, options)
+
+    def get_data(self, args: Any, *rest: Any, **options: Any) -> Any:
+        if self.run is None:
+            return self.own["get_data"](args, *rest, **options)
+        assert self.run.extras is not None
+        with data.reading(self.run.extras, packed=self.packed):
+            return self.own["get_data"](args, *rest, **options)
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def get_clip_metrics(self, image_features: Any, text_features: Any, logit_scale: Any, **options: Any) -> dict[str, float]:
+        if self.collected is None or not self.collected.batches:
+            return self.own_metrics(
+                image_features=image_features, text_features=text_features, logit_scale=logit_scale, **options
+            )
+        return self.collected.metrics()
+
+    def save(self, value: Any, path: Any, *args: Any, **options: Any) -> None:
+        """torch's; a checkpoint says what its heads were made with and leaves an export."""
+        run = self.run
+        if run is None or not saving.is_checkpoint(value):
+            torch.save(value, path, *args, **options)
+            return
+        torch.save(saving.saved(value, str(path), run.model, run.exported_config()), path, *args, **options)
+        if run.args.delete_previous_checkpoint:
+            saving.prune(Path(path).parent.parent)
+
+    @staticmethod
+    def convert_sync_batchnorm(module: Any, process_group: Any = None) -> Any:
+        """torch's, but for BatchNorms over masked positions, which have a way of their own over ranks."""
+        kept = [(name, each) for name, each in module.named_modules() if isinstance(each, MaskedBatchNorm)]
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+        for name, each in kept:
+            module.set_submodule(name, each)
+        return module

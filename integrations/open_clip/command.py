@@ -1,0 +1,77 @@
+"""``python -m coder_plugin.integrations.open_clip``: upstream's trainer, every flag of its own, and ours."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from coder_plugin.errors import CoderError
+
+if TYPE_CHECKING:
+    from coder_plugin.integrations.open_clip.adapter import Adapter
+
+
+@contextlib.contextmanager
+def adapted() -> Iterator[Adapter]:
+    """``open_clip_train.main`` with ``--loss`` and the flags that go with it, while the context lasts.
+
+    ``with adapted(): open_clip_train.main.main([...])`` is what the command does.
+
+    Raises:
+        CoderError: open_clip's trainer or something that it needs is not installed, or is of a version that is not known.
+    """
+    adapter = find_adapter()
+    with adapter.active():
+        yield adapter
+
+
+def find_adapter() -> Adapter:
+    try:
+        import open_clip
+        from open_clip_train import main as trainer
+    except ImportError as error:
+        raise CoderError(f'open_clip\'s trainer cannot be imported ({error}): pip install "coder-plugin[open_clip]"') from error
+    version = open_clip.__version__
+    if hasattr(trainer, "create_task") and version.startswith("4."):
+        from coder_plugin.integrations.open_clip.tasks import TaskLayer
+
+        return TaskLayer(trainer)
+    if hasattr(trainer, "create_loss") and version.startswith("3.3."):
+        from coder_plugin.integrations.open_clip.released import Released
+
+        return Released(trainer)
+    raise CoderError(f"the adapter knows the trainers of open_clip 3.3 and of 4, with its tasks; this is {version}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run upstream's ``main`` with our flags; returns the exit status: 0, or 2 for a person's mistake."""
+    from coder_plugin.integrations.open_clip import flags
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(argv):
+        return _help()
+    try:
+        with adapted() as adapter:
+            done = adapter.trainer.main(argv)
+    except CoderError as error:
+        print(f"coder-plugin: error: {flags.renamed(' '.join(str(error).split()))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("coder-plugin: interrupted", file=sys.stderr)
+        return 130
+    return 0 if done is None else 2  # upstream returns -1 after it has printed what is wrong
+
+
+def _help() -> int:
+    from coder_plugin.integrations.open_clip import flags
+
+    flags.parser().print_help()
+    print("\nEvery flag of open_clip's own trainer:\n")
+    try:
+        with adapted() as adapter, contextlib.suppress(SystemExit):
+            adapter.own["parse_args"](["--help"])
+    except CoderError as error:
+        print(error)
+    return 0

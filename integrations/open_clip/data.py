@@ -1,0 +1,233 @@
+"""What upstream's data sets give besides image and text: the image's id, a positive caption, the words' classes.
+
+Upstream's readers stay as they are, with their shuffling, resampling and sharding; the few places where a sample is still
+known by its key and its raw caption are replaced while the pipelines are built. 3.3's trainer unpacks ``images, texts`` and
+no more, so there everything travels as further rows of the texts, [B, n + 1, L] (:func:`pack`); main has dicts.
+
+Every class here can be pickled, as data loading workers that are not forked need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from open_clip_train import data as upstream
+from torch import Tensor
+from webdataset.tariterators import tar_file_expander
+
+from coder_plugin.data.item import stable_hash
+from coder_plugin.data.tags import Tags
+from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
+from coder_plugin.negatives.positives import Positives
+
+#: A list of captions in a shard's ``json``, which replaces its ``txt`` (coder_plugin.data.shards).
+CAPTIONS = "captions"
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Makes of a caption and its image's key the keyword arguments that the model's forward takes besides image and text.
+
+    ``positives`` and ``tags`` are None where no head reads them. ``captions``: of several captions of an image in a shard,
+    ``draw`` one at random, or take ``all``, each as a pair.
+    """
+
+    tokenizer: Any
+    positives: Positives | None = None
+    tags: Tags | None = None
+    captions: str = "draw"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What training batches have besides ``image_id``, in the order of packing."""
+        named = {"text_positive": self.positives, "text_tags": self.tags}
+        return tuple(name for name, made in named.items() if made is not None)
+
+    def __call__(self, key: object, caption: str | None, others: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """``image_id`` int64 [], ``text_positive`` and ``text_tags`` int64 [L]."""
+        made = {"image_id": torch.tensor(stable_hash(key))}
+        if caption is not None and self.positives is not None:
+            text, _ = self.positives(caption, others)
+            made["text_positive"] = self.tokenizer([text])[0]
+        if caption is not None and self.tags is not None:
+            _, tags = self.tags([caption], self.tokenizer)
+            made["text_tags"] = tags[0]
+            self.tags.take()
+        return made
+
+
+def pack(text: Tensor, extras: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    """Tokens [L] and further rows -> [n + 1, L] int64: the text, ``names`` in order, and a row that the image's id begins."""
+    last = torch.zeros_like(text)
+    last[0] = extras["image_id"]
+    return torch.stack([text, *(extras[name] for name in names), last])
+
+
+def unpack(text: Tensor, names: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Packed texts [B, n + 1, L] -> texts [B, L] and the rest by name. Evaluation packs the id alone."""
+    rows = text.unbind(1)
+    further = dict(zip(names, rows[1:-1], strict=True)) if len(rows) > 2 else {}
+    return rows[0], {**further, "image_id": rows[-1][:, 0]}
+
+
+class Csv(upstream.CsvDataset):
+    """Upstream's, one pair a line; pairs of one file have one id."""
+
+    def __init__(self, *args: Any, extras: Extras, packed: tuple[str, ...] | None, is_train: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.extras, self.packed, self.is_train = extras, packed, is_train
+        self.lines: dict[str, list[int]] = {}
+        if is_train and extras.positives is not None:
+            lines = defaultdict(list)
+            for line, path in enumerate(self.images):
+                lines[str(path)].append(line)
+            self.lines = dict(lines)
+
+    def __getitem__(self, index: int) -> Any:
+        path, caption = str(_at(self.images, index)), str(_at(self.captions, index))
+        others = tuple(str(_at(self.captions, line)) for line in self.lines.get(path, ()) if line != index)
+        return _with(super().__getitem__(index), self.extras(path, caption if self.is_train else None, others), self.packed)
+
+
+class Synthetic(upstream.SyntheticDataset):
+    """Upstream's, one image and one caption over and over; each counts as an image of its own."""
+
+    def __init__(self, *args: Any, extras: Extras, packed: tuple[str, ...] | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.extras, self.packed = extras, packed
+
+    def __getitem__(self, index: int) -> Any:
+        return _with(super().__getitem__(index), self.extras(index, self.caption), self.packed)
+
+
+def _at(column: Any, index: int) -> Any:
+    return column.iloc[index] if hasattr(column, "iloc") else column[index]
+
+
+def _with(sample: Any, extras: dict[str, Tensor], packed: tuple[str, ...] | None) -> Any:
+    if packed is None:
+        return {**sample, **extras}
+    image, text = sample
+    return image, pack(text, extras, packed)
+
+
+class Rename:
+    """In place of ``webdataset.rename``: image, caption and extras of each sample of a shard.
+
+    Where ``json`` has a list ``captions``, one of them is drawn in training (or each is a pair); evaluation has them all, as
+    pairs of one image. Positives and classes need the raw caption, which upstream's ``--json-text-key`` finds only later.
+    """
+
+    def __init__(self, image: str, text: str, keep: bool = True, *, extras: Extras, is_train: bool) -> None:
+        self.image, self.text, self.keep = image.split(";"), text.split(";"), keep
+        self.extras, self.is_train = extras, is_train
+
+    def __call__(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for sample in samples:
+            image = next((sample[field] for field in self.image if field in sample), None)
+            text = next((sample[field] for field in self.text if field in sample), None)
+            if image is None or text is None:
+                continue
+            meta = _json(sample)
+            key = _key(sample, meta)
+            rest = sample if self.keep else {}
+            if "json" in self.text:
+                yield {**rest, "image": image, "text": text, **self.extras(key, None)}
+                continue
+            captions = _captions(meta) or [text.decode("utf-8", "replace") if isinstance(text, bytes) else text]
+            chosen: Any = range(len(captions))
+            if self.is_train and self.extras.captions == "draw" and len(captions) > 1:
+                chosen = [random.randrange(len(captions))]
+            for number in chosen:
+                caption, others = captions[number], tuple(captions[:number] + captions[number + 1 :])
+                made = self.extras(key, caption if self.is_train else None, others)
+                yield {**rest, "image": image, "text": caption, **made}
+
+
+def _json(sample: Mapping[str, Any]) -> dict[str, Any]:
+    meta = sample.get("json")
+    if isinstance(meta, (bytes, str)):
+        try:
+            meta = json.loads(meta)
+        except ValueError:
+            meta = None
+    return meta if isinstance(meta, dict) else {}
+
+
+def _captions(meta: Mapping[str, Any]) -> list[str]:
+    captions = meta.get(CAPTIONS)
+    return [each for each in captions if isinstance(each, str) and each.strip()] if isinstance(captions, list) else []
+
+
+def _key(sample: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+    """What names an image in shards, as coder_plugin.data.shards has it: ``image_id`` of its json, or shard and key."""
+    if meta.get("image_id") is not None:
+        return str(meta["image_id"])
+    return f"{os.path.basename(str(sample.get('__url__', ''))).split('.tar')[0]}/{sample['__key__']}"
+
+
+class Pack:
+    """In place of ``webdataset.to_tuple("image", "text")``: the pair, with the text's further rows."""
+
+    def __init__(self, *fields: str, names: tuple[str, ...]) -> None:
+        assert fields == ("image", "text")
+        self.names = names
+
+    def __call__(self, samples: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:
+        for sample in samples:
+            yield sample["image"], pack(sample["text"], sample, self.names)
+
+
+@contextlib.contextmanager
+def reading(extras: Extras, *, packed: bool) -> Iterator[None]:
+    """Upstream's data sets with ``extras`` while they are built: packed into the texts (3.3) or as keys of a dict (main)."""
+
+    def rows(is_train: bool) -> tuple[str, ...] | None:
+        return (extras.names if is_train else ()) if packed else None
+
+    def shards(build: Any, args: Any, preprocess: Any, is_train: bool, **options: Any) -> Any:
+        stages: dict[str, Any] = {"rename": partial(Rename, extras=extras, is_train=is_train)}
+        if (names := rows(is_train)) is not None:
+            stages["to_tuple"] = partial(Pack, names=names)
+        with overridden(upstream, {"wds": Shadow(upstream.wds, **stages)}):
+            return build(args, preprocess, is_train, **options)
+
+    def table(build: Any, args: Any, preprocess: Any, is_train: bool, **options: Any) -> Any:
+        dataset = partial(Csv, extras=extras, packed=rows(is_train), is_train=is_train)
+        with overridden(upstream, {"CsvDataset": dataset}):
+            return build(args, preprocess, is_train, **options)
+
+    synthetic = partial(Synthetic, extras=extras, packed=rows(True))
+    names = {
+        "get_wds_dataset": partial(shards, upstream.get_wds_dataset),
+        "get_csv_dataset": partial(table, upstream.get_csv_dataset),
+        "SyntheticDataset": synthetic,
+    }
+    with overridden(upstream, names):
+        yield
+
+
+def expand_tars(*args: Any, **options: Any) -> Iterator[Any]:
+    """webdataset's, without the mark that 1.0 puts at the end of a shard, which upstream's grouping takes for a file."""
+    return tar_file_expander(*args, **{"eof_value": None, **options})
+
+
+def samples_of(args: Any) -> int:
+    """How many pairs upstream takes an epoch to have, before any data set is built; 0 where nothing is trained."""
+    if args.train_num_samples:
+        return args.train_num_samples
+    if not args.train_data:
+        return 0
+    kind = args.dataset_type
+    if kind == "csv" or (kind == "auto" and args.train_data.rsplit(".", 1)[-1] in ("csv", "tsv")):
+        return len(upstream.pd.read_csv(args.train_data, sep=args.csv_separator, usecols=[args.csv_img_key]))
+    return upstream.get_dataset_size(args.train_data)[0] or 0

@@ -1,0 +1,50 @@
+"""Validation in upstream's loop: recall by the vectors that the model retrieves by, in tiles, several captions an image.
+
+Upstream ranks a score matrix of all pairs at once, 23 bytes an entry, and takes every other caption of an image for wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.integrations.open_clip.model import VECTORS
+from coder_plugin.retrieval import recall_from_embeddings
+
+
+class Collected:
+    """What a pass over validation data has left: vectors and image ids, on the CPU."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Tensor, ...]] = []
+
+    def hook(self, _module: Any, _inputs: Any, outputs: Any) -> None:
+        """A forward hook of the model."""
+        if isinstance(outputs, Mapping) and VECTORS[0] in outputs:
+            self.add(outputs)
+
+    def add(self, outputs: Mapping[str, Tensor]) -> None:
+        image, text, ids = (outputs[key].detach().cpu() for key in VECTORS)
+        self.batches.append((image.float(), text.float(), ids))
+
+    def metrics(self) -> dict[str, float]:
+        """METHODS 10 under upstream's names (recalls as shares), and ``rsum`` in percent; pairs of one id are one image."""
+        images, texts, ids = (torch.cat(parts) for parts in zip(*self.batches, strict=True))
+        _, owner = ids.unique(return_inverse=True)
+        first = torch.full((int(owner.max()) + 1,), len(ids)).scatter_reduce(0, owner, torch.arange(len(ids)), "amin")
+        found = recall_from_embeddings(images[first], texts, owner)
+        metrics: dict[str, float] = {}
+        for ours, name in (("i2t", "image_to_text"), ("t2i", "text_to_image")):
+            metrics[f"{name}_mean_rank"] = found[f"{ours}_meanr"]
+            metrics[f"{name}_median_rank"] = found[f"{ours}_medr"]
+            metrics |= {f"{name}_R@{k}": found[f"{ours}_r{k}"] / 100 for k in (1, 5, 10)}
+        return {**metrics, "rsum": found["rsum"], "num_images": len(first)}
+
+
+def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...] = (1,)) -> list[float]:
+    """How many rows have their target among the first k: upstream's, for every NumPy (3.3 makes a float of an array)."""
+    found = output.topk(max(topk), 1, True, True).indices.eq(target[:, None])
+    return [float(found[:, :k].sum()) for k in topk]

@@ -1,0 +1,87 @@
+"""The adapter's own flags, taken off the command line before upstream's parser sees it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from coder_plugin.errors import CoderError
+from coder_plugin.training.config import TrainConfig, add_flags, read_flags
+
+#: Fields of TrainConfig that are flags here, ``--coder-`` before each; all else of a run is upstream's.
+OURS = ("concepts", "negatives", "positives", "tagger", "set", "aggregator", "context_blocks", "captions")
+#: What upstream can do and our heads cannot, and why.
+REFUSED = {
+    "torchscript": "the heads are no TorchScript; --torchcompile works",
+    "trace": "a traced model cannot be trained",
+    "horovod": "the losses gather over torch.distributed: launch with torchrun",
+    "use_naflex": "NaFlex gives images as dicts of patches, which the heads do not read",
+    "use_bnb_linear": "it replaces the towers' layers after the momentum towers have copied them",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of what is ours; it never abbreviates, for upstream's names may begin like ours."""
+    ours = argparse.ArgumentParser(prog="python -m coder_plugin.integrations.open_clip", add_help=False, allow_abbrev=False)
+    ours.add_argument(
+        "--loss",
+        metavar="RECIPE",
+        help='loss expression, such as "clip + 0.5*selfalign", or a recipe\'s name, such as coder; without it everything is '
+        "upstream's own",
+    )
+    add_flags(ours, only=OURS, prefix="coder-")
+    return ours
+
+
+def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What is ours, and what is left for upstream.
+
+    Raises:
+        CoderError: our flags without ``--loss``, or without their ``coder-``.
+    """
+    ours, rest = parser().parse_known_args(list(argv))
+    given = [name for name in ("config", *OURS) if name in vars(ours) and vars(ours)[name] is not None]
+    if ours.loss is None and given:
+        flags = ", ".join(f"--coder-{name.replace('_', '-')}" for name in given)
+        raise CoderError(f"{flags} without --loss: name the recipe that it is of, such as --loss coder")
+    for flag in rest:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and name[2:].replace("-", "_") in OURS:
+            raise CoderError(f"{name} is --coder-{name[2:]} here")
+    return ours, rest
+
+
+def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
+    """Our flags and what of upstream's says the same, as the configuration that the project's own trainer has.
+
+    Raises:
+        CoderError: flags of upstream's that cannot go with our heads, each with its reason.
+    """
+    for name, why in REFUSED.items():
+        if getattr(args, name, None):
+            raise CoderError(f"--{name.replace('_', '-')} does not go with --loss: {why}")
+    if getattr(args, "precision", "") in ("fp16", "pure_fp16"):
+        raise CoderError(f"--precision {args.precision} does not go with --loss: float16 weights overflow; take amp")
+    config = TrainConfig.from_dict(
+        {
+            **read_flags(ours),
+            "loss": ours.loss,
+            "model": args.model,
+            "train_data": args.train_data or "synthetic",
+            "local_loss": args.local_loss,
+            "batch_size": args.batch_size,
+            "accum_freq": args.accum_freq,
+            "epochs": args.epochs,
+            "cache_dir": args.cache_dir,
+            "force_context_length": args.force_context_length,
+        }
+    )
+    return config
+
+
+def renamed(message: str) -> str:
+    """A message of the project's own trainer with the flags as they are called here."""
+    names = "|".join(name.replace("_", "-") for name in OURS)
+    return re.sub(rf"(?<![\w-])--({names})(?![\w-])", r"--coder-\1", message)

@@ -1,0 +1,185 @@
+"""One run of upstream's trainer with our heads: model, loss, state after each step. The same for 3.3 and for main."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor
+
+from coder_plugin import distributed
+from coder_plugin.backbones import clip, own
+from coder_plugin.errors import CoderError
+from coder_plugin.integrations.open_clip import flags
+from coder_plugin.integrations.open_clip import model as in_upstream
+from coder_plugin.integrations.open_clip.data import Extras, samples_of
+from coder_plugin.integrations.open_clip.loss import UpstreamLoss
+from coder_plugin.model import add_heads, create_loss, needs_logit_bias
+from coder_plugin.recipe import Recipe
+from coder_plugin.training import setup
+from coder_plugin.training.export import start_heads
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """From one command line to the end of upstream's ``main``."""
+
+    def __init__(self, ours: argparse.Namespace, args: Any) -> None:
+        self.args = args
+        self.config = flags.options(ours, args)
+        self.recipe: Recipe = setup.make_recipe(self.config)
+        self.model: Any = None
+        self.loss: Any = None
+        self.extras: Extras | None = None
+        self.writer: Any = None
+        self.steps = 0
+        self.started = False
+        if own.find(args.model) is not None:
+            raise CoderError(f"{args.model} reads regions, which open_clip's trainer has none of: coder-plugin train does")
+        if getattr(args, "distill_model", None) and "coca" in args.model.lower():
+            raise CoderError("--distill-model does not go with a CoCa model, upstream says")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loss is upstream's own ClipLoss, whose flags then hold as they are (``--gather-with-grad``)."""
+        args = self.args
+        other = args.siglip or getattr(args, "distill", False) or "coca" in args.model.lower()
+        return self.recipe == Recipe.parse("clip") and self.config.aggregator == "tower" and not other
+
+    def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
+        """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
+        args, config = self.args, self.config
+        self.recipe = setup.fit_recipe(self.recipe, config, samples_per_epoch=samples_of(args))
+        name = clip.register_config(name)
+        if needs_logit_bias(self.recipe) and "init_logit_bias" not in clip.read_config(name):
+            options = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10.0, **options}
+        trained = pretrained if clip.is_training_checkpoint(pretrained) else None
+        try:
+            model, *transforms = create(name, None if trained else pretrained, **options)
+        except RuntimeError as error:
+            raise CoderError(f"--model {name}: {' '.join(str(error).split())[:500]}") from error
+        if trained:
+            clip.load_training_checkpoint(model, trained)
+        made = clip.read_config(name)
+        model.coder_config = clip.effective_config(made, options) if made else None
+        model = add_heads(
+            model,
+            name,
+            recipe=self.recipe,
+            aggregator=config.aggregator,  # type: ignore[arg-type]
+            context_blocks=config.context_blocks,
+            cache_dir=args.cache_dir,
+        )
+        self.tokenizer = open_clip.get_tokenizer(name, cache_dir=args.cache_dir, context_length=args.force_context_length)
+        setup.check_accumulation(model, config)
+        self.extras = Extras(
+            self.tokenizer, setup.make_positives(model), setup.make_tags(model, config), config.captions or "draw"
+        )
+        self.model = in_upstream.extend(model, self.extras.names)
+        start_heads(self.model, pretrained)
+        self.loss = self.make_loss()
+        self._freeze()
+        ignored = model.coder.state_names()
+        if ignored:
+            torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        for label, term in self.loss.terms.terms.items():
+            if not term.masks_same_image:
+                log.info("%s takes other captions of an image in a batch for negatives", label)
+        if self.recipe.training:
+            named = ", ".join(f"{key}={value}" for key, value in self.recipe.training)
+            log.warning("the recipe's training options are coder-plugin train's; here upstream's flags rule: %s", named)
+        return (self.model, *transforms)
+
+    def make_loss(self) -> UpstreamLoss:
+        terms = create_loss(self.recipe, model=self.model)
+        return UpstreamLoss(terms, own=self.own_loss(), accum_freq=self.args.accum_freq)
+
+    def own_loss(self) -> Any:
+        """Upstream's loss for these flags, of which only a captioning or distillation part is used."""
+        args = self.args
+        gathered = {"rank": distributed.rank(), "world_size": distributed.world_size(), "gather_with_grad": True}
+        if getattr(args, "distill", False):
+            return open_clip.DistillClipLoss(local_loss=args.local_loss, **gathered)
+        if "coca" in args.model.lower():
+            weights = {"caption_loss_weight": args.coca_caption_loss_weight, "clip_loss_weight": 0.0}
+            return open_clip.CoCaLoss(**weights, **gathered)
+        return None
+
+    def _freeze(self) -> None:
+        """What no term reads gets no gradient, on which DDP fails (rule 2)."""
+        model, args = self.model, self.args
+        if getattr(args, "distill", False):
+            model.logit_scale.requires_grad_(True)  # the distillation term reads it
+
+        def probe(**outputs: Tensor) -> Any:
+            if getattr(args, "distill", False):
+                teacher = {f"dist_{key}": value.detach() for key, value in outputs.items() if not key.startswith("coder_")}
+                outputs = {**outputs, **teacher}
+            if "logits" in outputs and "labels" not in outputs:  # main's CoCa: its task takes labels from the batch
+                logits = outputs["logits"]
+                outputs = {**outputs, "labels": logits.new_ones(logits.shape[:2], dtype=torch.long)}
+            return self.loss(**outputs)
+
+        model.coder_unread = tuple(
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad and _freezable(name)
+        )
+        model.coder_unread += tuple(setup.freeze_unread(model, probe, self.tokenizer))
+        if model.coder_unread:
+            log.info("frozen, for no term reads them: %s", ", ".join(model.coder_unread))
+
+    def start(self, data: Any, epoch: int, writer: Any) -> None:
+        """Before the first step: :class:`CoderError` where a head cannot work with this batch or this run."""
+        args = self.args
+        pairs = args.batch_size * args.accum_freq * args.world_size
+        steps = data["train"].dataloader.num_batches // args.accum_freq
+        self.model.coder.check(batch=pairs, samples=pairs * steps * args.epochs)
+        self.started, self.writer, self.steps = True, writer, steps * epoch
+
+    def after_step(self, *_: Any) -> None:
+        """After every optimizer step that was performed: state is written, and now and then its health."""
+        self.model.coder.post_step()
+        if distributed.rank() == 0 and self.steps % self.args.log_every_n_steps == 0:
+            self._log(self.model.coder.health())
+        self.steps += 1
+
+    def _log(self, health: dict[str, float]) -> None:
+        named = {f"coder/{name}": value for name, value in health.items()}
+        if not named:
+            return
+        log.info("%s", " ".join(f"{name}: {value:.4g}" for name, value in named.items()))
+        if self.writer is not None:
+            for name, value in named.items():
+                self.writer.add_scalar(name, value, self.steps)
+        if getattr(self.args, "wandb", False):
+            import wandb
+
+            wandb.log(named, commit=False)  # upstream's own line of this step follows
+
+    def exported_config(self) -> Any:
+        """The configuration that ``coder-plugin eval RUN`` reads: the model and the validation data of this run."""
+        args = self.args
+        kind = {"synthetic": "auto"}.get(args.dataset_type, args.dataset_type)
+        size = args.force_image_size
+        return replace(
+            self.config,
+            train_data=args.train_data or args.val_data,
+            val_data=args.val_data,
+            dataset_type=kind,
+            csv_separator=args.csv_separator,
+            csv_img_key=args.csv_img_key,
+            csv_caption_key=args.csv_caption_key,
+            force_image_size=size if isinstance(size, int) else None,
+            force_quick_gelu=args.force_quick_gelu,
+            force_custom_text=args.force_custom_text,
+        )
+
+
+def _freezable(name: str) -> bool:
+    """Whether locking or unlocking towers may touch it: not the heads' own frozen copies."""
+    return not name.startswith("coder.")

@@ -140,6 +140,16 @@ def broadcast(tensor: Tensor) -> None:
         dist.broadcast(tensor, 0)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of it (FSDP2's parameters, outside of forward)."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, which an in-place operation changes; any other tensor as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def gather_objects(value: Any) -> list[Any]:
     """One small Python object from every rank, in rank order."""
     if world_size() == 1:

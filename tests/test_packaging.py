@@ -74,7 +74,11 @@ def test_the_package_list_is_whats_on_disk() -> None:
     listed = PYPROJECT["tool"]["setuptools"]["packages"]
     assert sorted(set(listed)) == listed, "sorted, each once"
     assert set(listed) == packages_on_disk()
-    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"coder_plugin.integrations": "integrations"}
+    homes = {name: folder for folder, name in HOMES.items() if name != folder}
+    mapped = {
+        each: each.replace(name, folder).replace(".", "/") for each in listed for name, folder in homes.items() if name in each
+    }
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == mapped, "editable installs find no package below a mapped one"
     for folder in HOMES:
         folders = {path.parent for path in (ROOT / folder).rglob("*.py")}
         homeless = {path for path in folders if not (path / "__init__.py").is_file()}
@@ -147,7 +151,8 @@ def test_every_import_is_declared() -> None:
     optional = {extra: texts for extra, texts in project["optional-dependencies"].items() if extra != "test"}
     extras = {_distribution(text) for texts in optional.values() for text in texts}
     assert len(required) == len(project["dependencies"])
-    names = {"open_clip": "open-clip-torch", "PIL": "pillow", "faiss": "faiss-cpu", "sklearn": "scikit-learn"}
+    names = {"PIL": "pillow", "faiss": "faiss-cpu", "sklearn": "scikit-learn"}
+    names |= dict.fromkeys(("open_clip", "open_clip_train"), "open-clip-torch")
     undeclared = {}
     for module, path in modules_on_disk().items():
         for name, nested in _imports(path):

@@ -167,6 +167,8 @@ def create_clip(
         raise
     except Exception as error:  # what open_clip, timm, transformers and torch raise for a file or option has no end
         raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
+    if not (schema or pretrained):
+        draw_decoder(model)
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
     model.coder_config = effective_config(config, options) if config else None
@@ -204,6 +206,13 @@ def load_training_checkpoint(model: Any, path: str) -> None:
     other = [key for key in found.unexpected_keys if not key.startswith("coder.")]
     if found.missing_keys or other:
         raise CoderError(f"{path} is of another model: it lacks or adds {', '.join([*found.missing_keys, *other][:4])}")
+
+
+def draw_decoder(model: Any) -> None:
+    """First values for the output layer of a new CoCa's decoder: open_clip leaves it as memory happens to be, NaN at times."""
+    decoder = getattr(model, "text_decoder", None)
+    if decoder is not None:
+        nn.init.normal_(decoder.text_projection, std=decoder.text_projection.shape[0] ** -0.5)
 
 
 def read_config(name: str) -> dict[str, Any]:

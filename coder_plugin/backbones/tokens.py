@@ -164,7 +164,7 @@ class TokenTaps:
 
     def _tap_block(self, transformer: Any, side: str, words: slice) -> None:
         """open_clip's own blocks run over [B, L, C], or over [L, B, C]."""
-        batch_first = transformer.batch_first
+        batch_first = getattr(transformer, "batch_first", True)  # open_clip 4 always runs over [B, L, C]
         first = self._block(transformer.resblocks, side)
         self._catch_input(first, f"{side}_locals", lambda x: (x if batch_first else x.transpose(0, 1))[:, words])
 

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -92,10 +92,7 @@ class ShardSource:
         self._shards = shards
         self._resampled = resampled
         self._sound: set[str] = set()  # scanned once; a scan costs about two per cent of decoding the shard
-        # The stem makes keys that survive a move of the data; it names a shard only where no other folder has it too.
-        stems = {shard: os.path.basename(shard).split(".tar")[0] for shard in shards}
-        unique = len(set(stems.values())) == len(stems)
-        self._labels = stems if unique else {shard: shard.split(".tar")[0] for shard in shards}
+        self._labels = shard_labels(shards)
 
     @cached_property
     def num_images(self) -> int | None:
@@ -240,6 +237,14 @@ class ShardSource:
         if not count:
             raise CoderError(f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {len(self._shards)} shards")
         return count
+
+
+def shard_labels(shards: Sequence[str]) -> dict[str, str]:
+    """What each shard is called in its images' keys. The stem makes keys that survive a move of the data; it names a shard
+    only where no other folder has it too."""
+    stems = {shard: os.path.basename(shard).split(".tar")[0] for shard in shards}
+    unique = len(set(stems.values())) == len(stems)
+    return stems if unique else {shard: shard.split(".tar")[0] for shard in shards}
 
 
 def expand(spec: str) -> list[str]:

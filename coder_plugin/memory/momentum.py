@@ -58,12 +58,13 @@ class MomentumCopy(nn.Module):
     @torch.no_grad()
     def update(self, model: Any) -> None:
         """Follow the model by one step. Parameters are matched by name; names that one side lacks are skipped."""
-        online = dict(model.named_parameters())
+        online = _named(model)
         trained: list[tuple[Tensor, Tensor]] = []
         followed: list[tuple[Tensor, Tensor]] = []
-        for name, average in self.model.named_parameters():
+        for name, average in _named(self.model).items():
             if name in online:
-                (trained if online[name].requires_grad else followed).append((average, online[name]))
+                pair = (distributed.local(average), distributed.local(online[name]))
+                (trained if online[name].requires_grad else followed).append(pair)
         if trained:
             averages = [average for average, _ in trained]
             torch._foreach_lerp_(averages, [now.detach().to(average.dtype) for average, now in trained], 1 - self.momentum)
@@ -73,18 +74,23 @@ class MomentumCopy(nn.Module):
 
     @torch.no_grad()
     def drift(self, model: Any) -> float:
-        """How far the copy is behind: ``|theta_copy - theta| / |theta|`` over the trained parameters."""
-        online = dict(model.named_parameters())
-        pairs = [
-            (average, online[name].to(average.dtype))
-            for name, average in self.model.named_parameters()
+        """How far the copy is behind: ``|theta_copy - theta| / |theta|`` over the trained parameters. Where these are sharded,
+        ask on every rank."""
+        online = _named(model)
+        named = [
+            (average, online[name])
+            for name, average in _named(self.model).items()
             if name in online and online[name].requires_grad
         ]
-        if not pairs:
+        if not named:
             return 0.0
+        pairs = [(distributed.local(average), distributed.local(now).to(average.dtype)) for average, now in named]
         apart = torch._foreach_norm([average - now for average, now in pairs])
         norms = torch._foreach_norm([now for _, now in pairs])
-        return float(torch.stack(apart).norm() / torch.stack(norms).norm().clamp(min=1e-12))
+        squares = torch.stack([torch.stack(apart).norm(), torch.stack(norms).norm()]).square()
+        if distributed.is_sharded(named[0][1]):
+            squares = distributed.all_sum(squares)
+        return float((squares[0] / squares[1].clamp(min=1e-24)).sqrt())
 
     def _copy_buffers(self, model: Any) -> None:
         """Each rank's BatchNorm has seen its own samples: rank 0's statistics hold for all."""
@@ -99,3 +105,8 @@ class MomentumCopy(nn.Module):
             distributed.broadcast(flat)
             for statistic, value in zip(statistics, flat.split([s.numel() for s in statistics]), strict=True):
                 statistic.copy_(value.view_as(statistic))
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters by the names that they have before any of its blocks is compiled."""
+    return {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from coder_plugin.heads.norm import MaskedBatchNorm
-from coder_plugin.integrations.open_clip import data, evaluation, flags, saving
+from coder_plugin.integrations.open_clip import data, evaluation, flags, rates, saving
 from coder_plugin.integrations.open_clip.evaluation import Collected
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.integrations.open_clip.run import Run
@@ -48,13 +48,20 @@ class Adapter:
             "torch": self.shadow_of_torch(),
         }
 
+    def elsewhere(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Further modules, and their names with what stands in for them."""
+        return [
+            (self.reading, {"tarfile_to_samples_nothrow": data.read_tars}),
+            (self.training, {"get_clip_metrics": self.get_clip_metrics}),
+            (self.zero_shot, {"accuracy": evaluation.accuracy}),
+        ]
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(overridden(self.trainer, self.names()))
-            stack.enter_context(overridden(self.reading, {"tar_file_expander": data.expand_tars}))
-            stack.enter_context(overridden(self.training, {"get_clip_metrics": self.get_clip_metrics}))
-            stack.enter_context(overridden(self.zero_shot, {"accuracy": evaluation.accuracy}))
+            for module, names in self.elsewhere():
+                stack.enter_context(overridden(module, names))
             yield
 
     def shadow_of_torch(self) -> Shadow:
@@ -76,6 +83,11 @@ class Adapter:
         if self.run is None or self.run.model is not None:
             return create(name, pretrained, **options)
         return self.run.make_model(create, name, pretrained, options)
+
+    def optimizer(self, create: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What upstream creates, the heads in groups of their own where they have a rate of their own."""
+        made, run = create(*args, **options), self.run
+        return made if run is None or run.heads_lr_scale == 1 else rates.split_heads(made, run.model, run.heads_lr_scale)
 
     def get_data(self, args: Any, *rest: Any, **options: Any) -> Any:
         if self.run is None:
@@ -102,7 +114,7 @@ class Adapter:
             return
         torch.save(saving.saved(value, str(path), run.model, run.exported_config()), path, *args, **options)
         if run.args.delete_previous_checkpoint:
-            saving.prune(Path(path).parent.parent)
+            saving.prune(Path(path).parent.parent, saving.export_name(str(path)))
 
     @staticmethod
     def convert_sync_batchnorm(module: Any, process_group: Any = None) -> Any:

@@ -10,8 +10,8 @@ Every class here can be pickled, as data loading workers that are not forked nee
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
-import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from open_clip_train import data as upstream
 from torch import Tensor
-from webdataset.tariterators import tar_file_expander
+from webdataset.tariterators import tar_file_expander, url_opener
 
 from coder_plugin.data.item import stable_hash
+from coder_plugin.data.shards import shard_labels
 from coder_plugin.data.tags import Tags
+from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.negatives.positives import Positives
 
@@ -124,36 +126,81 @@ class Rename:
     """In place of ``webdataset.rename``: image, caption and extras of each sample of a shard.
 
     Where ``json`` has a list ``captions``, one of them is drawn in training (or each is a pair); evaluation has them all, as
-    pairs of one image. Positives and classes need the raw caption, which upstream's ``--json-text-key`` finds only later.
+    pairs of one image. ``labels``: what each shard is called in keys.
     """
 
-    def __init__(self, image: str, text: str, keep: bool = True, *, extras: Extras, is_train: bool) -> None:
+    def __init__(
+        self,
+        image: str,
+        text: str,
+        keep: bool = True,
+        *,
+        extras: Extras,
+        is_train: bool,
+        labels: Mapping[str, str],
+        json_text: JsonText | None = None,
+    ) -> None:
         self.image, self.text, self.keep = image.split(";"), text.split(";"), keep
-        self.extras, self.is_train = extras, is_train
+        self.extras, self.is_train, self.labels, self.json_text = extras, is_train, labels, json_text
 
     def __call__(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for sample in samples:
             image = next((sample[field] for field in self.image if field in sample), None)
-            text = next((sample[field] for field in self.text if field in sample), None)
-            if image is None or text is None:
+            meta = read_json(sample)
+            captions = self.captions(sample, meta)
+            if image is None or not captions:
                 continue
-            meta = _json(sample)
-            key = _key(sample, meta)
+            key = self.key(sample, meta)
             rest = sample if self.keep else {}
-            if "json" in self.text:
-                yield {**rest, "image": image, "text": text, **self.extras(key, None)}
-                continue
-            captions = _captions(meta) or [text.decode("utf-8", "replace") if isinstance(text, bytes) else text]
             chosen: Any = range(len(captions))
             if self.is_train and self.extras.captions == "draw" and len(captions) > 1:
                 chosen = [random.randrange(len(captions))]
             for number in chosen:
                 caption, others = captions[number], tuple(captions[:number] + captions[number + 1 :])
                 made = self.extras(key, caption if self.is_train else None, others)
-                yield {**rest, "image": image, "text": caption, **made}
+                text = caption if self.json_text is None else self.json_text.again(caption)
+                yield {**rest, "image": image, "text": text, **made}
+
+    def captions(self, sample: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
+        if self.json_text is not None:
+            return [caption] if (caption := self.json_text(meta)) else []
+        if listed := captions_in(meta):
+            return listed
+        text = next((sample[field] for field in self.text if field in sample), None)
+        return [] if text is None else [text.decode("utf-8", "replace") if isinstance(text, bytes) else text]
+
+    def key(self, sample: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+        """What names an image in shards, as coder_plugin.data.shards has it: ``image_id`` of its json, or shard and key."""
+        if meta.get("image_id") is not None:
+            return str(meta["image_id"])
+        return f"{self.labels[sample['__url__']]}/{sample['__key__']}"
 
 
-def _json(sample: Mapping[str, Any]) -> dict[str, Any]:
+class JsonText:
+    """Main's ``--json-text-key``: a caption of the json field, found here, and in a json of its own for upstream to find."""
+
+    def __init__(self, key: str, weights: Any) -> None:
+        self.field = key.split(";")[0].strip()
+        self.extract = upstream.JsonCaptionExtractor(key, sample_probs=weights)
+
+    def __call__(self, meta: Mapping[str, Any]) -> str:
+        return self.extract(meta)
+
+    def again(self, caption: str) -> str:
+        return json.dumps({self.field: caption})
+
+
+class HasCaptions:
+    """In place of what upstream selects samples by: one that has its captions in ``json`` alone stays as well."""
+
+    def __init__(self, selected: Any) -> None:
+        self.selected = selected
+
+    def __call__(self, sample: Mapping[str, Any]) -> bool:
+        return self.selected(sample) or bool(captions_in(read_json(sample)))
+
+
+def read_json(sample: Mapping[str, Any]) -> dict[str, Any]:
     meta = sample.get("json")
     if isinstance(meta, (bytes, str)):
         try:
@@ -163,16 +210,11 @@ def _json(sample: Mapping[str, Any]) -> dict[str, Any]:
     return meta if isinstance(meta, dict) else {}
 
 
-def _captions(meta: Mapping[str, Any]) -> list[str]:
+def captions_in(meta: Mapping[str, Any]) -> list[str]:
+    """The list ``captions`` of a json field, or its one caption; none where there is none with text."""
     captions = meta.get(CAPTIONS)
-    return [each for each in captions if isinstance(each, str) and each.strip()] if isinstance(captions, list) else []
-
-
-def _key(sample: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    """What names an image in shards, as coder_plugin.data.shards has it: ``image_id`` of its json, or shard and key."""
-    if meta.get("image_id") is not None:
-        return str(meta["image_id"])
-    return f"{os.path.basename(str(sample.get('__url__', ''))).split('.tar')[0]}/{sample['__key__']}"
+    listed = [captions] if isinstance(captions, str) else captions
+    return [each for each in listed if isinstance(each, str) and each.strip()] if isinstance(listed, list) else []
 
 
 class Pack:
@@ -195,7 +237,14 @@ def reading(extras: Extras, *, packed: bool) -> Iterator[None]:
         return (extras.names if is_train else ()) if packed else None
 
     def shards(build: Any, args: Any, preprocess: Any, is_train: bool, **options: Any) -> Any:
-        stages: dict[str, Any] = {"rename": partial(Rename, extras=extras, is_train=is_train)}
+        weights = args.train_data_upsampling_factors if is_train else None
+        urls, _ = upstream.expand_urls(args.train_data if is_train else args.val_data, weights)
+        key = getattr(args, "json_text_key", None)
+        json_text = JsonText(key, getattr(args, "json_text_key_probs", None)) if key else None
+        named: dict[str, Any] = {"extras": extras, "is_train": is_train, "labels": shard_labels(urls), "json_text": json_text}
+        stages: dict[str, Any] = {"rename": partial(Rename, **named)}
+        if json_text is None:
+            stages["select"] = partial(_select, upstream.wds.select)
         if (names := rows(is_train)) is not None:
             stages["to_tuple"] = partial(Pack, names=names)
         with overridden(upstream, {"wds": Shadow(upstream.wds, **stages)}):
@@ -216,18 +265,46 @@ def reading(extras: Extras, *, packed: bool) -> Iterator[None]:
         yield
 
 
-def expand_tars(*args: Any, **options: Any) -> Iterator[Any]:
-    """webdataset's, without the mark that 1.0 puts at the end of a shard, which upstream's grouping takes for a file."""
-    return tar_file_expander(*args, **{"eof_value": None, **options})
+def _select(select: Any, predicate: Any) -> Any:
+    return select(HasCaptions(predicate))
+
+
+#: webdataset 0.2.86, which open_clip 3.3 asks for, has no mark; 1.0 puts one at the end of a shard.
+_NO_MARK = {"eof_value": None} if "eof_value" in inspect.signature(tar_file_expander).parameters else {}
+
+
+def read_tars(src: Any, handler: Any = upstream.log_and_continue) -> Iterator[dict[str, Any]]:
+    """Upstream's way from shards to samples, without the marks that its grouping takes for files. It is replaced as a whole:
+    workers that are not forked import upstream's modules as they are."""
+    files = tar_file_expander(url_opener(src, handler=handler), handler=handler, **_NO_MARK)
+    return upstream.group_by_keys_nothrow(files, handler=handler)
 
 
 def samples_of(args: Any) -> int:
-    """How many pairs upstream takes an epoch to have, before any data set is built; 0 where nothing is trained."""
-    if args.train_num_samples:
-        return args.train_num_samples
-    if not args.train_data:
-        return 0
+    """How many pairs upstream takes an epoch to have, before any data set is built; 0 where nothing is trained.
+
+    Raises:
+        CoderError: a table that cannot be read or lacks a column; shards without a size.
+    """
     kind = args.dataset_type
+    if not args.train_data:
+        return (args.train_num_samples or 0) if kind == "synthetic" else 0
     if kind == "csv" or (kind == "auto" and args.train_data.rsplit(".", 1)[-1] in ("csv", "tsv")):
-        return len(upstream.pd.read_csv(args.train_data, sep=args.csv_separator, usecols=[args.csv_img_key]))
-    return upstream.get_dataset_size(args.train_data)[0] or 0
+        return _rows(args)
+    found = args.train_num_samples or (upstream.get_dataset_size(args.train_data)[0] if kind in ("auto", "webdataset") else 0)
+    if not found:
+        raise CoderError(f"how many samples {args.train_data} has is unknown: give --train-num-samples, or a sizes.json beside")
+    return found
+
+
+def _rows(args: Any) -> int:
+    columns = {"--csv-img-key": args.csv_img_key, "--csv-caption-key": args.csv_caption_key}
+    try:
+        table = upstream.pd.read_csv(args.train_data, sep=args.csv_separator, usecols=lambda name: name in columns.values())
+    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
+        raise CoderError(f"--train-data {args.train_data} cannot be read as a table: {error}") from error
+    for flag, column in columns.items():
+        if column not in table:
+            there = ", ".join(map(repr, upstream.pd.read_csv(args.train_data, sep=args.csv_separator, nrows=0)))
+            raise CoderError(f"{args.train_data}: no column {column!r} ({flag}); split at {args.csv_separator!r}: {there}")
+    return len(table)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from coder_plugin.errors import CoderError
 from coder_plugin.training.config import TrainConfig, add_flags, read_flags
 
 #: Fields of TrainConfig that are flags here, ``--coder-`` before each; all else of a run is upstream's.
-OURS = ("concepts", "negatives", "positives", "tagger", "set", "aggregator", "context_blocks", "captions")
+OURS = ("concepts", "negatives", "positives", "tagger", "set", "aggregator", "context_blocks", "captions", "heads_lr_scale")
 #: What upstream can do and our heads cannot, and why.
 REFUSED = {
     "torchscript": "the heads are no TorchScript; --torchcompile works",
@@ -39,7 +40,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What is ours, and what is left for upstream.
 
     Raises:
-        CoderError: our flags without ``--loss``, or without their ``coder-``.
+        CoderError: our flags without ``--loss``, without their ``coder-``, or of names that are none.
     """
     ours, rest = parser().parse_known_args(list(argv))
     given = [name for name in ("config", *OURS) if name in vars(ours) and vars(ours)[name] is not None]
@@ -50,6 +51,9 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         name = flag.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_") in OURS:
             raise CoderError(f"{name} is --coder-{name[2:]} here")
+        if name.startswith("--coder-"):
+            known = ", ".join(f"--coder-{each.replace('_', '-')}" for each in ("config", *OURS))
+            raise CoderError(f"{name} is no flag; known: {known}")
     return ours, rest
 
 
@@ -64,9 +68,17 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
             raise CoderError(f"--{name.replace('_', '-')} does not go with --loss: {why}")
     if getattr(args, "precision", "") in ("fp16", "pure_fp16"):
         raise CoderError(f"--precision {args.precision} does not go with --loss: float16 weights overflow; take amp")
+    given = read_flags(ours)
+    if foreign := sorted(given.keys() - {"loss", *OURS}):
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise CoderError(f"--coder-config {ours.config}: only upstream's own flags say {named} here")
+    for item in fields(TrainConfig):
+        choices, value = item.metadata["choices"], given.get(item.name)
+        if choices and value is not None and value not in choices:  # of the file: the parser has checked flags
+            raise CoderError(f"--coder-config {ours.config}: {item.name} is {value!r}; known: {', '.join(choices)}")
     config = TrainConfig.from_dict(
         {
-            **read_flags(ours),
+            **given,
             "loss": ours.loss,
             "model": args.model,
             "train_data": args.train_data or "synthetic",

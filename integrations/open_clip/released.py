@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import timm.optim
 import torch
+from open_clip_train import scheduler
 
-from coder_plugin.integrations.open_clip import saving
+from coder_plugin.integrations.open_clip import rates, saving
 from coder_plugin.integrations.open_clip.adapter import Adapter
 from coder_plugin.integrations.open_clip.evaluation import Collected
 from coder_plugin.integrations.open_clip.overrides import Shadow
@@ -25,7 +28,16 @@ class Released(Adapter):
             "create_loss": self.create_loss,
             "train_one_epoch": self.train_one_epoch,
             "pt_load": self.pt_load,
+            "optim": Shadow(torch.optim, AdamW=partial(self.optimizer, torch.optim.AdamW)),
         }
+
+    def elsewhere(self) -> list[tuple[Any, dict[str, Any]]]:
+        create = partial(self.optimizer, timm.optim.create_optimizer_v2)
+        return [
+            *super().elsewhere(),
+            (timm.optim, {"create_optimizer_v2": create}),  # upstream imports it where it calls it
+            (scheduler, {"assign_learning_rate": rates.assign_learning_rate}),
+        ]
 
     def shadow_of_torch(self) -> Shadow:
         parallel = Shadow(torch.nn.parallel, DistributedDataParallel=self.distributed_data_parallel)

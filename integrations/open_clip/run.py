@@ -15,7 +15,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, own
 from coder_plugin.errors import CoderError
-from coder_plugin.integrations.open_clip import flags
+from coder_plugin.integrations.open_clip import flags, saving
 from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import Extras, samples_of
 from coder_plugin.integrations.open_clip.loss import UpstreamLoss
@@ -31,9 +31,16 @@ class Run:
     """From one command line to the end of upstream's ``main``."""
 
     def __init__(self, ours: argparse.Namespace, args: Any) -> None:
+        self.named = args.model  # as it was given: another process knows a configuration by its path alone
+        args.model = clip.register_config(args.model)  # upstream asks for its tokenizer by this name
         self.args = args
+        if {"audio_cfg", "genlip_cfg", "genlap_cfg"} & clip.read_config(args.model).keys():  # open_clip 4's
+            raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
         self.config = flags.options(ours, args)
         self.recipe: Recipe = setup.make_recipe(self.config)
+        args.loss = self.config.loss  # among what upstream logs of a run
+        for name in flags.OURS:
+            setattr(args, f"coder_{name}", getattr(self.config, name))
         self.model: Any = None
         self.loss: Any = None
         self.extras: Extras | None = None
@@ -50,13 +57,26 @@ class Run:
         """Whether the loss is upstream's own ClipLoss, whose flags then hold as they are (``--gather-with-grad``)."""
         args = self.args
         other = args.siglip or getattr(args, "distill", False) or "coca" in args.model.lower()
-        return self.recipe == Recipe.parse("clip") and self.config.aggregator == "tower" and not other
+        is_clip = replace(self.recipe, local_loss=False) == Recipe.parse("clip")
+        return is_clip and self.config.aggregator == "tower" and not other
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.args.train_data) or self.args.dataset_type == "synthetic"
+
+    @property
+    def heads_lr_scale(self) -> float:
+        """Ours, or else the recipe's."""
+        given = self.config.heads_lr_scale
+        return dict(self.recipe.training).get("heads_lr_scale", 1.0) if given is None else given
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
         args, config = self.args, self.config
-        self.recipe = setup.fit_recipe(self.recipe, config, samples_per_epoch=samples_of(args))
-        name = clip.register_config(name)
+        if not self.trains and args.resume and (made := saving.read_made(args.resume)) is not None:
+            self.recipe = Recipe.from_dict(made["recipe"])  # what training data decided, and none are here to decide
+        else:
+            self.recipe = setup.fit_recipe(self.recipe, config, samples_per_epoch=samples_of(args))
         if needs_logit_bias(self.recipe) and "init_logit_bias" not in clip.read_config(name):
             options = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10.0, **options}
         trained = pretrained if clip.is_training_checkpoint(pretrained) else None
@@ -66,6 +86,8 @@ class Run:
             raise CoderError(f"--model {name}: {' '.join(str(error).split())[:500]}") from error
         if trained:
             clip.load_training_checkpoint(model, trained)
+        elif not pretrained and ":" not in name:  # a place's name, local-dir:DIR, brings its weights
+            clip.draw_decoder(model)
         made = clip.read_config(name)
         model.coder_config = clip.effective_config(made, options) if made else None
         model = add_heads(
@@ -91,8 +113,9 @@ class Run:
         for label, term in self.loss.terms.terms.items():
             if not term.masks_same_image:
                 log.info("%s takes other captions of an image in a batch for negatives", label)
-        if self.recipe.training:
-            named = ", ".join(f"{key}={value}" for key, value in self.recipe.training)
+        theirs = [(key, value) for key, value in self.recipe.training if key != "heads_lr_scale"]
+        if theirs and self.trains:
+            named = ", ".join(f"{key}={value}" for key, value in theirs)
             log.warning("the recipe's training options are coder-plugin train's; here upstream's flags rule: %s", named)
         return (self.model, *transforms)
 
@@ -141,11 +164,16 @@ class Run:
         self.model.coder.check(batch=pairs, samples=pairs * steps * args.epochs)
         self.started, self.writer, self.steps = True, writer, steps * epoch
 
-    def after_step(self, *_: Any) -> None:
+    def after_step(self, optimizer: Any, *_: Any) -> None:
         """After every optimizer step that was performed: state is written, and now and then its health."""
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer is called by the loss scaler, and skips inside
+        if overflow is not None and overflow.item():
+            return
         self.model.coder.post_step()
-        if distributed.rank() == 0 and self.steps % self.args.log_every_n_steps == 0:
-            self._log(self.model.coder.health())
+        if self.steps % self.args.log_every_n_steps == 0:
+            health = self.model.coder.health()  # on all ranks: some of it is of sharded parameters
+            if distributed.rank() == 0:
+                self._log(health)
         self.steps += 1
 
     def _log(self, health: dict[str, float]) -> None:
@@ -157,24 +185,24 @@ class Run:
             for name, value in named.items():
                 self.writer.add_scalar(name, value, self.steps)
         if getattr(self.args, "wandb", False):
-            import wandb
+            from open_clip_train.main import wandb  # upstream has asked for it
 
-            wandb.log(named, commit=False)  # upstream's own line of this step follows
+            wandb.log(named, step=self.steps)  # without the step they would go with the line before
 
     def exported_config(self) -> Any:
         """The configuration that ``coder-plugin eval RUN`` reads: the model and the validation data of this run."""
         args = self.args
         kind = {"synthetic": "auto"}.get(args.dataset_type, args.dataset_type)
-        size = args.force_image_size
         return replace(
             self.config,
+            model=self.named,
             train_data=args.train_data or args.val_data,
             val_data=args.val_data,
             dataset_type=kind,
             csv_separator=args.csv_separator,
             csv_img_key=args.csv_img_key,
             csv_caption_key=args.csv_caption_key,
-            force_image_size=size if isinstance(size, int) else None,
+            force_image_size=args.force_image_size,  # one number, or height and width
             force_quick_gelu=args.force_quick_gelu,
             force_custom_text=args.force_custom_text,
         )

@@ -20,6 +20,9 @@ from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.export import export_heads, export_model, made_with
 from coder_plugin.training.loop import comparable
 
+#: In the directory of a sharded checkpoint (main): what its heads were made with.
+SHARDED = "coder.json"
+
 
 def is_checkpoint(value: Any) -> bool:
     return isinstance(value, Mapping) and {"epoch", "state_dict"} <= value.keys()
@@ -29,34 +32,65 @@ def saved(checkpoint: Mapping[str, Any], path: str, model: Any, config: TrainCon
     """The checkpoint with what its heads were made with; its export is written, to ``RUN/export/NAME`` for
     ``RUN/checkpoints/NAME.pt`` and, as links, to ``RUN/export/last``."""
     state = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
-    run = Path(path).parent.parent
-    name = "epoch_latest" if Path(path).stem == "tmp" else Path(path).stem  # upstream renames tmp.pt
-    write_export(model, state, run, name, config)
+    write_export(model, state, Path(path).parent.parent, export_name(path), config)
     return {**checkpoint, MADE_WITH: made_with(model)}
 
 
+def begin_sharded(path: str, model: Any) -> None:
+    """What the directory of a sharded checkpoint says of its heads, before upstream fills it and makes it one to resume."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    (Path(path) / SHARDED).write_text(json.dumps(made_with(model)))
+
+
+def export_name(path: str) -> str:
+    stem = Path(path).stem
+    return "epoch_latest" if stem in ("tmp", "_tmp_latest") else stem  # upstream renames these
+
+
 def write_export(model: Any, state: Mapping[str, Any], run: Path, name: str, config: TrainConfig) -> None:
-    """One export, and ``last``; beside them the configuration that ``coder-plugin eval RUN`` reads."""
-    folder = run / "export" / name
-    export_model(model, folder, state)
-    export_heads(model, folder, state)
-    (run / "config.json").write_text(json.dumps(asdict(config), indent=2))
-    last = run / "export" / "last"
-    aside = run / "export" / ".last"
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(folder, aside, copy_function=_link)
-    shutil.rmtree(last, ignore_errors=True)
-    os.replace(aside, last)
+    """One export, and ``last``; beside them the configuration that ``coder-plugin eval RUN`` reads.
+
+    Each folder is made aside and renamed: a run that is killed here leaves the ones before whole.
+    """
+    exports = run / "export"
+    aside = _aside(exports / name)
+    export_model(model, aside, state)
+    export_heads(model, aside, state)
+    linked = _aside(exports / "last")
+    shutil.copytree(aside, linked, copy_function=_link)
+    _rename(aside, exports / name)
+    _rename(linked, exports / "last")
+    written = run / ".config.json.writing"
+    written.write_text(json.dumps(asdict(config), indent=2))
+    os.replace(written, run / "config.json")
 
 
-def prune(run: Path) -> None:
-    """Exports of checkpoints that are there no more."""
-    for folder in (run / "export").glob("epoch_*"):
-        if folder.name == "epoch_latest":
-            continue  # tmp.pt, until upstream renames it
-        there = run / "checkpoints" / folder.name
-        if not there.is_dir() and not there.with_name(f"{folder.name}.pt").is_file():
+def prune(run: Path, name: str) -> None:
+    """Exports of checkpoints that are there no more, and the one before ``name``, which upstream removes next."""
+    folders = {int(each.name.removeprefix("epoch_")): each for each in (run / "export").glob("epoch_[0-9]*")}
+    current = name.removeprefix("epoch_")
+    before = [epoch for epoch in folders if current.isdecimal() and epoch < int(current)]
+    for epoch, folder in folders.items():
+        checkpoint = run / "checkpoints" / folder.name
+        there = checkpoint.is_dir() or checkpoint.with_name(f"{folder.name}.pt").is_file()
+        if folder.name != name and (not there or epoch == max(before, default=None)):
             shutil.rmtree(folder)
+
+
+def _aside(folder: Path) -> Path:
+    aside = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    return aside
+
+
+def _rename(aside: Path, folder: Path) -> None:
+    """Put one folder in the place of another."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(aside, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _link(source: str, target: str) -> None:
@@ -82,6 +116,9 @@ def check_resumed(made: Mapping[str, Any] | None, recipe: Recipe, path: str) -> 
 
 
 def read_made(path: str) -> Mapping[str, Any] | None:
-    """What a checkpoint's heads were made with; None where it has none."""
+    """What a checkpoint's heads were made with, of a file or of a sharded one's directory; None where it has none."""
+    if Path(path).is_dir():
+        made = Path(path) / SHARDED
+        return json.loads(made.read_text()) if made.is_file() else None
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return checkpoint.get(MADE_WITH) if is_checkpoint(checkpoint) else None

@@ -1,0 +1,42 @@
+"""FSDP2 over what upstream does not know: heads, and the momentum towers inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from coder_plugin.memory.momentum import MomentumCopy
+from coder_plugin.model import Coder
+
+
+def shard_heads(coder: Coder, blocks: Sequence[nn.Module], **options: Any) -> None:
+    """Shard ``model.coder``, before the model that it is in.
+
+    Momentum towers go as the towers that they copy, block by block and in their precision; each rank then averages its own
+    part of either. Heads keep their parameters in float32, as they do beside towers in bfloat16.
+
+    Args:
+        blocks: those of the momentum towers. options: of ``fully_shard``, as upstream calls it.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    _give_dimension(coder)
+    copies = [module for module in coder.modules() if isinstance(module, MomentumCopy)]
+    for module in (*blocks, *copies):
+        fully_shard(module, **options)
+    fully_shard(coder, **{**options, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)})
+    # what else reads parameters inside the model's forward
+    register_fsdp_forward_method(coder, "embed")
+    if len(coder.aggregators):
+        register_fsdp_forward_method(coder, "aggregate")
+
+
+def _give_dimension(module: nn.Module) -> None:
+    """One to parameters that have none, as upstream gives to those of the model: they could not be sharded."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.ndim == 0:
+                setattr(owner, name, nn.Parameter(parameter.data[None], requires_grad=parameter.requires_grad))

@@ -1,0 +1,56 @@
+"""What heads say of their state: hand-made states whose figures are known."""
+
+import pytest
+import torch
+
+import coder_plugin
+from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.prototypes import Prototypes
+
+
+def test_a_head_without_state_has_nothing_to_say():
+    assert Head().health() == {}
+
+
+def test_a_fresh_momentum_head_is_empty_and_not_behind():
+    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    assert model.coder.health() == {"momentum/filled": 0.0, "momentum/drift": 0.0}
+
+
+def test_momentum_figures():
+    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    head = model.coder.heads["momentum"]
+    axes = torch.eye(head.bank.image.shape[1])
+    ids = torch.tensor([7, 7, 8, 9])
+    head.bank.enqueue(axes[:4], axes[:1].expand(4, -1), ids)
+    figures = head.health()
+    assert figures["filled"] == pytest.approx(4 / head.bank.size)
+    assert figures["images"] == pytest.approx(3 / 4)
+    assert figures["image_spread"] == pytest.approx(3 / 4)  # four orthogonal keys: 1 - |mean|^2
+    assert figures["text_spread"] == pytest.approx(0.0)  # collapsed
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("coder.") and parameter.requires_grad:
+                parameter.mul_(2)
+    assert head.health()["drift"] == pytest.approx(0.5)  # |theta - 2 theta| / |2 theta|
+
+
+def test_prototype_figures():
+    head = Prototypes(Widths(embed_dim=4), clusters=4, patience=2.0)
+    assert head.health() == {"filled": 0.0, "reseeded": 0.0}
+    centres = head.centres
+    centres.centres.copy_(torch.eye(4))
+    centres.filled.fill_(4)
+    centres.counts.copy_(torch.tensor([5, 5, 5, 5]))
+    centres.seen.fill_(20)
+    centres.last_seen.copy_(torch.tensor([20, 20, 17, 10]))
+    centres.reseeded.fill_(2)
+    figures = head.health()
+    assert figures == {"filled": 1.0, "reseeded": 0.5, "idle": 0.25, "used": pytest.approx(1.0)}  # 10 unseen > 2 * 4 / 2
+    centres.counts.copy_(torch.tensor([20, 0, 0, 0]))
+    assert head.health()["used"] == pytest.approx(1 / 4)
+
+
+def test_health_names_its_head():
+    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    assert all(name.startswith("momentum/") for name in model.coder.health())

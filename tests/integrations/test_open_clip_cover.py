@@ -1,0 +1,120 @@
+"""Recipes in open_clip 3.3's own trainer, over pairs of everything that may meet there."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from statistics import mean
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.integrations import upstream_runs as runs
+from tests.integrations.covering import Pairs, Row, covering, every, pairs
+
+AXES = {
+    "model": tuple(runs.MODELS),
+    "extra": ("none", "grad-checkpointing", "torchcompile", "lock-image", "lock-image-partly", "lock-text"),
+    "loss": ("clip", "dcl", "coder", "clip + ascl", "clip + selfalign"),
+    "data": ("csv", "webdataset", "synthetic"),
+    "processes": ("1", "2"),
+    "accumulation": ("1", "2"),
+    "precision": ("fp32", "amp_bf16"),
+}
+EXTRAS = {
+    "none": [],
+    "grad-checkpointing": ["--grad-checkpointing"],
+    "torchcompile": ["--torchcompile"],
+    "lock-image": ["--lock-image"],
+    "lock-image-partly": ["--lock-image", "--lock-image-freeze-bn-stats", "--lock-image-unlocked-groups", "1"],
+    "lock-text": ["--lock-text", "--lock-text-freeze-layer-norm"],
+}
+EPOCHS, STEPS, PAIRS = 6, 12, 16
+
+
+def allowed(row: Row) -> bool:
+    """Less what upstream has not, locks of a CoCa's towers, and what we refuse, AsCL's texts in a CoCa."""
+    return row["model"] != "coca" or not (row["extra"].startswith("lock") or "ascl" in row["loss"])
+
+
+def shown(row: Row) -> Pairs:
+    """Upstream's synthetic data are one picture and one caption: what learns of them shows little of anything else."""
+    return Pairs(pair for pair in pairs(row) if row["data"] != "synthetic" or ("data", "synthetic") in pair)
+
+
+ALLOWED = every(AXES, allowed)
+ROWS = covering(ALLOWED, shown)
+SYNTHETIC = [row for row in ROWS if row["data"] == "synthetic"]
+LEARNING = [row for row in ROWS if row["data"] != "synthetic"]
+COMPILED = [row for row in LEARNING if row["extra"] == "torchcompile"]
+#: The rest is marked slow: all but two of the compiled, which take half a minute each, and some of the others.
+ORDINARY = [
+    *[row for row in LEARNING if row not in COMPILED][:16],
+    *[row for row in COMPILED if row["processes"] == "1"][:2],
+    *[row for row in SYNTHETIC if row["extra"] != "torchcompile"][:2],
+]
+
+
+def test_every_pair_is_covered() -> None:
+    wanted, covered, ordinary = (Pairs().union(*map(shown, rows)) for rows in (ALLOWED, ROWS, ORDINARY))
+    assert covered == wanted
+    assert {side for pair in ordinary for side in pair} == {(axis, value) for axis in AXES for value in AXES[axis]}
+    assert len(ordinary) > 0.75 * len(wanted)
+
+
+def arguments(row: Row) -> tuple[list[str], dict[str, object]]:
+    loss, further = row["loss"], list(EXTRAS[row["extra"]])
+    if row["model"] == "sigmoid":
+        loss = loss.replace("clip", "siglip", 1)
+        further.append("--siglip")
+    if row["model"] == "resnet" and "partly" in row["extra"]:
+        further = further[:2]  # upstream locks a ModifiedResNet whole
+    if loss == "coder":
+        settings = ["prototypes.clusters=8", "momentum.bank_size=256"]
+        further += ["--coder-concepts", "scenes", "--coder-set", *settings]
+    micro = PAIRS // int(row["processes"]) // int(row["accumulation"])
+    flags: dict[str, object] = {"epochs": EPOCHS, "save_frequency": EPOCHS // 2}
+    flags |= {"batch_size": micro, "accum_freq": row["accumulation"], "precision": row["precision"]}
+    return ["--loss", loss, *further], flags
+
+
+def traced(argv: list[str]) -> runs.Ran:
+    """Less of what ``--torchcompile`` does: the model is traced, but no code made of it, which takes a minute more."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return runs.train(argv)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[] if row in ORDINARY else [pytest.mark.slow], id="-".join(row.values()))
+        for row in [*LEARNING, *SYNTHETIC]
+    ],
+)
+def test_a_run_learns_and_writes_its_state(row: Row, tmp_path: Any, upstream: Any) -> None:
+    further, flags = arguments(row)
+    argv = runs.command(tmp_path, "run", upstream.models[row["model"]], upstream.data[row["data"]], *further, **flags)
+    run = traced if row["extra"] == "torchcompile" and row in ORDINARY else runs.train
+    ran = run(argv) if row["processes"] == "1" else upstream.pair(run, argv)[0]
+
+    losses = ran.logged()
+    assert len(losses) == STEPS and all(math.isfinite(value) for value in losses)
+    middle, end = ran.saved(EPOCHS // 2)["state_dict"], ran.saved(EPOCHS)["state_dict"]
+    if row["data"] != "synthetic":
+        assert mean(losses[-4:]) < mean(losses[1:5])  # in the first, CODER's clusters have no centres yet
+        moved = {name for name in end if not torch.equal(middle[name], end[name])}
+        heads = {name for name in ran.trained if name.startswith("coder.")}
+        assert heads <= moved
+        assert bool(heads) == (row["loss"] in ("coder", "clip + selfalign"))
+        towers = {name for name in ran.frozen if not name.startswith("coder.")}
+        assert not towers & moved
+        for side, prefixes in (("image", "visual."), ("text", ("text.", "transformer."))):
+            if row["extra"].startswith(f"lock-{side}"):
+                assert any(name.startswith(prefixes) for name in towers)
+        if row["extra"] == "lock-image-partly" and row["model"] == "resnet":
+            assert not any(name.startswith("visual.") for name in moved)
+    if row["loss"] == "coder":
+        bank = "coder.heads.momentum.bank.count"
+        assert (int(middle[bank]), int(end[bank])) == (PAIRS * STEPS // 2, PAIRS * STEPS)

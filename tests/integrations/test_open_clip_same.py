@@ -1,0 +1,61 @@
+"""``--loss clip`` in open_clip 3.3's own trainer is upstream's loss: the same numbers at every step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from coder_plugin import create_model
+from tests.integrations import upstream_runs as runs
+
+GATHERED = ["--local-loss", "--gather-with-grad"]
+ACCUMULATED = {"batch_size": 4, "accum_freq": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "further", "flags", "processes"),
+    [
+        ("vit", "csv", [], {}, 1),
+        ("vit", "csv", [], {"precision": "amp_bf16"}, 1),
+        ("timm-hf", "webdataset-one", ["--use-bn-sync"], ACCUMULATED, 1),
+        ("custom", "csv", ["--lock-image", "--grad-clip-norm", "1"], ACCUMULATED, 1),
+        ("vit", "csv", [], {"batch_size": 8}, 2),
+        ("resnet", "webdataset-one", GATHERED, {"batch_size": 8}, 2),
+        ("custom", "csv", GATHERED, ACCUMULATED, 2),
+    ],
+)
+def test_clip_is_upstreams_step_for_step(
+    model: str, data: str, further: list[str], flags: dict[str, Any], processes: int, upstream: Any, tmp_path: Any
+) -> None:
+    run = runs.train if processes == 1 else upstream.pair.train
+    lines = [runs.command(tmp_path, name, upstream.models[model], upstream.data[data], *further, **flags) for name in "ab"]
+    plain, ours = run(lines[0], plain=True), run([*lines[1], "--loss", "clip"])
+    assert len(plain.logged()) > 4 and len(set(plain.logged())) > 4
+    assert ours.logged() == plain.logged()
+    assert ours.logged("train/scale") == plain.logged("train/scale")
+
+
+@pytest.mark.parametrize(("model", "further", "loss"), [("coca", [], "clip"), ("sigmoid", ["--siglip"], "siglip")])
+def test_our_term_in_place_of_upstreams_gives_its_numbers(
+    model: str, further: list[str], loss: str, upstream: Any, tmp_path: Any
+) -> None:
+    lines = [runs.command(tmp_path, name, upstream.models[model], upstream.data["csv"], *further) for name in "ab"]
+    plain, ours = runs.train(lines[0], plain=True), runs.train([*lines[1], "--loss", loss])
+    assert ours.logged() == pytest.approx(plain.logged(), rel=1e-4)
+    assert ours.logged(f"train/{loss}_loss") == pytest.approx(plain.logged("train/contrastive_loss"), rel=1e-4)
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """What was never written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_no_weight_of_a_new_coca_is_left_to_chance(upstream: Any, tmp_path: Any, nan_in_new_memory: None) -> None:
+    made = create_model(upstream.models["coca"], recipe="dcl")
+    assert all(value.isfinite().all() for value in made.parameters())
+    line = runs.command(tmp_path, "run", upstream.models["coca"], upstream.data["csv"], "--loss", "dcl", epochs=1)
+    assert runs.train(line).logged()[0] < 20

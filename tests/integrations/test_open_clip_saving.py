@@ -1,0 +1,264 @@
+"""Every save of upstream's trainer leaves an export that plain open_clip opens and that our own commands go on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open_clip", exc_type=ImportError)
+
+import open_clip
+from safetensors.torch import load_file
+
+import coder_plugin
+from coder_plugin import cli
+from coder_plugin.backbones.clip import MADE_WITH
+from coder_plugin.errors import CoderError
+from coder_plugin.integrations.open_clip import saving
+from coder_plugin.recipe import Recipe
+from coder_plugin.training import setup
+from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.evaluate import evaluate_command
+from tests.integrations import upstream_runs
+
+pytestmark = pytest.mark.skipif(not open_clip.__version__.startswith("3.3."), reason="runs open_clip 3.3's trainer")
+RECIPE = "dcl + concept_dcl"
+OVERRIDES = {
+    "force_image_size": (40, 24),
+    "force_context_length": 20,
+    "force_quick_gelu": True,
+    "force_custom_text": True,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Three epochs of a model that half of upstream's flags have changed; each epoch's checkpoint replaces the one before."""
+    folder = tmp_path_factory.mktemp("saving")
+    model = folder / "vit-for-saving.json"
+    model.write_text(json.dumps({"embed_dim": 32, **upstream_runs.MODELS["vit"]}))
+    data = upstream_runs.write_scenes(folder)
+    flags = (
+        f"--val-data {folder}/pairs.csv --force-image-size 40 24 --force-context-length 20 --force-quick-gelu "
+        "--force-custom-text --image-mean .4 .5 .6 --image-interpolation bilinear --image-resize-mode squash "
+        "--delete-previous-checkpoint --save-most-recent --coder-concepts scenes"
+    )
+    argv = upstream_runs.command(
+        folder, "run", str(model), data["csv"], *flags.split(), "--loss", RECIPE, epochs=3, save_frequency=1
+    )
+    ran = upstream_runs.train(argv)
+    return SimpleNamespace(
+        folder=ran.folder, last=ran.folder / "export/last", state=ran.state, model=str(model), data=f"{folder}/pairs.csv"
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def towers(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not name.startswith("coder.")}
+
+
+def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def test_exports_are_of_the_checkpoints_that_are_there(run: SimpleNamespace) -> None:
+    assert {path.name for path in (run.folder / "checkpoints").glob("*.pt")} == {"epoch_3.pt", "epoch_latest.pt"}
+    assert {path.name for path in (run.folder / "export").iterdir()} == {"epoch_3", "epoch_latest", "last"}
+    assert content(run.folder / "export/epoch_latest") == content(run.last)
+    assert content(run.folder / "export/epoch_3").keys() == content(run.last).keys()
+    for file in run.last.glob("*.safetensors"):
+        assert_same(load_file(run.folder / "export/epoch_3" / file.name), load_file(file))
+    assert (run.last / "open_clip_model.safetensors").stat().st_nlink > 1, "last is links"
+
+
+def test_checkpoints_say_what_their_heads_were_made_with(run: SimpleNamespace) -> None:
+    for name in ("epoch_3", "epoch_latest"):
+        checkpoint = torch.load(run.folder / "checkpoints" / f"{name}.pt", weights_only=True)
+        assert {"epoch", "name", "state_dict", "optimizer", MADE_WITH} <= checkpoint.keys()
+        made = checkpoint[MADE_WITH]
+        assert made["aggregator"] == "tower" and made["context_blocks"] == 1
+        assert str(Recipe.from_dict(made["recipe"])).startswith(RECIPE)
+        assert_same(checkpoint["state_dict"], run.state)
+
+
+def test_plain_open_clip_opens_an_export_with_every_override(run: SimpleNamespace) -> None:
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{run.last}")
+    assert type(model).__module__.startswith("open_clip.") and type(model) is open_clip.CustomTextCLIP
+    assert_same(model.state_dict(), towers(run.state))
+    assert tuple(model.visual.image_size) == (40, 24) and model.context_length == 20
+    assert isinstance(model.visual.transformer.resblocks[0].mlp.gelu, open_clip.transformer.QuickGELU)
+    kept = model.visual.preprocess_cfg
+    assert tuple(kept["mean"]) == (0.4, 0.5, 0.6) and (kept["interpolation"], kept["resize_mode"]) == ("bilinear", "squash")
+    assert "bilinear" in str(preprocess) and "(0.4, 0.5, 0.6)" in str(preprocess).replace("[", "(").replace("]", ")")
+
+
+def test_its_weights_go_to_pretrained(run: SimpleNamespace) -> None:
+    weights = str(run.last / "open_clip_model.safetensors")
+    model = open_clip.create_model(Path(run.model).stem, pretrained=weights, **OVERRIDES)
+    assert_same(model.state_dict(), towers(run.state))
+
+
+def test_embeddings_are_the_same(run: SimpleNamespace) -> None:
+    plain = open_clip.create_model(f"local-dir:{run.last}").eval()
+    loaded = coder_plugin.load_model(run.last)
+    images, texts = torch.randn(2, 3, 40, 24), torch.randint(1, 40000, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(plain.encode_image(images), loaded.encode_image(images))
+        assert torch.equal(plain.encode_text(texts), loaded.encode_text(texts))
+        assert loaded.embed_image(images).shape[1] > 32, "concepts' block"
+    heads = {name: value for name, value in loaded.state_dict().items() if name.startswith("coder.")}
+    assert heads
+    assert_same(heads, {name: run.state[name] for name in heads})
+
+
+def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same recall as the last validation in upstream's loop, also where the model's name is not known yet."""
+    monkeypatch.setattr(open_clip.factory, "_MODEL_CONFIGS", {})
+    argv = ["eval", str(run.folder), "--export", "last", "--workers", "0"]
+    [found] = evaluate_command(cli.build_parser().parse_args(argv)).values()
+    logged = json.loads((run.folder / "checkpoints" / "results.jsonl").read_text().splitlines()[-1])
+    assert logged["epoch"] == 3 and logged["num_images"] == found["images"] == 16 and found["texts"] == 32
+    assert found["rsum"] == pytest.approx(logged["rsum"])
+    for ours, name in (("i2t", "image_to_text"), ("t2i", "text_to_image")):
+        assert found[f"{ours}_meanr"] == pytest.approx(logged[f"{name}_mean_rank"])
+        for k in (1, 5, 10):
+            assert found[f"{ours}_r{k}"] / 100 == pytest.approx(logged[f"{name}_R@{k}"])
+
+
+def test_best_is_asked_for_in_vain(run: SimpleNamespace) -> None:
+    with pytest.raises(CoderError, match="it has --export last"):
+        evaluate_command(cli.build_parser().parse_args(["eval", str(run.folder)]))
+
+
+@pytest.mark.parametrize("start", ["checkpoints/epoch_3.pt", "export/last/open_clip_model.safetensors"])
+def test_our_trainer_starts_from_either(run: SimpleNamespace, start: str) -> None:
+    config = TrainConfig.from_dict(
+        {
+            "model": run.model,
+            "pretrained": str(run.folder / start),
+            "loss": RECIPE,
+            "concepts": "scenes",
+            "train_data": run.data,
+            **OVERRIDES,
+        }
+    ).resolved()
+    recipe = setup.fit_recipe(setup.make_recipe(config), config, samples_per_epoch=32)
+    model = setup.make_model(config, recipe, torch.device("cpu"))
+    state = model.state_dict()
+    assert_same(towers(state), towers(run.state))
+    heads = load_file(run.last / "coder.safetensors")
+    assert heads and set(heads) <= set(state)
+    assert_same({name: state[name] for name in heads}, {name: run.state[name] for name in heads})
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model: str) -> Any:
+    recipe = Recipe.parse(RECIPE).with_options({"concepts.vocabulary": "scenes"})
+    return coder_plugin.create_model(tiny_model, recipe=recipe)
+
+
+def save(model: Any, run: Path, name: str) -> dict[str, Any]:
+    """What the adapter does when upstream saves ``name``.pt; the weights say how often they were saved."""
+    with torch.no_grad():
+        model.logit_scale += 1
+    checkpoint = {"epoch": 1, "state_dict": {f"module.{key}": value for key, value in model.state_dict().items()}}
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    saved = saving.saved(checkpoint, str(run / "checkpoints" / f"{name}.pt"), model, TrainConfig())
+    (run / "checkpoints" / f"{name}.pt").touch()
+    return saved
+
+
+def scale(folder: Path) -> float:
+    return float(load_file(folder / "open_clip_model.safetensors")["logit_scale"])
+
+
+def test_ddps_prefix_is_the_checkpoints_alone(small: Any, tmp_path: Path) -> None:
+    saved = save(small, tmp_path, "epoch_1")
+    assert all(name.startswith("module.") for name in saved["state_dict"])
+    assert_same(load_file(tmp_path / "export/epoch_1/open_clip_model.safetensors"), towers(small.state_dict()))
+
+
+@pytest.mark.parametrize("broken", ["export_model", "export_heads", "shutil.copytree", "os.rename", "asdict"])
+def test_a_save_that_is_killed_leaves_the_one_before_whole(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    save(small, tmp_path, "tmp")
+    before, epoch = content(tmp_path / "export"), float(small.logit_scale)
+    assert scale(tmp_path / "export/last") == epoch and json.loads((tmp_path / "config.json").read_text())
+
+    def killed(*args: Any, **options: Any) -> None:
+        if broken == "export_model":  # in the middle of a file
+            (args[1] / "open_clip_model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    if broken == "export_model":
+        monkeypatch.setattr(saving, broken, lambda *args, **options: (args[1].mkdir(parents=True), killed(*args, **options)))
+    else:
+        monkeypatch.setattr(f"coder_plugin.integrations.open_clip.saving.{broken}", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(small, tmp_path, "tmp")
+    monkeypatch.undo()
+    names = ("epoch_latest", "last")
+    after = {name: content(tmp_path / "export" / name) for name in names}
+    if broken == "asdict":  # the last file that is written
+        assert scale(tmp_path / "export/last") == epoch + 1
+    else:
+        assert {f"{name}/{path}": blob for name in names for path, blob in after[name].items()} == before
+    assert json.loads((tmp_path / "config.json").read_text())
+    save(small, tmp_path, "tmp")
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {"epoch_latest", "last"}, "nothing is left lying"
+    assert scale(tmp_path / "export/last") == scale(tmp_path / "export/epoch_latest") == epoch + 2
+
+
+def test_a_later_save_does_not_reach_into_kept_exports(small: Any, tmp_path: Path) -> None:
+    """``last`` shares files with the export that it was linked to."""
+    for name in ("epoch_1", "epoch_2", "tmp"):
+        save(small, tmp_path, name)
+    latest = float(small.logit_scale)
+    scales = {path.name: scale(path) for path in (tmp_path / "export").iterdir()}
+    assert scales == {"epoch_1": latest - 2, "epoch_2": latest - 1, "epoch_latest": latest, "last": latest}
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "saved", "kept"),
+    [
+        ("epoch_1 epoch_2", "epoch_2", "epoch_2"),  # upstream removes epoch_1 when epoch_2 is there
+        ("epoch_2 epoch_4 epoch_6", "epoch_6", "epoch_2 epoch_6"),
+        ("epoch_9 epoch_10", "epoch_10", "epoch_10"),
+        ("epoch_3 epoch_latest", "epoch_latest", "epoch_3 epoch_latest"),
+        ("epoch_latest", "epoch_latest", "epoch_latest"),
+    ],
+)
+def test_exports_go_with_their_checkpoints(tmp_path: Path, checkpoints: str, saved: str, kept: str) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in checkpoints.split():
+        (tmp_path / "checkpoints" / f"{name}.pt").touch()
+    for name in {*checkpoints.split(), "epoch_1", "epoch_latest", "last"}:
+        (tmp_path / "export" / name).mkdir(parents=True)
+    saving.prune(tmp_path, saved)
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {*kept.split(), "epoch_latest", "last"}
+
+
+def test_other_things_are_saved_as_they_are() -> None:
+    assert saving.is_checkpoint({"epoch": 1, "state_dict": {}, "optimizer": {}})
+    assert not any(map(saving.is_checkpoint, [{}, {"state_dict": {}}, torch.ones(2), [1]]))
+
+
+def test_resuming_needs_the_same_heads(small: Any, tmp_path: Path) -> None:
+    made = save(small, tmp_path, "epoch_1")[MADE_WITH]
+    recipe = small.coder.recipe
+    saving.check_resumed(made, recipe, "run.pt")
+    with pytest.raises(CoderError, match="no checkpoint of a run with --loss.*--pretrained"):
+        saving.check_resumed(None, recipe, "run.pt")
+    with pytest.raises(CoderError, match='was trained with --loss "dcl.*this run asks for "clip"'):
+        saving.check_resumed(made, Recipe.parse("clip"), "run.pt")

@@ -12,7 +12,7 @@ import difflib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,7 @@ def create_clip(
     pretrained: str | None = None,
     pretrained_image_path: str | None = None,
     needs_logit_bias: bool = False,
+    create: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Any:
     """An open_clip model that returns a dict, with every fault of its name or files told in one line.
@@ -128,12 +129,13 @@ def create_clip(
             open_clip model configuration (``.json``).
         pretrained: open_clip tag or file. pretrained_image_path: weights for the image tower alone, checked.
         needs_logit_bias: add SigLIP's bias and temperature where the configuration has none.
-        options: passed on to ``open_clip.create_model``.
+        create: what makes the model, in place of ``open_clip.create_model``.
+        options: passed on to it.
     """
     import open_clip
 
     name = register_config(name)
-    config = read_config(name)
+    config = read_config(name, options.get("cache_dir"))
     schema, _ = open_clip.factory.parse_model_name(name)
     if schema:
         if pretrained and not Path(pretrained).is_file():
@@ -148,22 +150,19 @@ def create_clip(
             if pretrained not in tags:
                 known = ", ".join(tags) or "none"
                 raise CoderError(f"--pretrained {pretrained!r} is neither a file nor a tag of {name} (tags: {known})")
-    if pretrained and (beside := Path(pretrained).parent / "open_clip_config.json").is_file():
-        # an export's own mean, std and resizing: open_clip knows them for tags alone
-        kept = json.loads(beside.read_text()).get("preprocess_cfg", {})
-        given = options.get("force_preprocess_cfg") or {}
-        kept = {key: value for key, value in kept.items() if key != "size"}
-        options = {**options, "force_preprocess_cfg": {**kept, **given}}
+    if kept := kept_preprocessing(pretrained):
+        options = {**options, "force_preprocess_cfg": {**kept, **(options.get("force_preprocess_cfg") or {})}}
     if needs_logit_bias and "init_logit_bias" not in config:
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
     trained = is_training_checkpoint(pretrained)
     try:
-        model = open_clip.create_model(name, None if schema or trained else pretrained, output_dict=True, **options)
+        create = create or open_clip.create_model
+        model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
         if trained:
             load_training_checkpoint(model, pretrained)  # type: ignore[arg-type]
         elif schema and pretrained:  # open_clip takes a schema's own weights alone
             open_clip.load_checkpoint(model, pretrained)
-    except CoderError:
+    except (CoderError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what open_clip, timm, transformers and torch raise for a file or option has no end
         raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
@@ -173,6 +172,19 @@ def create_clip(
         load_image_tower(model, pretrained_image_path)
     model.coder_config = effective_config(config, options) if config else None
     return model
+
+
+def kept_preprocessing(pretrained: str | None) -> dict[str, Any]:
+    """The mean, std and resizing that weights were trained with, where an export's configuration lies beside them or their
+    checkpoint says so: open_clip knows them for tags alone."""
+    beside = Path(pretrained or "").parent / "open_clip_config.json"
+    if pretrained and beside.is_file():
+        kept = json.loads(beside.read_text()).get("preprocess_cfg", {})
+    elif (found := read_training_checkpoint(pretrained)) is not None:
+        kept = found[MADE_WITH].get("preprocess_cfg", {})
+    else:
+        return {}
+    return {key: value for key, value in kept.items() if key != "size"}
 
 
 def read_training_checkpoint(path: str | None) -> Mapping[str, Any] | None:
@@ -215,7 +227,7 @@ def draw_decoder(model: Any) -> None:
         nn.init.normal_(decoder.text_projection, std=decoder.text_projection.shape[0] ** -0.5)
 
 
-def read_config(name: str) -> dict[str, Any]:
+def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
     """The configuration of a name that open_clip knows, or that a ``local-dir:`` or ``hf-hub:`` model carries; empty where
     there is none, or it cannot be read here."""
     import open_clip
@@ -226,7 +238,7 @@ def read_config(name: str) -> dict[str, Any]:
         return open_clip.get_model_config(name.replace("/", "-")) or {}
     try:
         if schema == "hf-hub":
-            return _get_hf_config(place)["model_cfg"]
+            return _get_hf_config(place, cache_dir)["model_cfg"]
         return json.loads((Path(place) / "open_clip_config.json").read_text())["model_cfg"]
     except Exception:  # open_clip says what is wrong when it makes the model
         return {}

@@ -89,7 +89,8 @@ class MomentumCopy(nn.Module):
         norms = torch._foreach_norm([now for _, now in pairs])
         squares = torch.stack([torch.stack(apart).norm(), torch.stack(norms).norm()]).square()
         if distributed.is_sharded(named[0][1]):
-            squares = distributed.all_sum(squares)
+            device = next((buffer.device for buffer in model.buffers()), squares.device)  # parts may be kept on the CPU
+            squares = distributed.all_sum(squares.to(device))
         return float((squares[0] / squares[1].clamp(min=1e-24)).sqrt())
 
     def _copy_buffers(self, model: Any) -> None:

@@ -29,11 +29,14 @@ HEADS = "coder.safetensors"
 VOCABULARY = "concepts.safetensors"
 
 
-def export_model(model: Any, folder: Path, state: Mapping[str, Tensor] | None = None) -> Path:
+def export_model(
+    model: Any, folder: Path, state: Mapping[str, Tensor] | None = None, *, tokenizer: Any = None
+) -> Path:
     """Write the weights and the configuration the model was made with, overrides included; returns the weights' path.
 
     Where that configuration could not be read (a hub that cannot be reached), only the weights are written. ``state``: the
-    model's state dict, where it is at hand already, such as one gathered of sharded parameters.
+    model's state dict, where it is at hand already, such as one gathered of sharded parameters. ``tokenizer``: open_clip's; of
+    a Hugging Face one the files are written, which ``open_clip.get_tokenizer("local-dir:…")`` looks for there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plain = plain_state(model) if state is None else without_heads(state)
@@ -42,6 +45,9 @@ def export_model(model: Any, folder: Path, state: Mapping[str, Tensor] | None = 
         model.save_config(folder)
         return folder / own.WEIGHTS
     _write(plain, folder / WEIGHTS)
+    inner: Any = getattr(tokenizer, "tokenizer", None)
+    if hasattr(inner, "save_pretrained"):
+        inner.save_pretrained(folder)
     if model.coder_config is not None:
         written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
         (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
@@ -108,9 +114,9 @@ def read_heads(path: Path) -> Made:
         raise CoderError(f"{path} is no file of scoring heads: {error}") from error
 
 
-def start_heads(model: Any, pretrained: str | None) -> None:
-    """Scoring heads that come with weights to start from, those beside an export or in a checkpoint of open_clip's trainer; a
-    warning where they are another recipe's."""
+def start_heads(model: Any, pretrained: str | None) -> bool:
+    """Take scoring heads that come with weights to start from, those beside an export or in a checkpoint of open_clip's
+    trainer. Returns whether there were any; a warning where they are another recipe's."""
     from safetensors.torch import load_file
 
     file = heads_beside(pretrained)
@@ -121,13 +127,15 @@ def start_heads(model: Any, pretrained: str | None) -> None:
         plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
         state = _scoring_state(model, plain)
         if not state:
-            return
+            return False
     else:
-        return
+        return False
     try:
         _load(model, state, str(file or pretrained))
     except CoderError as error:
         logging.warning("the run starts from the towers alone, with fresh heads: %s", error)
+        return False
+    return True
 
 
 def load_heads(model: Any, path: Path) -> None:

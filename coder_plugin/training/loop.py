@@ -338,7 +338,7 @@ class Trainer:
     def _export(self, tag: str) -> None:
         if distributed.rank() == 0:
             with self._averaged():
-                export_model(self.model, self.folder / "export" / tag)
+                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer)
                 export_heads(self.model, self.folder / "export" / tag)
         distributed.barrier()
 

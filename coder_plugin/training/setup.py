@@ -250,7 +250,7 @@ def freeze_batch_norm(tower: nn.Module) -> None:
         locked = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and locked:
             cls = type(module.eval())
-            members = {"train": lambda self, mode=True: self, "__module__": cls.__module__}
+            members = {"train": lambda self, mode=True: self, "statistics_are_frozen": True, "__module__": cls.__module__}
             module.__class__ = type(cls.__name__, (cls,), members)
 
 

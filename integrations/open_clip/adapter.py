@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,8 +82,15 @@ class Adapter:
         """The first model is the one that is trained, a second is the teacher of a distillation."""
         create = self.own["create_model_and_transforms"]
         if self.run is None or self.run.model is not None:
-            return create(name, pretrained, **options)
+            return self.teacher(*create(name, pretrained, **options))
         return self.run.make_model(create, name, pretrained, options)
+
+    def teacher(self, model: Any, *transforms: Any) -> Any:
+        """A distillation's second model, given the batches of the first."""
+        run = self.run
+        if run is not None and self.packed:
+            model.register_forward_pre_hook(partial(data.unpacked, run.model.coder_rows), with_kwargs=True)
+        return (model, *transforms)
 
     def optimizer(self, create: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What upstream creates, the heads in groups of their own where they have a rate of their own."""
@@ -100,10 +108,11 @@ class Adapter:
         raise NotImplementedError
 
     def get_clip_metrics(self, image_features: Any, text_features: Any, logit_scale: Any, **options: Any) -> dict[str, float]:
-        if self.collected is None or not self.collected.batches:
+        if self.run is None:
             return self.own_metrics(
                 image_features=image_features, text_features=text_features, logit_scale=logit_scale, **options
             )
+        assert self.collected is not None
         return self.collected.metrics()
 
     def save(self, value: Any, path: Any, *args: Any, **options: Any) -> None:
@@ -112,14 +121,19 @@ class Adapter:
         if run is None or not saving.is_checkpoint(value):
             torch.save(value, path, *args, **options)
             return
-        torch.save(saving.saved(value, str(path), run.model, run.exported_config()), path, *args, **options)
+        value = saving.saved(value, str(path), run.model, run.exported_config(), run.made_with(), run.tokenizer)
+        torch.save(value, path, *args, **options)
         if run.args.delete_previous_checkpoint:
             saving.prune(Path(path).parent.parent, saving.export_name(str(path)))
 
     @staticmethod
     def convert_sync_batchnorm(module: Any, process_group: Any = None) -> Any:
-        """torch's, but for BatchNorms over masked positions, which have a way of their own over ranks."""
-        kept = [(name, each) for name, each in module.named_modules() if isinstance(each, MaskedBatchNorm)]
+        """torch's, but for BatchNorms over masked positions, which have a way of their own over ranks, and frozen ones."""
+        kept = [
+            (name, each)
+            for name, each in module.named_modules()
+            if isinstance(each, MaskedBatchNorm) or getattr(each, "statistics_are_frozen", False)
+        ]
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
         for name, each in kept:
             module.set_submodule(name, each)

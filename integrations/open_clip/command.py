@@ -24,7 +24,12 @@ def adapted() -> Iterator[Adapter]:
     """
     adapter = find_adapter()
     with adapter.active():
-        yield adapter
+        try:
+            yield adapter
+        except CoderError as error:
+            from coder_plugin.integrations.open_clip import flags
+
+            raise CoderError(flags.renamed(str(error))) from error
 
 
 def find_adapter() -> Adapter:
@@ -42,13 +47,14 @@ def find_adapter() -> Adapter:
         from coder_plugin.integrations.open_clip.released import Released
 
         return Released(trainer)
-    raise CoderError(f"the adapter knows the trainers of open_clip 3.3 and of 4, with its tasks; this is {version}")
+    raise CoderError(
+        f"the adapter knows the trainers of open_clip 3.3 and of 4, with its tasks; this is {version}: "
+        'pip install "open_clip_torch>=3.3,<3.4"'
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run upstream's ``main`` with our flags; returns the exit status: 0, or 2 for a person's mistake."""
-    from coder_plugin.integrations.open_clip import flags
-
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(argv):
         return _help()
@@ -56,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with adapted() as adapter:
             done = adapter.trainer.main(argv)
     except CoderError as error:
-        print(f"coder-plugin: error: {flags.renamed(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"coder-plugin: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("coder-plugin: interrupted", file=sys.stderr)

@@ -81,6 +81,14 @@ def unpack(text: Tensor, names: tuple[str, ...]) -> tuple[Tensor, dict[str, Tens
     return rows[0], {**further, "image_id": rows[-1][:, 0]}
 
 
+def unpacked(names: tuple[str, ...], _module: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A forward hook, before: packed texts as their first rows, for a model that knows no others."""
+    image, *further = inputs
+    if further and further[0].ndim == 3:
+        further[0], _ = unpack(further[0], names)
+    return (image, *further), keywords
+
+
 class Csv(upstream.CsvDataset):
     """Upstream's, one pair a line; pairs of one file have one id."""
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.recipe import Recipe
 from coder_plugin.training.config import TrainConfig, add_flags, read_flags
 
 #: Fields of TrainConfig that are flags here, ``--coder-`` before each; all else of a run is upstream's.
@@ -19,6 +20,8 @@ REFUSED = {
     "trace": "a traced model cannot be trained",
     "horovod": "the losses gather over torch.distributed: launch with torchrun",
     "use_naflex": "NaFlex gives images as dicts of patches, which the heads do not read",
+    "force_naflex_vision": "NaFlex gives images as dicts of patches, which the heads do not read",
+    "loss_dist_impl": "it is of upstream's own SigLIP loss: write siglip(dist_impl='...')",
     "use_bnb_linear": "it replaces the towers' layers after the momentum towers have copied them",
 }
 
@@ -68,6 +71,8 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
             raise CoderError(f"--{name.replace('_', '-')} does not go with --loss: {why}")
     if getattr(args, "precision", "") in ("fp16", "pure_fp16"):
         raise CoderError(f"--precision {args.precision} does not go with --loss: float16 weights overflow; take amp")
+    if getattr(args, "coca_contrastive_loss_weight", 1.0) != 1.0:
+        raise CoderError("--coca-contrastive-loss-weight does not go with --loss: weigh the recipe's terms, as in 0.5*clip")
     given = read_flags(ours)
     if foreign := sorted(given.keys() - {"loss", *OURS}):
         named = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
@@ -76,6 +81,8 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
         choices, value = item.metadata["choices"], given.get(item.name)
         if choices and value is not None and value not in choices:  # of the file: the parser has checked flags
             raise CoderError(f"--coder-config {ours.config}: {item.name} is {value!r}; known: {', '.join(choices)}")
+    if given.get("captions") and (args.dataset_type in ("csv", "synthetic") or str(args.train_data).endswith((".csv", ".tsv"))):
+        raise CoderError("--coder-captions is for shards: rows of a table are pairs")
     config = TrainConfig.from_dict(
         {
             **given,
@@ -90,6 +97,11 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
             "force_context_length": args.force_context_length,
         }
     )
+    if args.siglip and "siglip" not in [term.name for term in Recipe.parse(config.loss).terms]:
+        raise CoderError(
+            f'--siglip begins with a temperature for the sigmoid loss, which --loss "{config.loss}" does not take: leave it '
+            "out, or name the term siglip"
+        )
     return config
 
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from coder_plugin.integrations.open_clip.model import ScaledGradient
 from coder_plugin.model import CoderLoss
 from coder_plugin.training.step import SHARED
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The value as it is, its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
 
 
 class UpstreamLoss(nn.Module):
@@ -26,11 +39,6 @@ class UpstreamLoss(nn.Module):
     def __init__(self, terms: CoderLoss, *, own: Any = None, accum_freq: int = 1) -> None:
         super().__init__()
         self.terms, self.own, self.accum_freq = terms, own, accum_freq
-
-    @property
-    def reads(self) -> set[str]:
-        """Keys of the model's outputs that terms read."""
-        return {key for binding in self.terms.bindings for key in binding.values()}
 
     def forward(self, *, output_dict: bool = True, **outputs: Tensor) -> dict[str, Tensor] | Tensor:
         if self.accum_freq > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -70,15 +69,3 @@ def extend(model: CoderCLIP, rows: tuple[str, ...]) -> Any:
     model.coder_rows = rows  # type: ignore[attr-defined]
     return model
 
-
-class ScaledGradient(torch.autograd.Function):
-    """The value as it is, its gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None

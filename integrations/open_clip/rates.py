@@ -10,7 +10,7 @@ from torch import nn
 def split_heads(optimizer: Any, model: nn.Module, scale: float) -> Any:
     """A fresh optimizer with the heads' parameters in groups of their own, ``lr_scale`` beside the learning rate.
 
-    The heads' groups come last: upstream logs the first group's rate.
+    The heads' groups come last: 3.3 logs the first group's rate.
     """
     heads = {id(parameter) for name, parameter in model.named_parameters() if name.startswith("coder.heads.")}
     for group in list(optimizer.param_groups):
@@ -23,6 +23,11 @@ def split_heads(optimizer: Any, model: nn.Module, scale: float) -> Any:
             group["params"] = others
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return optimizer
+
+
+def base_learning_rate(optimizer: Any) -> float:
+    """In place of main's, which logs the largest rate of all groups for the towers'."""
+    return max((float(group["lr"]) / group.get("lr_scale", 1.0) for group in optimizer.param_groups), default=0.0)
 
 
 def assign_learning_rate(optimizer: Any, new_lr: float) -> None:

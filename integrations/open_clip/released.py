@@ -54,7 +54,10 @@ class Released(Adapter):
         if run is not None and not run.started:
             run.start(data, epoch, options.get("tb_writer"))
             optimizer.register_step_post_hook(run.after_step)
-        return self.own["train_one_epoch"](model, data, loss, epoch, optimizer, *rest, **options)
+        scaler, scheduler, *others = rest
+        if run is not None and scheduler is not None:
+            scheduler = partial(run.at_step, scheduler)
+        return self.own["train_one_epoch"](model, data, loss, epoch, optimizer, scaler, scheduler, *others, **options)
 
     def distributed_data_parallel(self, module: Any, device_ids: Any = None, **options: Any) -> Any:
         """torch's, which takes no device of a CPU."""
@@ -68,7 +71,7 @@ class Released(Adapter):
         run = self.run
         if run is None:
             return checkpoint
-        saving.check_resumed(checkpoint.get(saving.MADE_WITH), run.recipe, path)
+        saving.check_resumed(checkpoint.get(saving.MADE_WITH), run.made_with(), path)
         if run.args.distributed and not next(iter(checkpoint["state_dict"])).startswith("module."):
             checkpoint["state_dict"] = {f"module.{name}": value for name, value in checkpoint["state_dict"].items()}
         return checkpoint

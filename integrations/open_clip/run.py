@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import open_clip
+import open_clip_train.main
 import torch
 from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, own
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import in_score
 from coder_plugin.integrations.open_clip import flags, saving
 from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import Extras, samples_of
 from coder_plugin.integrations.open_clip.loss import UpstreamLoss
-from coder_plugin.model import add_heads, create_loss, needs_logit_bias
+from coder_plugin.memory.momentum import MomentumCopy
+from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads
 from coder_plugin.recipe import Recipe
 from coder_plugin.training import setup
-from coder_plugin.training.export import start_heads
+from coder_plugin.training.export import made_with, start_heads
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class Run:
         self.loss: Any = None
         self.extras: Extras | None = None
         self.writer: Any = None
-        self.steps = 0
+        self.step = 0
         self.started = False
         if own.find(args.model) is not None:
             raise CoderError(f"{args.model} reads regions, which open_clip's trainer has none of: coder-plugin train does")
@@ -56,7 +59,7 @@ class Run:
     def is_plain(self) -> bool:
         """Whether the loss is upstream's own ClipLoss, whose flags then hold as they are (``--gather-with-grad``)."""
         args = self.args
-        other = args.siglip or getattr(args, "distill", False) or "coca" in args.model.lower()
+        other = args.siglip or getattr(args, "distill", False) or hasattr(self.model, "text_decoder")
         is_clip = replace(self.recipe, local_loss=False) == Recipe.parse("clip")
         return is_clip and self.config.aggregator == "tower" and not other
 
@@ -73,23 +76,27 @@ class Run:
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
         args, config = self.args, self.config
-        if not self.trains and args.resume and (made := saving.read_made(args.resume)) is not None:
-            self.recipe = Recipe.from_dict(made["recipe"])  # what training data decided, and none are here to decide
-        else:
-            self.recipe = setup.fit_recipe(self.recipe, config, samples_per_epoch=samples_of(args))
-        if needs_logit_bias(self.recipe) and "init_logit_bias" not in clip.read_config(name):
-            options = {"init_logit_scale": 2.302585092994046, "init_logit_bias": -10.0, **options}
-        trained = pretrained if clip.is_training_checkpoint(pretrained) else None
-        try:
-            model, *transforms = create(name, None if trained else pretrained, **options)
-        except RuntimeError as error:
-            raise CoderError(f"--model {name}: {' '.join(str(error).split())[:500]}") from error
-        if trained:
-            clip.load_training_checkpoint(model, trained)
-        elif not pretrained and ":" not in name:  # a place's name, local-dir:DIR, brings its weights
-            clip.draw_decoder(model)
-        made = clip.read_config(name)
-        model.coder_config = clip.effective_config(made, options) if made else None
+        if not self.trains and args.resume:
+            self._take_what_data_decided(saving.read_made(args.resume))
+        # rows of a table are pairs, and how many captions an image of shards has is not known
+        self.recipe = setup.fit_recipe(self.recipe, replace(config, captions="all"), samples_per_epoch=samples_of(args))
+        transforms: list[Any] = []
+
+        def with_transforms(name: str, weights: str | None, *, force_preprocess_cfg: Any = None, **given: Any) -> Any:
+            for key, value in (force_preprocess_cfg or {}).items():
+                if key in ("mean", "std", "interpolation", "resize_mode") and given.get(f"image_{key}") is None:
+                    given[f"image_{key}"] = value
+            model, *transforms[:] = create(name, weights, **given)
+            return model
+
+        options = {key: value for key, value in options.items() if key != "output_dict"}
+        model = clip.create_clip(
+            name,
+            pretrained=pretrained or None,
+            needs_logit_bias=needs_logit_bias(self.recipe),
+            create=with_transforms,
+            **options,
+        )
         model = add_heads(
             model,
             name,
@@ -98,13 +105,19 @@ class Run:
             context_blocks=config.context_blocks,
             cache_dir=args.cache_dir,
         )
-        self.tokenizer = open_clip.get_tokenizer(name, cache_dir=args.cache_dir, context_length=args.force_context_length)
+        self._check_precision(model)
+        self.tokenizer = setup.make_tokenizer(config, model)
         setup.check_accumulation(model, config)
         self.extras = Extras(
             self.tokenizer, setup.make_positives(model), setup.make_tags(model, config), config.captions or "draw"
         )
         self.model = in_upstream.extend(model, self.extras.names)
-        start_heads(self.model, pretrained)
+        started = start_heads(self.model, pretrained)
+        if not (self.trains or args.resume or started) and any(map(in_score, model.coder.heads.values())):
+            raise CoderError(
+                f'--loss "{config.loss}" scores by heads, and --pretrained {pretrained} brings none: evaluate an export or a '
+                "checkpoint of a run with this --loss, or the towers alone with --loss clip"
+            )
         self.loss = self.make_loss()
         self._freeze()
         ignored = model.coder.state_names()
@@ -119,6 +132,31 @@ class Run:
             log.warning("the recipe's training options are coder-plugin train's; here upstream's flags rule: %s", named)
         return (self.model, *transforms)
 
+    def made_with(self) -> dict[str, Any]:
+        """What a checkpoint says of the run: what a resumed one must share, and what its images were normalised with."""
+        preprocessing = {key: value for key, value in self.model.visual.preprocess_cfg.items() if value is not None}
+        return {**made_with(self.model), "heads_lr_scale": self.heads_lr_scale, "preprocess_cfg": preprocessing}
+
+    def _take_what_data_decided(self, made: Mapping[str, Any] | None) -> None:
+        """In evaluation alone, of the checkpoint's recipe: there are no training data to ask."""
+        if made is None:
+            return
+        then, now = dict(Recipe.from_dict(made["recipe"]).heads), dict(self.recipe.heads)
+        decided = [("prototypes", "clusters"), ("alignment", "freeze_steps")]
+        for head, option in decided if self.config.concepts else [*decided, ("concepts", "vocabulary")]:
+            value = dict(then.get(head, ())).get(option)
+            if value is not None and option not in dict(now.get(head, ())) and head in required_heads(self.recipe):
+                self.recipe = self.recipe.with_options({f"{head}.{option}": value})
+
+    def _check_precision(self, model: Any) -> None:
+        """An average that moves by half a per cent a step stands still in bfloat16."""
+        for head in model.coder.modules():
+            if isinstance(head, MomentumCopy) and any(p.dtype == torch.bfloat16 for p in head.parameters()):
+                raise CoderError(
+                    f"--precision {self.args.precision}: the momentum towers cannot follow weights in bfloat16, whose steps "
+                    "round away: take --precision amp_bf16"
+                )
+
     def make_loss(self) -> UpstreamLoss:
         terms = create_loss(self.recipe, model=self.model)
         return UpstreamLoss(terms, own=self.own_loss(), accum_freq=self.args.accum_freq)
@@ -129,7 +167,7 @@ class Run:
         gathered = {"rank": distributed.rank(), "world_size": distributed.world_size(), "gather_with_grad": True}
         if getattr(args, "distill", False):
             return open_clip.DistillClipLoss(local_loss=args.local_loss, **gathered)
-        if "coca" in args.model.lower():
+        if hasattr(self.model, "text_decoder"):
             weights = {"caption_loss_weight": args.coca_caption_loss_weight, "clip_loss_weight": 0.0}
             return open_clip.CoCaLoss(**weights, **gathered)
         return None
@@ -149,9 +187,8 @@ class Run:
                 outputs = {**outputs, "labels": logits.new_ones(logits.shape[:2], dtype=torch.long)}
             return self.loss(**outputs)
 
-        model.coder_unread = tuple(
-            name for name, parameter in model.named_parameters() if not parameter.requires_grad and _freezable(name)
-        )
+        named = [(name, each) for name, each in model.named_parameters() if not name.startswith("coder.")]
+        model.coder_unread = tuple(name for name, each in named if not each.requires_grad)
         model.coder_unread += tuple(setup.freeze_unread(model, probe, self.tokenizer))
         if model.coder_unread:
             log.info("frozen, for no term reads them: %s", ", ".join(model.coder_unread))
@@ -162,7 +199,12 @@ class Run:
         pairs = args.batch_size * args.accum_freq * args.world_size
         steps = data["train"].dataloader.num_batches // args.accum_freq
         self.model.coder.check(batch=pairs, samples=pairs * steps * args.epochs)
-        self.started, self.writer, self.steps = True, writer, steps * epoch
+        self.started, self.writer, self.step = True, writer, steps * epoch
+
+    def at_step(self, schedule: Callable[[int], Any], step: int) -> Any:
+        """Upstream's schedule, which is told the number of the step: the log's, also after steps that the scaler skipped."""
+        self.step = step
+        return schedule(step)
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """After every optimizer step that was performed: state is written, and now and then its health."""
@@ -170,11 +212,10 @@ class Run:
         if overflow is not None and overflow.item():
             return
         self.model.coder.post_step()
-        if self.steps % self.args.log_every_n_steps == 0:
+        if self.step % self.args.log_every_n_steps == 0:
             health = self.model.coder.health()  # on all ranks: some of it is of sharded parameters
             if distributed.rank() == 0:
                 self._log(health)
-        self.steps += 1
 
     def _log(self, health: dict[str, float]) -> None:
         named = {f"coder/{name}": value for name, value in health.items()}
@@ -183,11 +224,11 @@ class Run:
         log.info("%s", " ".join(f"{name}: {value:.4g}" for name, value in named.items()))
         if self.writer is not None:
             for name, value in named.items():
-                self.writer.add_scalar(name, value, self.steps)
-        if getattr(self.args, "wandb", False):
-            from open_clip_train.main import wandb  # upstream has asked for it
-
-            wandb.log(named, step=self.steps)  # without the step they would go with the line before
+                self.writer.add_scalar(name, value, self.step)
+        for name in ("wandb", "trackio"):
+            if getattr(self.args, name, False):
+                # without the step they would go with the line before
+                getattr(open_clip_train.main, name).log(named, step=self.step)
 
     def exported_config(self) -> Any:
         """The configuration that ``coder-plugin eval RUN`` reads: the model and the validation data of this run."""
@@ -207,7 +248,3 @@ class Run:
             force_custom_text=args.force_custom_text,
         )
 
-
-def _freezable(name: str) -> bool:
-    """Whether locking or unlocking towers may touch it: not the heads' own frozen copies."""
-    return not name.startswith("coder.")

@@ -17,7 +17,7 @@ from coder_plugin.backbones.clip import MADE_WITH
 from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe
 from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.export import export_heads, export_model, made_with
+from coder_plugin.training.export import export_heads, export_model
 from coder_plugin.training.loop import comparable
 
 #: In the directory of a sharded checkpoint (main): what its heads were made with.
@@ -28,18 +28,21 @@ def is_checkpoint(value: Any) -> bool:
     return isinstance(value, Mapping) and {"epoch", "state_dict"} <= value.keys()
 
 
-def saved(checkpoint: Mapping[str, Any], path: str, model: Any, config: TrainConfig) -> dict[str, Any]:
-    """The checkpoint with what its heads were made with; its export is written, to ``RUN/export/NAME`` for
+def saved(
+    checkpoint: Mapping[str, Any], path: str, model: Any, config: TrainConfig, made: Mapping[str, Any], tokenizer: Any
+) -> dict[str, Any]:
+    """The checkpoint with what its heads were ``made`` with; its export is written, to ``RUN/export/NAME`` for
     ``RUN/checkpoints/NAME.pt`` and, as links, to ``RUN/export/last``."""
     state = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
-    write_export(model, state, Path(path).parent.parent, export_name(path), config)
-    return {**checkpoint, MADE_WITH: made_with(model)}
+    write_export(model, state, Path(path).parent.parent, export_name(path), config, tokenizer)
+    return {**checkpoint, MADE_WITH: made}
 
 
-def begin_sharded(path: str, model: Any) -> None:
-    """What the directory of a sharded checkpoint says of its heads, before upstream fills it and makes it one to resume."""
+def begin_sharded(path: str, made: Mapping[str, Any]) -> None:
+    """What a run with heads was ``made`` with, in the directory of a sharded checkpoint, before upstream fills it and makes it
+    one to resume."""
     Path(path).mkdir(parents=True, exist_ok=True)
-    (Path(path) / SHARDED).write_text(json.dumps(made_with(model)))
+    (Path(path) / SHARDED).write_text(json.dumps(made))
 
 
 def export_name(path: str) -> str:
@@ -47,14 +50,16 @@ def export_name(path: str) -> str:
     return "epoch_latest" if stem in ("tmp", "_tmp_latest") else stem  # upstream renames these
 
 
-def write_export(model: Any, state: Mapping[str, Any], run: Path, name: str, config: TrainConfig) -> None:
+def write_export(
+    model: Any, state: Mapping[str, Any], run: Path, name: str, config: TrainConfig, tokenizer: Any
+) -> None:
     """One export, and ``last``; beside them the configuration that ``coder-plugin eval RUN`` reads.
 
     Each folder is made aside and renamed: a run that is killed here leaves the ones before whole.
     """
     exports = run / "export"
     aside = _aside(exports / name)
-    export_model(model, aside, state)
+    export_model(model, aside, state, tokenizer=tokenizer)
     export_heads(model, aside, state)
     linked = _aside(exports / "last")
     shutil.copytree(aside, linked, copy_function=_link)
@@ -66,14 +71,10 @@ def write_export(model: Any, state: Mapping[str, Any], run: Path, name: str, con
 
 
 def prune(run: Path, name: str) -> None:
-    """Exports of checkpoints that are there no more, and the one before ``name``, which upstream removes next."""
-    folders = {int(each.name.removeprefix("epoch_")): each for each in (run / "export").glob("epoch_[0-9]*")}
-    current = name.removeprefix("epoch_")
-    before = [epoch for epoch in folders if current.isdecimal() and epoch < int(current)]
-    for epoch, folder in folders.items():
+    """Exports of checkpoints that are there no more; ``name`` is being saved."""
+    for folder in (run / "export").glob("epoch_[0-9]*"):
         checkpoint = run / "checkpoints" / folder.name
-        there = checkpoint.is_dir() or checkpoint.with_name(f"{folder.name}.pt").is_file()
-        if folder.name != name and (not there or epoch == max(before, default=None)):
+        if folder.name != name and not checkpoint.is_dir() and not checkpoint.with_name(f"{folder.name}.pt").is_file():
             shutil.rmtree(folder)
 
 
@@ -100,19 +101,25 @@ def _link(source: str, target: str) -> None:
     shutil.copy2(source, target)
 
 
-def check_resumed(made: Mapping[str, Any] | None, recipe: Recipe, path: str) -> None:
+def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: str) -> None:
     """:class:`CoderError` where a checkpoint to resume is not of a run with these heads."""
     if made is None:
         raise CoderError(
             f"--resume {path} is no checkpoint of a run with --loss: its optimizer and state know no heads. Start from its "
             "weights with --pretrained"
         )
-    then = Recipe.from_dict(made["recipe"])
+    then, recipe = Recipe.from_dict(made["recipe"]), Recipe.from_dict(now["recipe"])
     if comparable(then) != comparable(recipe):
         raise CoderError(
             f'--resume {path} was trained with --loss "{then}", this run asks for "{recipe}", or other options of heads: '
             "resume with its own recipe, or start from its weights with --pretrained"
         )
+    for name in ("aggregator", "context_blocks", "heads_lr_scale"):
+        if made[name] != now[name]:
+            raise CoderError(
+                f"--resume {path} was trained with --{name.replace('_', '-')} {made[name]}, this run has {now[name]}: resume "
+                "with the same, or start from its weights with --pretrained"
+            )
 
 
 def read_made(path: str) -> Mapping[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from open_clip_train import file_utils
 from torch import Tensor, nn
 
 from coder_plugin.errors import CoderError
-from coder_plugin.integrations.open_clip import saving
+from coder_plugin.integrations.open_clip import rates, saving
 from coder_plugin.integrations.open_clip.adapter import Adapter
 from coder_plugin.integrations.open_clip.evaluation import Collected
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
@@ -37,6 +38,9 @@ class TaskLayer(Adapter):
             "load_sharded_checkpoint": self.load_sharded_checkpoint,
             "save_sharded_checkpoint": self.save_sharded_checkpoint,
         }
+
+    def elsewhere(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [*super().elsewhere(), (self.training, {"get_learning_rate": rates.base_learning_rate})]
 
     def shadow_of_torch(self) -> Shadow:
         sync = Shadow(torch.nn.SyncBatchNorm, convert_sync_batchnorm=self.convert_sync_batchnorm)
@@ -68,6 +72,8 @@ class TaskLayer(Adapter):
         if run is not None and not run.started:
             run.start(data, state.epoch, tb_writer)
             state.optimizer.register_step_post_hook(torch.compiler.disable(run.after_step))
+            if state.scheduler is not None:
+                state.scheduler = partial(run.at_step, state.scheduler)
         return self.own["train_one_epoch"](state, data, args, tb_writer=tb_writer)
 
     def evaluate(self, *args: Any, **options: Any) -> Any:
@@ -96,7 +102,7 @@ class TaskLayer(Adapter):
         def checked(*args: Any, **options: Any) -> Any:
             found = read(*args, **options)
             if self.run is not None:
-                saving.check_resumed(found.get(saving.MADE_WITH), self.run.recipe, path)
+                saving.check_resumed(found.get(saving.MADE_WITH), self.run.made_with(), path)
             return found
 
         with overridden(file_utils, {"pt_load": checked}):
@@ -104,21 +110,21 @@ class TaskLayer(Adapter):
 
     def load_sharded_checkpoint(self, task: Any, path: str, *args: Any, **options: Any) -> Any:
         if self.run is not None:
-            saving.check_resumed(saving.read_made(path), self.run.recipe, path)
+            saving.check_resumed(saving.read_made(path), self.run.made_with(), path)
         return self.own["load_sharded_checkpoint"](task, path, *args, **options)
 
     def save_sharded_checkpoint(self, task: Any, optimizer: Any, path: str, **options: Any) -> None:
         """Upstream's; every rank gives its part of the parameters for an export as well, which rank 0 writes."""
         run, master = self.run, options["is_master"]
         if run is not None and master:
-            saving.begin_sharded(path, run.model)
+            saving.begin_sharded(path, run.made_with())
         self.own["save_sharded_checkpoint"](task, optimizer, path, **options)
         if run is None:
             return
         state = task.state_dict()["state_dict"]
         if master:
             folder, name = Path(path).parent.parent, saving.export_name(path)
-            saving.write_export(run.model, state, folder, name, run.exported_config())
+            saving.write_export(run.model, state, folder, name, run.exported_config(), run.tokenizer)
             if run.args.delete_previous_checkpoint:
                 saving.prune(folder, name)
 

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("quiet")
 def test_blocks_that_run_sequence_first(make) -> None:
     expected = make()
     model = make()
+    if not hasattr(model.transformer, "batch_first"):
+        pytest.skip("open_clip 4 has no such blocks")
     for transformer in (model.visual.transformer, model.transformer):
         transformer.batch_first = False
         for block in transformer.resblocks:

@@ -15,3 +15,13 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespa
     pair = upstream_runs.Pair()
     yield SimpleNamespace(models=models, data=data, pair=pair)
     pair.close()
+
+
+@pytest.fixture(scope="session")
+def released(upstream: SimpleNamespace) -> SimpleNamespace:
+    """The same, where the open_clip that is installed is 3.3."""
+    import open_clip
+
+    if not open_clip.__version__.startswith("3.3."):
+        pytest.skip(f"of open_clip 3.3's trainer, and {open_clip.__version__} is installed")
+    return upstream

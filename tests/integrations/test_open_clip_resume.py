@@ -27,15 +27,15 @@ def continue_as(ran: runs.Ran, name: str, epoch: int) -> None:
     shutil.copy(ran.folder / "checkpoints" / f"epoch_{epoch}.pt", checkpoints)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(upstream: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(released: Any, tmp_path: Path) -> None:
     """With two processes, whose order of samples is the epoch's; towers, heads, banks, centres and Adam's moments."""
     flags = {"batch_size": 8, "wd": 0.1}
     lines = [
-        runs.command(tmp_path, name, upstream.models["vit"], upstream.data["csv"], *CODER, *STILL, **flags) for name in "ab"
+        runs.command(tmp_path, name, released.models["vit"], released.data["csv"], *CODER, *STILL, **flags) for name in "ab"
     ]
-    whole = upstream.pair.train(lines[0])
+    whole = released.pair.train(lines[0])
     continue_as(whole, "b", 2)
-    resumed = upstream.pair.train([*lines[1], "--resume", "latest"])
+    resumed = released.pair.train([*lines[1], "--resume", "latest"])
     assert resumed.logged() == whole.logged()[4:]
     expected, found = whole.saved(4), resumed.saved(4)
     assert int(found["state_dict"][COUNT]) == 8 * 16
@@ -46,11 +46,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(upstream: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("processes", [(1, 2), (2, 1)])
-def test_resuming_on_other_numbers_of_processes(processes: tuple[int, int], upstream: Any, tmp_path: Path) -> None:
+def test_resuming_on_other_numbers_of_processes(processes: tuple[int, int], released: Any, tmp_path: Path) -> None:
     def run(number: int, name: str, *further: str, **flags: object) -> runs.Ran:
-        data = [*upstream.data["webdataset"], *CODER, *further]
-        line = runs.command(tmp_path, name, upstream.models["timm-hf"], data, batch_size=16 // number, **flags)
-        return runs.train(line) if number == 1 else upstream.pair.train(line)
+        data = [*released.data["webdataset"], *CODER, *further]
+        line = runs.command(tmp_path, name, released.models["timm-hf"], data, batch_size=16 // number, **flags)
+        return runs.train(line) if number == 1 else released.pair.train(line)
 
     before = run(processes[0], "run", epochs=2)
     loaded = run(processes[1], "run", "--resume", "latest", epochs=2)
@@ -64,9 +64,9 @@ def test_resuming_on_other_numbers_of_processes(processes: tuple[int, int], upst
     assert all(not torch.equal(after[name], state[name]) for name in further.trained)
 
 
-def test_other_heads_and_plain_checkpoints_are_not_resumed(upstream: Any, tmp_path: Path) -> None:
+def test_other_heads_and_plain_checkpoints_are_not_resumed(released: Any, tmp_path: Path) -> None:
     def line(name: str, *further: str) -> list[str]:
-        return runs.command(tmp_path, name, upstream.models["vit"], upstream.data["csv"], *further, epochs=2)
+        return runs.command(tmp_path, name, released.models["vit"], released.data["csv"], *further, epochs=2)
 
     ours, plain = runs.train(line("ours", "--loss", "dcl")), runs.train(line("plain"), plain=True)
     for ran, loss, told in (
@@ -81,11 +81,11 @@ def test_other_heads_and_plain_checkpoints_are_not_resumed(upstream: Any, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def trained(upstream: Any, tmp_path_factory: pytest.TempPathFactory) -> runs.Ran:
+def trained(released: Any, tmp_path_factory: pytest.TempPathFactory) -> runs.Ran:
     """A run with a head that scores, validated on its training data."""
-    val = ["--val-data", upstream.data["csv"][1]]
+    val = ["--val-data", released.data["csv"][1]]
     folder = tmp_path_factory.mktemp("trained")
-    return runs.train(runs.command(folder, "run", upstream.models["vit"], upstream.data["csv"], *CODER, *val))
+    return runs.train(runs.command(folder, "run", released.models["vit"], released.data["csv"], *CODER, *val))
 
 
 def results(ran: runs.Ran) -> dict[str, float]:
@@ -93,11 +93,11 @@ def results(ran: runs.Ran) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("start", ["checkpoints/epoch_4.pt", "export/last/open_clip_model.safetensors", "resume"])
-def test_evaluation_alone_finds_what_training_found(start: str, trained: runs.Ran, upstream: Any, tmp_path: Path) -> None:
+def test_evaluation_alone_finds_what_training_found(start: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
     place = ["--resume", str(trained.folder / "checkpoints/epoch_4.pt")]
     place = place if start == "resume" else ["--pretrained", str(trained.folder / start)]
-    val = ["--val-data", upstream.data["csv"][1], "--dataset-type", "csv", *place]
-    ran = runs.train(runs.command(tmp_path, "eval", upstream.models["vit"], val, *CODER))
+    val = ["--val-data", released.data["csv"][1], "--dataset-type", "csv", *place]
+    ran = runs.train(runs.command(tmp_path, "eval", released.models["vit"], val, *CODER))
     assert results(trained)["rsum"] > 0
     for name, value in results(trained).items():
         if name != "epoch":
@@ -105,7 +105,7 @@ def test_evaluation_alone_finds_what_training_found(start: str, trained: runs.Ra
 
 
 @pytest.mark.parametrize("loss", [["--loss", "dcl"], []])
-def test_zero_shot(loss: list[str], upstream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_shot(loss: list[str], released: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On pictures of three classes, with every name of ImageNet's and one template; also without ``--loss``."""
     from open_clip_train import zero_shot
 
@@ -114,7 +114,7 @@ def test_zero_shot(loss: list[str], upstream: Any, tmp_path: Path, monkeypatch: 
         (folder := tmp_path / "pictures" / f"n0{number % 3}").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 40), (40 * number, 100, 200)).save(folder / f"{number}.png")
     further = ["--imagenet-val", str(tmp_path / "pictures"), "--zeroshot-frequency", "1", *loss]
-    model = register_config(upstream.models["custom"])  # upstream knows no paths
-    ran = runs.train(runs.command(tmp_path, "run", model, upstream.data["csv"], *further, epochs=1))
+    model = register_config(released.models["custom"])  # upstream knows no paths
+    ran = runs.train(runs.command(tmp_path, "run", model, released.data["csv"], *further, epochs=1))
     found = [results(ran)[f"imagenet-zeroshot-val-top{k}"] for k in (1, 5)]
     assert all(0 <= share <= 1 and (6 * share).is_integer() for share in found) and found[0] <= found[1]

@@ -1,5 +1,8 @@
 """``--loss clip`` in open_clip 3.3's own trainer is upstream's loss: the same numbers at every step."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,10 +29,10 @@ ACCUMULATED = {"batch_size": 4, "accum_freq": 2}
     ],
 )
 def test_clip_is_upstreams_step_for_step(
-    model: str, data: str, further: list[str], flags: dict[str, Any], processes: int, upstream: Any, tmp_path: Any
+    model: str, data: str, further: list[str], flags: dict[str, Any], processes: int, released: Any, tmp_path: Any
 ) -> None:
-    run = runs.train if processes == 1 else upstream.pair.train
-    lines = [runs.command(tmp_path, name, upstream.models[model], upstream.data[data], *further, **flags) for name in "ab"]
+    run = runs.train if processes == 1 else released.pair.train
+    lines = [runs.command(tmp_path, name, released.models[model], released.data[data], *further, **flags) for name in "ab"]
     plain, ours = run(lines[0], plain=True), run([*lines[1], "--loss", "clip"])
     assert len(plain.logged()) > 4 and len(set(plain.logged())) > 4
     assert ours.logged() == plain.logged()
@@ -38,9 +41,9 @@ def test_clip_is_upstreams_step_for_step(
 
 @pytest.mark.parametrize(("model", "further", "loss"), [("coca", [], "clip"), ("sigmoid", ["--siglip"], "siglip")])
 def test_our_term_in_place_of_upstreams_gives_its_numbers(
-    model: str, further: list[str], loss: str, upstream: Any, tmp_path: Any
+    model: str, further: list[str], loss: str, released: Any, tmp_path: Any
 ) -> None:
-    lines = [runs.command(tmp_path, name, upstream.models[model], upstream.data["csv"], *further) for name in "ab"]
+    lines = [runs.command(tmp_path, name, released.models[model], released.data["csv"], *further) for name in "ab"]
     plain, ours = runs.train(lines[0], plain=True), runs.train([*lines[1], "--loss", loss])
     assert ours.logged() == pytest.approx(plain.logged(), rel=1e-4)
     assert ours.logged(f"train/{loss}_loss") == pytest.approx(plain.logged("train/contrastive_loss"), rel=1e-4)
@@ -54,8 +57,24 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_no_weight_of_a_new_coca_is_left_to_chance(upstream: Any, tmp_path: Any, nan_in_new_memory: None) -> None:
-    made = create_model(upstream.models["coca"], recipe="dcl")
+def test_no_weight_of_a_new_coca_is_left_to_chance(released: Any, tmp_path: Any, nan_in_new_memory: None) -> None:
+    made = create_model(released.models["coca"], recipe="dcl")
     assert all(value.isfinite().all() for value in made.parameters())
-    line = runs.command(tmp_path, "run", upstream.models["coca"], upstream.data["csv"], "--loss", "dcl", epochs=1)
+    line = runs.command(tmp_path, "run", released.models["coca"], released.data["csv"], "--loss", "dcl", epochs=1)
     assert runs.train(line).logged()[0] < 20
+
+
+def test_the_command_under_torchrun(released: Any, tmp_path: Any) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    line = runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "dcl", epochs=1, batch_size=8)
+    result = subprocess.run(
+        [*launch, "-m", "--", "coder_plugin.integrations.open_clip", *line],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    ran = runs.Ran(tmp_path / "run")
+    assert len(ran.logged("train/dcl_loss")) == 2 and ran.saved(1)["epoch"] == 1
+    assert (ran.folder / "export" / "last" / "open_clip_model.safetensors").is_file()

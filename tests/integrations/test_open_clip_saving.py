@@ -24,6 +24,7 @@ from coder_plugin.recipe import Recipe
 from coder_plugin.training import setup
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.evaluate import evaluate_command
+from coder_plugin.training.export import made_with
 from tests.integrations import upstream_runs
 
 pytestmark = pytest.mark.skipif(not open_clip.__version__.startswith("3.3."), reason="runs open_clip 3.3's trainer")
@@ -85,9 +86,9 @@ def test_checkpoints_say_what_their_heads_were_made_with(run: SimpleNamespace) -
     for name in ("epoch_3", "epoch_latest"):
         checkpoint = torch.load(run.folder / "checkpoints" / f"{name}.pt", weights_only=True)
         assert {"epoch", "name", "state_dict", "optimizer", MADE_WITH} <= checkpoint.keys()
-        made = checkpoint[MADE_WITH]
-        assert made["aggregator"] == "tower" and made["context_blocks"] == 1
-        assert str(Recipe.from_dict(made["recipe"])).startswith(RECIPE)
+        then = checkpoint[MADE_WITH]
+        assert (then["aggregator"], then["context_blocks"], then["heads_lr_scale"]) == ("tower", 1, 1)
+        assert str(Recipe.from_dict(then["recipe"])).startswith(RECIPE)
         assert_same(checkpoint["state_dict"], run.state)
 
 
@@ -121,9 +122,10 @@ def test_embeddings_are_the_same(run: SimpleNamespace) -> None:
     assert_same(heads, {name: run.state[name] for name in heads})
 
 
-def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same recall as the last validation in upstream's loop, also where the model's name is not known yet."""
-    monkeypatch.setattr(open_clip.factory, "_MODEL_CONFIGS", {})
+def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace) -> None:
+    """The same recall as the last validation in upstream's loop."""
+    kept = json.loads((run.folder / "config.json").read_text())
+    assert kept["model"] == run.model, "the path: another process does not know the name"
     argv = ["eval", str(run.folder), "--export", "last", "--workers", "0"]
     [found] = evaluate_command(cli.build_parser().parse_args(argv)).values()
     logged = json.loads((run.folder / "checkpoints" / "results.jsonl").read_text().splitlines()[-1])
@@ -173,9 +175,13 @@ def save(model: Any, run: Path, name: str) -> dict[str, Any]:
         model.logit_scale += 1
     checkpoint = {"epoch": 1, "state_dict": {f"module.{key}": value for key, value in model.state_dict().items()}}
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    saved = saving.saved(checkpoint, str(run / "checkpoints" / f"{name}.pt"), model, TrainConfig())
+    saved = saving.saved(checkpoint, str(run / "checkpoints" / f"{name}.pt"), model, TrainConfig(), made(model), None)
     (run / "checkpoints" / f"{name}.pt").touch()
     return saved
+
+
+def made(model: Any, **other: Any) -> dict[str, Any]:
+    return {**made_with(model), "heads_lr_scale": 1.0, **other}
 
 
 def scale(folder: Path) -> float:
@@ -232,18 +238,18 @@ def test_a_later_save_does_not_reach_into_kept_exports(small: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("checkpoints", "saved", "kept"),
     [
-        ("epoch_1 epoch_2", "epoch_2", "epoch_2"),  # upstream removes epoch_1 when epoch_2 is there
-        ("epoch_2 epoch_4 epoch_6", "epoch_6", "epoch_2 epoch_6"),
-        ("epoch_9 epoch_10", "epoch_10", "epoch_10"),
-        ("epoch_3 epoch_latest", "epoch_latest", "epoch_3 epoch_latest"),
-        ("epoch_latest", "epoch_latest", "epoch_latest"),
+        ("epoch_2 epoch_3", "epoch_3", "epoch_2 epoch_3"),  # upstream has still to remove epoch_2
+        ("epoch_2", "epoch_3", "epoch_2 epoch_3"),  # it is saved after its export
+        ("epoch_3", "epoch_latest", "epoch_3"),
+        ("epoch_9 epoch_10", "epoch_10", "epoch_9 epoch_10"),
+        ("", "epoch_latest", ""),
     ],
 )
 def test_exports_go_with_their_checkpoints(tmp_path: Path, checkpoints: str, saved: str, kept: str) -> None:
     (tmp_path / "checkpoints").mkdir()
     for name in checkpoints.split():
         (tmp_path / "checkpoints" / f"{name}.pt").touch()
-    for name in {*checkpoints.split(), "epoch_1", "epoch_latest", "last"}:
+    for name in {*checkpoints.split(), saved, "epoch_1", "epoch_latest", "last"}:
         (tmp_path / "export" / name).mkdir(parents=True)
     saving.prune(tmp_path, saved)
     assert {path.name for path in (tmp_path / "export").iterdir()} == {*kept.split(), "epoch_latest", "last"}
@@ -255,10 +261,12 @@ def test_other_things_are_saved_as_they_are() -> None:
 
 
 def test_resuming_needs_the_same_heads(small: Any, tmp_path: Path) -> None:
-    made = save(small, tmp_path, "epoch_1")[MADE_WITH]
-    recipe = small.coder.recipe
-    saving.check_resumed(made, recipe, "run.pt")
+    then = save(small, tmp_path, "epoch_1")[MADE_WITH]
+    saving.check_resumed(then, made(small), "run.pt")
     with pytest.raises(CoderError, match="no checkpoint of a run with --loss.*--pretrained"):
-        saving.check_resumed(None, recipe, "run.pt")
+        saving.check_resumed(None, made(small), "run.pt")
     with pytest.raises(CoderError, match='was trained with --loss "dcl.*this run asks for "clip"'):
-        saving.check_resumed(made, Recipe.parse("clip"), "run.pt")
+        saving.check_resumed(then, made(small, recipe=Recipe.parse("clip").to_dict()), "run.pt")
+    for name, other in (("aggregator", "gpo"), ("context_blocks", 2), ("heads_lr_scale", 10.0)):
+        with pytest.raises(CoderError, match=f"--{name.replace('_', '-')} .* this run has {other}"):
+            saving.check_resumed(then, made(small, **{name: other}), "run.pt")

@@ -43,13 +43,13 @@ def gradients() -> Iterator[list[list[torch.Tensor]]]:
     ],
 )
 def test_accumulated_gradients_are_the_big_batchs(
-    loss: str, model: str, further: list[str], upstream: Any, tmp_path: Any
+    loss: str, model: str, further: list[str], released: Any, tmp_path: Any
 ) -> None:
     # SGD: Adam's steps make much of rounding where a gradient is nearly zero
     flags = {"epochs": 2, "opt": "timm/sgd", "momentum": 0.9, "lr": 0.01}
     found, states = [], []
     for name, size in (("big", {"batch_size": 16}), ("small", {"batch_size": 4, "accum_freq": 4})):
-        line = runs.command(tmp_path, name, upstream.models[model], upstream.data["csv"], *further, **{**flags, **size})
+        line = runs.command(tmp_path, name, released.models[model], released.data["csv"], *further, **{**flags, **size})
         with gradients() as steps:
             ran = runs.train([*line, "--loss", loss])
         found.append(steps)
@@ -75,11 +75,11 @@ class Overflowing(torch.amp.GradScaler):
 
 
 def test_a_step_that_the_loss_scaler_skips_writes_nothing(
-    upstream: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    released: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", Overflowing)
     flags = {"batch_size": 8, "accum_freq": 2, "precision": "amp", "save_frequency": 1}
-    line = runs.command(tmp_path, "run", upstream.models["vit"], upstream.data["csv"], "--loss", "coder", *CODER, **flags)
+    line = runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "coder", *CODER, **flags)
     with gradients() as steps:
         ran = runs.train(line)
     saved = [ran.saved(epoch) for epoch in (1, 2, 3, 4)]

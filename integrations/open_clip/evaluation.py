@@ -23,12 +23,13 @@ class Collected:
 
     def hook(self, _module: Any, _inputs: Any, outputs: Any) -> None:
         """A forward hook of the model."""
-        if isinstance(outputs, Mapping) and VECTORS[0] in outputs:
-            self.add(outputs)
+        self.add(outputs)
 
-    def add(self, outputs: Mapping[str, Tensor]) -> None:
-        image, text, ids = (outputs[key].detach().cpu() for key in VECTORS)
-        self.batches.append((image.float(), text.float(), ids))
+    def add(self, outputs: Any) -> None:
+        """Keep a batch's vectors, if it has any: classes of zero-shot accuracy have none."""
+        if isinstance(outputs, Mapping) and VECTORS[0] in outputs:
+            image, text, ids = (outputs[key].detach().cpu() for key in VECTORS)
+            self.batches.append((image.float(), text.float(), ids))
 
     def metrics(self) -> dict[str, float]:
         """METHODS 10 under upstream's names (recalls as shares), and ``rsum`` in percent; pairs of one id are one image."""

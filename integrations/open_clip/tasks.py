@@ -88,7 +88,7 @@ class TaskLayer(Adapter):
     def collect(self, outputs: Any) -> None:
         """Keep the vectors of a validation batch."""
         if self.collected is not None:
-            self.collected.hook(None, None, outputs)
+            self.collected.add(outputs)
 
     def load_checkpoint(self, task: Any, path: str, *args: Any, **options: Any) -> Any:
         with self._checking(path):

@@ -1,0 +1,148 @@
+"""What goes over from one run of open_clip's trainer to the next, and what of its flags a recipe changes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coder_plugin.errors import CoderError
+from coder_plugin.integrations.open_clip import rates
+from coder_plugin.integrations.open_clip.adapter import Adapter
+from coder_plugin.integrations.open_clip.run import Run
+from coder_plugin.training.setup import freeze_batch_norm
+from tests.integrations import upstream_runs as runs
+
+HEADS = ["--coder-concepts", "scenes", "--coder-set", "prototypes.clusters=8", "momentum.bank_size=256"]
+CODER = ["--loss", "coder", *HEADS]
+
+
+@pytest.fixture(scope="module")
+def trained(released: Any, tmp_path_factory: pytest.TempPathFactory) -> runs.Ran:
+    """A run with heads that score, a rate of theirs, and another normalisation."""
+    folder = tmp_path_factory.mktemp("trained")
+    further = [*CODER, "--image-mean", "0.5", "0.4", "0.3", "--coder-heads-lr-scale", "10"]
+    return runs.train(runs.command(folder, "run", released.models["vit"], released.data["csv"], *further, epochs=1))
+
+
+def evaluation(released: Any, folder: Path, name: str, *further: str) -> list[str]:
+    data = ["--val-data", released.data["csv"][1], "--dataset-type", "csv"]
+    return runs.command(folder, name, released.models["vit"], data, *further)
+
+
+def test_heads_have_their_rate(trained: runs.Ran) -> None:
+    groups = trained.saved(1)["optimizer"]["param_groups"]
+    assert [group.get("lr_scale", 1.0) for group in groups] == [1.0, 1.0, 10.0, 10.0]
+    assert groups[-1]["lr"] == pytest.approx(10 * groups[0]["lr"])
+
+
+@pytest.mark.parametrize("weights", ["checkpoints/epoch_1.pt", "export/last/open_clip_model.safetensors"])
+def test_weights_bring_their_normalisation(weights: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+    made: list[Any] = []
+    create = Run.make_model
+
+    def watched(self: Run, *args: Any, **options: Any) -> Any:
+        made.append(create(self, *args, **options))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "make_model", watched)
+        runs.train(evaluation(released, tmp_path, "a", *CODER, "--pretrained", str(trained.folder / weights)))
+        further = ["--pretrained", str(trained.folder / weights), "--image-mean", "0.1", "0.1", "0.1"]
+        runs.train(evaluation(released, tmp_path, "b", *CODER, *further))
+    assert tuple(made[0][0].visual.preprocess_cfg["mean"]) == (0.5, 0.4, 0.3)
+    assert tuple(made[0][2].transforms[-1].mean) == (0.5, 0.4, 0.3)
+    assert tuple(made[1][2].transforms[-1].mean) == (0.1, 0.1, 0.1)  # a flag wins
+
+
+def test_evaluation_wants_the_heads_that_score(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+    plain = runs.train(
+        runs.command(tmp_path, "plain", released.models["vit"], released.data["csv"], "--loss", "dcl", epochs=1)
+    )
+    weights = ["--pretrained", str(plain.folder / "checkpoints" / "epoch_1.pt")]
+    with pytest.raises(CoderError, match="brings none"):
+        runs.train(evaluation(released, tmp_path, "a", *CODER, *weights))
+    assert runs.train(evaluation(released, tmp_path, "b", "--loss", "dcl", *weights)).logged("val/rsum")
+
+
+@pytest.mark.parametrize(
+    "further, message",
+    [
+        ([*CODER], "--coder-heads-lr-scale 10"),
+        ([*CODER, "--coder-heads-lr-scale", "3"], "--coder-heads-lr-scale 10"),
+        ([*CODER, "--coder-heads-lr-scale", "10", "--coder-context-blocks", "2"], "context-blocks 1, this run has 2"),
+        (["--loss", "clip + m_dcl", "--coder-heads-lr-scale", "10"], "was trained with --loss"),
+    ],
+)
+def test_resuming_with_other_settings_is_refused(
+    further: list[str], message: str, trained: runs.Ran, released: Any, tmp_path: Path
+) -> None:
+    resume = ["--resume", str(trained.folder / "checkpoints" / "epoch_1.pt")]
+    with pytest.raises(CoderError, match=message):
+        runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further, *resume, epochs=2))
+
+
+@pytest.mark.parametrize("loss", ["dcl", "clip", "clip + ascl"])
+def test_a_teacher_reads_packed_texts(loss: str, trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+    teacher = str(trained.folder / "export" / "last" / "open_clip_model.safetensors")
+    further = ["--loss", loss, "--distill-model", Path(released.models["vit"]).stem, "--distill-pretrained", teacher]
+    ran = runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further, epochs=2))
+    distilled = ran.logged("train/distill_loss")
+    assert len(distilled) == 4 and all(0 < each < 10 for each in distilled)
+    assert ran.saved(2)["state_dict"]["logit_scale"].ndim == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
+def test_momentum_towers_refuse_bfloat16_weights(precision: str, released: Any, tmp_path: Path) -> None:
+    with pytest.raises(CoderError, match="take --precision amp_bf16"):
+        line = runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], "--loss", "m_dcl", precision=precision)
+        runs.train(line)
+
+
+@pytest.mark.parametrize(
+    "further, message",
+    [
+        (["--loss", "dcl", "--siglip"], "name the term siglip"),
+        (["--loss", "siglip", "--siglip", "--loss-dist-impl", "gather"], "siglip\\(dist_impl"),
+        (["--loss", "clip", "--coca-contrastive-loss-weight", "0.5"], "0.5\\*clip"),
+        (["--loss", "dcl", "--coder-captions", "draw"], "rows of a table are pairs"),
+    ],
+)
+def test_flags_that_would_have_no_effect_are_refused(
+    further: list[str], message: str, released: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CoderError, match=message):
+        runs.train(runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], *further))
+
+
+def test_synchronised_batch_norms_leave_frozen_ones_frozen() -> None:
+    tower = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
+    tower[1].requires_grad_(False)
+    freeze_batch_norm(tower)
+    converted = Adapter.convert_sync_batchnorm(tower).train()
+    assert not converted[1].training and isinstance(converted[1], nn.BatchNorm2d)
+    assert isinstance(converted[2], nn.SyncBatchNorm) and converted[2].training
+
+
+def test_the_rate_that_main_logs_is_the_towers() -> None:
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr_scale": 100.0}], lr=0.1)
+    rates.assign_learning_rate(optimizer, 0.5)
+    assert rates.base_learning_rate(optimizer) == pytest.approx(0.5)
+
+
+def test_health_is_logged_at_upstreams_steps() -> None:
+    logged: list[int] = []
+    coder = SimpleNamespace(post_step=lambda: None, health=lambda: {"x": 1.0})
+    run: Any = Run.__new__(Run)
+    run.args, run.model, run.step = SimpleNamespace(log_every_n_steps=2, skip_scheduler=False), SimpleNamespace(coder=coder), 0
+    run._log = lambda health: logged.append(run.step)
+    for step in (4, 5, 6, 8):  # the scaler skipped one
+        run.at_step(lambda step: step, step)
+        run.after_step(SimpleNamespace())
+    run.args.skip_scheduler = True
+    run.after_step(SimpleNamespace())
+    run.after_step(SimpleNamespace())
+    assert logged == [4, 6, 8, 8] and run.step == 10

@@ -218,6 +218,7 @@ def load_training_checkpoint(model: Any, path: str) -> None:
     other = [key for key in found.unexpected_keys if not key.startswith("coder.")]
     if found.missing_keys or other:
         raise CoderError(f"{path} is of another model: it lacks or adds {', '.join([*found.missing_keys, *other][:4])}")
+    logging.info("%s: the towers are loaded (open_clip, which made the model, knew of no weights)", path)
 
 
 def draw_decoder(model: Any) -> None:

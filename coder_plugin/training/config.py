@@ -152,7 +152,10 @@ class TrainConfig:
     def resolved(self) -> TrainConfig:
         """With every data-dependent default filled in."""
         from coder_plugin.backbones import own as backbones
+        from coder_plugin.training.export import weights_named
 
+        if self.pretrained is not None and (weights := weights_named(self.pretrained)) != self.pretrained:
+            return replace(self, pretrained=weights).resolved()
         if self.train_data is None and not self.on_scenes:
             raise CoderError(f"--dataset-type {self.dataset_type} needs --train-data")
         named = dict(Recipe.parse(self.loss).training)

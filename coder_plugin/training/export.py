@@ -81,6 +81,12 @@ def exported(folder: Path) -> tuple[Path | None, Path | None]:
     return (folder / WEIGHTS if (folder / WEIGHTS).is_file() else None), None
 
 
+def weights_named(pretrained: str | None) -> str | None:
+    """What ``--pretrained`` names: of an export's folder the weights in it, else what was given."""
+    weights = exported(Path(pretrained))[0] if pretrained and Path(pretrained).is_dir() else None
+    return pretrained if weights is None else str(weights)
+
+
 def heads_beside(pretrained: str | None) -> Path | None:
     """The file of scoring heads beside an export's weights, if ``pretrained`` names such weights."""
     weights = Path(pretrained or "")
@@ -127,6 +133,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
         plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
         state = _scoring_state(model, plain)
         if not state:
+            logging.info("%s: its towers alone are taken", pretrained)
             return False
     else:
         return False
@@ -135,6 +142,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
     except CoderError as error:
         logging.warning("the run starts from the towers alone, with fresh heads: %s", error)
         return False
+    logging.info("%s: the heads that score are loaded", file or pretrained)
     return True
 
 

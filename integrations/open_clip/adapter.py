@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coder_plugin import distributed
 from coder_plugin.heads.norm import MaskedBatchNorm
 from coder_plugin.integrations.open_clip import data, evaluation, flags, rates, saving
 from coder_plugin.integrations.open_clip.evaluation import Collected
@@ -77,6 +80,19 @@ class Adapter:
         if ours.loss is not None:
             self.run = Run(ours, args)
         return args
+
+    def withdraw(self) -> None:
+        """Take back the folder of a run that a person's mistake ended before its first step: upstream would refuse its name."""
+        run = self.run
+        if run is None or run.started or run.folder is None or distributed.rank() != 0:
+            return
+        if any(path.is_file() for path in (run.folder / "checkpoints").glob("**/*")):
+            return
+        for handler in list(logging.getLogger().handlers):
+            if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == run.folder.resolve():
+                logging.getLogger().removeHandler(handler)
+                handler.close()
+        shutil.rmtree(run.folder, ignore_errors=True)
 
     def create_model_and_transforms(self, name: str, pretrained: str | None = None, **options: Any) -> Any:
         """The first model is the one that is trained, a second is the teacher of a distillation."""

@@ -27,6 +27,7 @@ def adapted() -> Iterator[Adapter]:
         try:
             yield adapter
         except CoderError as error:
+            adapter.withdraw()
             from coder_plugin.integrations.open_clip import flags
 
             raise CoderError(flags.renamed(str(error))) from error
@@ -37,7 +38,9 @@ def find_adapter() -> Adapter:
         import open_clip
         from open_clip_train import main as trainer
     except ImportError as error:
-        raise CoderError(f'open_clip\'s trainer cannot be imported ({error}): pip install "coder-plugin[open_clip]"') from error
+        raise CoderError(
+            f"open_clip's trainer cannot be imported ({error}): it needs the extra open-clip (pip install pandas fsspec)"
+        ) from error
     version = open_clip.__version__
     if hasattr(trainer, "create_task") and version.startswith("4."):
         from coder_plugin.integrations.open_clip.tasks import TaskLayer

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
@@ -97,6 +98,10 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
             "force_context_length": args.force_context_length,
         }
     )
+    for flag in ("train_data", "val_data"):
+        path = getattr(args, flag)
+        if path and (args.dataset_type == "csv" or path.endswith((".csv", ".tsv"))) and not Path(path).is_file():
+            raise CoderError(f"--{flag.replace('_', '-')} {path} does not exist")
     if args.siglip and "siglip" not in [term.name for term in Recipe.parse(config.loss).terms]:
         raise CoderError(
             f'--siglip begins with a temperature for the sigmoid loss, which --loss "{config.loss}" does not take: leave it '
@@ -107,5 +112,5 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
 
 def renamed(message: str) -> str:
     """A message of the project's own trainer with the flags as they are called here."""
-    names = "|".join(name.replace("_", "-") for name in OURS)
+    names = "|".join(name.replace("_", "-") for name in ("config", *OURS))
     return re.sub(rf"(?<![\w-])--({names})(?![\w-])", r"--coder-\1", message)

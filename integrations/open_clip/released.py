@@ -57,7 +57,8 @@ class Released(Adapter):
         scaler, scheduler, *others = rest
         if run is not None and scheduler is not None:
             scheduler = partial(run.at_step, scheduler)
-        return self.own["train_one_epoch"](model, data, loss, epoch, optimizer, scaler, scheduler, *others, **options)
+        with contextlib.nullcontext() if run is None else run.epoch():
+            return self.own["train_one_epoch"](model, data, loss, epoch, optimizer, scaler, scheduler, *others, **options)
 
     def distributed_data_parallel(self, module: Any, device_ids: Any = None, **options: Any) -> Any:
         """torch's, which takes no device of a CPU."""
@@ -71,7 +72,7 @@ class Released(Adapter):
         run = self.run
         if run is None:
             return checkpoint
-        saving.check_resumed(checkpoint.get(saving.MADE_WITH), run.made_with(), path)
+        saving.check_resumed(checkpoint.get(saving.MADE_WITH), run.made_with(), path, trains=run.trains)
         if run.args.distributed and not next(iter(checkpoint["state_dict"])).startswith("module."):
             checkpoint["state_dict"] = {f"module.{name}": value for name, value in checkpoint["state_dict"].items()}
         return checkpoint

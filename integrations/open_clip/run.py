@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -25,7 +27,7 @@ from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads
 from coder_plugin.recipe import Recipe
 from coder_plugin.training import setup
-from coder_plugin.training.export import made_with, start_heads
+from coder_plugin.training.export import made_with, start_heads, weights_named
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class Run:
     def __init__(self, ours: argparse.Namespace, args: Any) -> None:
         self.named = args.model  # as it was given: another process knows a configuration by its path alone
         args.model = clip.register_config(args.model)  # upstream asks for its tokenizer by this name
+        args.pretrained = weights_named(args.pretrained)
         self.args = args
         if {"audio_cfg", "genlip_cfg", "genlap_cfg"} & clip.read_config(args.model).keys():  # open_clip 4's
             raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
@@ -44,16 +47,23 @@ class Run:
         args.loss = self.config.loss  # among what upstream logs of a run
         for name in flags.OURS:
             setattr(args, f"coder_{name}", getattr(self.config, name))
+        self.was_there = bool(args.name) and Path(args.logs, args.name).exists()
         self.model: Any = None
         self.loss: Any = None
         self.extras: Extras | None = None
         self.writer: Any = None
-        self.step = 0
+        self.step = self.seen = 0
         self.started = False
         if own.find(args.model) is not None:
             raise CoderError(f"{args.model} reads regions, which open_clip's trainer has none of: coder-plugin train does")
         if getattr(args, "distill_model", None) and "coca" in args.model.lower():
             raise CoderError("--distill-model does not go with a CoCa model, upstream says")
+
+    @property
+    def folder(self) -> Path | None:
+        """Where upstream keeps the run; None where it was there before, or has no name yet."""
+        args = self.args
+        return Path(args.logs, args.name) if args.name and not self.was_there else None
 
     @property
     def is_plain(self) -> bool:
@@ -112,10 +122,11 @@ class Run:
             self.tokenizer, setup.make_positives(model), setup.make_tags(model, config), config.captions or "draw"
         )
         self.model = in_upstream.extend(model, self.extras.names)
-        started = start_heads(self.model, pretrained)
+        place = name.removeprefix("local-dir:")  # whose weights come with it
+        started = start_heads(self.model, pretrained or (weights_named(place) if place != name else None))
         if not (self.trains or args.resume or started) and any(map(in_score, model.coder.heads.values())):
             raise CoderError(
-                f'--loss "{config.loss}" scores by heads, and --pretrained {pretrained} brings none: evaluate an export or a '
+                f'--loss "{config.loss}" scores by heads, and {pretrained or name} brings none: evaluate an export or a '
                 "checkpoint of a run with this --loss, or the towers alone with --loss clip"
             )
         self.loss = self.make_loss()
@@ -198,13 +209,26 @@ class Run:
         args = self.args
         pairs = args.batch_size * args.accum_freq * args.world_size
         steps = data["train"].dataloader.num_batches // args.accum_freq
+        if steps < 1:
+            raise CoderError(
+                f"an epoch of {data['train'].dataloader.num_samples} samples has no step of {pairs} pairs (--batch-size "
+                f"{args.batch_size}, --accum-freq {args.accum_freq}, {args.world_size} processes)"
+            )
         self.model.coder.check(batch=pairs, samples=pairs * steps * args.epochs)
         self.started, self.writer, self.step = True, writer, steps * epoch
 
     def at_step(self, schedule: Callable[[int], Any], step: int) -> Any:
         """Upstream's schedule, which is told the number of the step: the log's, also after steps that the scaler skipped."""
-        self.step = step
+        self.step, self.seen = step, self.seen + 1
         return schedule(step)
+
+    @contextlib.contextmanager
+    def epoch(self) -> Iterator[None]:
+        """:class:`CoderError` where an epoch ends without a batch: upstream would save what it has not trained."""
+        before = self.seen
+        yield
+        if self.seen == before:
+            raise CoderError(f"no batch could be read of {self.args.train_data}: do its files exist? (see the warnings)")
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """After every optimizer step that was performed: state is written, and now and then its health."""
@@ -217,7 +241,7 @@ class Run:
             if distributed.rank() == 0:
                 self._log(health)
         if self.args.skip_scheduler:  # then nobody tells
-            self.step += 1
+            self.step, self.seen = self.step + 1, self.seen + 1
 
     def _log(self, health: dict[str, float]) -> None:
         named = {f"coder/{name}": value for name, value in health.items()}

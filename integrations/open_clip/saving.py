@@ -101,7 +101,7 @@ def _link(source: str, target: str) -> None:
     shutil.copy2(source, target)
 
 
-def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: str) -> None:
+def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: str, *, trains: bool) -> None:
     """:class:`CoderError` where a checkpoint to resume is not of a run with these heads."""
     if made is None:
         raise CoderError(
@@ -114,7 +114,7 @@ def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: 
             f'--resume {path} was trained with --loss "{then}", this run asks for "{recipe}", or other options of heads: '
             "resume with its own recipe, or start from its weights with --pretrained"
         )
-    for name in ("aggregator", "context_blocks", "heads_lr_scale"):
+    for name in ("aggregator", "context_blocks", *(["heads_lr_scale"] if trains else [])):
         if made[name] != now[name]:
             raise CoderError(
                 f"--resume {path} was trained with --{name.replace('_', '-')} {made[name]}, this run has {now[name]}: resume "

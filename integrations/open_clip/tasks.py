@@ -74,7 +74,8 @@ class TaskLayer(Adapter):
             state.optimizer.register_step_post_hook(torch.compiler.disable(run.after_step))
             if state.scheduler is not None:
                 state.scheduler = partial(run.at_step, state.scheduler)
-        return self.own["train_one_epoch"](state, data, args, tb_writer=tb_writer)
+        with contextlib.nullcontext() if run is None else run.epoch():
+            return self.own["train_one_epoch"](state, data, args, tb_writer=tb_writer)
 
     def evaluate(self, *args: Any, **options: Any) -> Any:
         if self.run is None:
@@ -102,7 +103,9 @@ class TaskLayer(Adapter):
         def checked(*args: Any, **options: Any) -> Any:
             found = read(*args, **options)
             if self.run is not None:
-                saving.check_resumed(found.get(saving.MADE_WITH), self.run.made_with(), path)
+                saving.check_resumed(
+                    found.get(saving.MADE_WITH), self.run.made_with(), path, trains=self.run.trains
+                )
             return found
 
         with overridden(file_utils, {"pt_load": checked}):
@@ -110,7 +113,7 @@ class TaskLayer(Adapter):
 
     def load_sharded_checkpoint(self, task: Any, path: str, *args: Any, **options: Any) -> Any:
         if self.run is not None:
-            saving.check_resumed(saving.read_made(path), self.run.made_with(), path)
+            saving.check_resumed(saving.read_made(path), self.run.made_with(), path, trains=self.run.trains)
         return self.own["load_sharded_checkpoint"](task, path, *args, **options)
 
     def save_sharded_checkpoint(self, task: Any, optimizer: Any, path: str, **options: Any) -> None:

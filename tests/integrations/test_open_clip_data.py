@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
-pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open_clip", exc_type=ImportError)
+pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open-clip", exc_type=ImportError)
 
 import open_clip
 from open_clip_train import data as upstream

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open_clip", exc_type=ImportError)
+pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open-clip", exc_type=ImportError)
 
 from open_clip_train import train
 

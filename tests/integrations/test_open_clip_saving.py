@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open_clip", exc_type=ImportError)
+pytest.importorskip("open_clip_train.main", reason="open_clip's trainer needs the extra open-clip", exc_type=ImportError)
 
 import open_clip
 from safetensors.torch import load_file

@@ -138,6 +138,7 @@ def test_health_is_logged_at_upstreams_steps() -> None:
     coder = SimpleNamespace(post_step=lambda: None, health=lambda: {"x": 1.0})
     run: Any = Run.__new__(Run)
     run.args, run.model, run.step = SimpleNamespace(log_every_n_steps=2, skip_scheduler=False), SimpleNamespace(coder=coder), 0
+    run.seen = 0
     run._log = lambda health: logged.append(run.step)
     for step in (4, 5, 6, 8):  # the scaler skipped one
         run.at_step(lambda step: step, step)
@@ -146,3 +147,39 @@ def test_health_is_logged_at_upstreams_steps() -> None:
     run.after_step(SimpleNamespace())
     run.after_step(SimpleNamespace())
     assert logged == [4, 6, 8, 8] and run.step == 10
+
+
+def test_an_exports_folder_stands_for_its_weights(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+    last = trained.folder / "export" / "last"
+    files = ["--pretrained", str(last / "open_clip_model.safetensors")]
+    expected = runs.train(evaluation(released, tmp_path, "a", *CODER, *files)).logged("val/rsum")
+    assert runs.train(evaluation(released, tmp_path, "b", *CODER, "--pretrained", str(last))).logged("val/rsum") == expected
+    place = runs.command(tmp_path, "c", f"local-dir:{last}", ["--val-data", released.data["csv"][1]], *CODER)
+    assert runs.train(place).logged("val/rsum") == expected
+
+
+def test_a_run_that_never_began_leaves_its_name_free(released: Any, tmp_path: Path) -> None:
+    wrong = ["--loss", "coder", "--coder-concepts", str(tmp_path / "nowhere.safetensors")]
+    with pytest.raises(CoderError):
+        runs.train(runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], *wrong))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    with pytest.raises(CoderError):
+        runs.train(runs.command(tmp_path, "old", released.models["vit"], released.data["csv"], *wrong))
+    assert (tmp_path / "old" / "notes.txt").read_text() == "mine"
+    ran = runs.train(runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "dcl", epochs=1))
+    assert len(ran.logged()) == 2
+
+
+def test_nothing_to_train_on_is_no_success(released: Any, tmp_path: Path) -> None:
+    line = runs.command(tmp_path, "a", released.models["vit"], released.data["csv"], "--loss", "dcl", batch_size=64)
+    with pytest.raises(CoderError, match="32 samples has no step of 64 pairs"):
+        runs.train(line)
+    shards = ["--train-data", f"{tmp_path}/none-{{0..1}}.tar", "--dataset-type", "webdataset", "--train-num-samples", "32"]
+    with pytest.raises(CoderError, match="no batch could be read"):
+        runs.train(runs.command(tmp_path, "b", released.models["vit"], shards, "--loss", "dcl"))
+    assert not list((tmp_path / "b").glob("export/*"))
+    with pytest.raises(CoderError, match="--val-data .* does not exist"):
+        missing = ["--val-data", str(tmp_path / "none.csv")]
+        runs.train(runs.command(tmp_path, "c", released.models["vit"], released.data["csv"], "--loss", "dcl", *missing))

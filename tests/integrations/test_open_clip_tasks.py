@@ -104,7 +104,7 @@ def main(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """``one`` process and ``two`` that have main's open_clip; ``models``, ``data`` and a ``teacher`` for their runs."""
     if CHECKOUT is None:
         pytest.skip("CODER_OPEN_CLIP_MAIN names no checkout of open_clip's main branch")
-    pytest.importorskip("tensorboard", reason="upstream's log is read: pip install .[open_clip]")
+    pytest.importorskip("tensorboard", reason="upstream's log is read: pip install .[open-clip]")
     folder = tmp_path_factory.mktemp("main")
     path = (str(Path(CHECKOUT, "src")),)
     one, two = runs.Pair(ranks=1, path=path), runs.Pair(path=path)

@@ -183,3 +183,8 @@ def test_nothing_to_train_on_is_no_success(released: Any, tmp_path: Path) -> Non
     with pytest.raises(CoderError, match="--val-data .* does not exist"):
         missing = ["--val-data", str(tmp_path / "none.csv")]
         runs.train(runs.command(tmp_path, "c", released.models["vit"], released.data["csv"], "--loss", "dcl", *missing))
+
+
+def test_evaluation_of_a_checkpoint_asks_for_no_rate(trained: runs.Ran, released: Any, tmp_path: Path) -> None:
+    resume = ["--resume", str(trained.folder / "checkpoints" / "epoch_1.pt")]
+    assert runs.train(evaluation(released, tmp_path, "a", *CODER, *resume)).logged("val/rsum")

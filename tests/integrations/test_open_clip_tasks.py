@@ -321,7 +321,7 @@ def test_a_step_that_the_loss_scaler_skips_writes_nothing(main: SimpleNamespace,
 def test_a_fused_optimizer_that_skips_inside_writes_nothing(overflow: float | None, written: int) -> None:
     """The loss scaler calls it in every step, and tells it meanwhile what it has found."""
     optimizer = SimpleNamespace() if overflow is None else SimpleNamespace(found_inf=torch.tensor(overflow))
-    run = mock.Mock(step=1, args=SimpleNamespace(log_every_n_steps=100))
+    run = mock.Mock(step=1, args=SimpleNamespace(log_every_n_steps=100, skip_scheduler=False))
     Run.after_step(run, optimizer, (), {})
     assert run.model.coder.post_step.call_count == written
 

@@ -11,9 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from coder_plugin.backbones.clip import MADE_WITH
+from coder_plugin.backbones.clip import MADE_WITH, read_training_checkpoint
 from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe
 from coder_plugin.training.config import TrainConfig
@@ -127,5 +125,5 @@ def read_made(path: str) -> Mapping[str, Any] | None:
     if Path(path).is_dir():
         made = Path(path) / SHARDED
         return json.loads(made.read_text()) if made.is_file() else None
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return checkpoint.get(MADE_WITH) if is_checkpoint(checkpoint) else None
+    checkpoint = read_training_checkpoint(path)
+    return None if checkpoint is None else checkpoint[MADE_WITH]

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from coder_plugin.errors import CoderError
     from coder_plugin.model import create_loss, create_model
     from coder_plugin.registry import list_plugins
-    from coder_plugin.training.export import load_model
+    from coder_plugin.training.trained import load_model
 
 _HOME = {
     "CoderError": "errors",
     "create_loss": "model",
     "create_model": "model",
     "list_plugins": "registry",
-    "load_model": "training.export",
+    "load_model": "training.trained",
 }
 
 

@@ -106,7 +106,7 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
 def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
     """A folder of pictures, or any data set of :func:`coder_plugin.data.open_source`."""
     from coder_plugin.data import open_source
-    from coder_plugin.detectors.pictures import Pictures
+    from coder_plugin.data.pictures import Pictures
 
     if os.path.isdir(spec) and not {name: value for name, value in reading.items() if value not in (None, "auto")}:
         return Pictures(spec)

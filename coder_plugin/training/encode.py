@@ -6,17 +6,18 @@ Shape letters: N images, T captions (texts), D joint dimensions, V embeddings of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from coder_plugin import distributed
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.source import map_tensors
+from coder_plugin.data.source import BadImages, map_tensors
 from coder_plugin.errors import CoderError
 
 Item = dict[str, Tensor]
@@ -43,6 +44,18 @@ class Encoded(NamedTuple):
     image_ids: Tensor  # [N]
     captions: Sequence[str]  # T
     items: Any = None  # Items of a model that re-ranks, on the first rank alone; of several models a list, with None
+
+
+class Batch(NamedTuple):
+    """Images of a data set and their captions, encoded; on the CPU."""
+
+    positions: Tensor  # [b] in the data
+    image_ids: Tensor  # [b]
+    captions: list[tuple[str, ...]]  # b
+    images: Tensor  # [b, D] or [b, V, D]
+    texts: list[Tensor]  # of b's captions one after the other, in pieces [up to a batch, D]; empty where none was asked for
+    image_item: Item | None  # what the re-ranking head keeps
+    text_items: list[Item]
 
 
 class Encoder:
@@ -119,34 +132,16 @@ class Encoder:
         images, texts, index, ids = [], [], [], []  # type: list, list, list, list
         counts: list[int] = []
         captions: list[str] = []
-        batches = evaluation_batches(
-            source,
-            batch_size=self.batch_size,
-            transform=self.transform,
-            workers=self.workers,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            max_bad=self.max_bad,
-        )
-        for batch in batches:
-            image = map_tensors(lambda each: each.to(self.device), batch["image"])
-            with self.autocast():
-                known = self.model.describe_image(image)
-                images.append(self.model.coder.embed("image", known).float().cpu())
-                if head is not None:
-                    image_items.append(_kept(head.image_item(known)))
-            index.append(torch.as_tensor(batch["index"]))
-            ids.append(batch["image_id"])
-            counts.extend(len(own) for own in batch["captions"])
-            new = [caption for own in batch["captions"] for caption in own]
-            captions.extend(new)
-            for start in range(0, len(new), self.batch_size):
-                tokens = self.tokenizer(new[start : start + self.batch_size]).to(self.device)
-                with self.autocast():
-                    known = self.model.describe_text(tokens)
-                    texts.append(self.model.coder.embed("text", known).float().cpu())
-                    if head is not None:
-                        text_items.append(_kept(head.text_item(known)))
+        for batch in self.batches(source, head):
+            images.append(batch.images)
+            texts += batch.texts
+            index.append(batch.positions)
+            ids.append(batch.image_ids)
+            counts.extend(len(own) for own in batch.captions)
+            captions.extend(caption for own in batch.captions for caption in own)
+            if batch.image_item is not None:
+                image_items.append(batch.image_item)
+            text_items += batch.text_items
         if not images:
             return None
         return {
@@ -157,6 +152,61 @@ class Encoder:
             "counts": torch.tensor(counts),
             "captions": captions,
         }
+
+    @torch.no_grad()
+    def batches(
+        self, source: Any, head: Any = None, *, texts: bool = True, bad: BadImages | None = None
+    ) -> Iterator[Batch]:
+        """This rank's share of the data, batch by batch in their order; the model must be in eval mode.
+
+        Args:
+            head: that re-ranks, whose items are wanted too.
+            texts: whether captions are encoded. bad: counts the images that cannot be read.
+        """
+        found = evaluation_batches(
+            source,
+            batch_size=self.batch_size,
+            transform=self.transform,
+            workers=self.workers,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            max_bad=self.max_bad,
+            bad=bad,
+        )
+        for batch in found:
+            vectors, item = self._image(batch["image"], head)
+            captions = [caption for own in batch["captions"] for caption in own] if texts else []
+            pieces = [self.text(captions[at : at + self.batch_size], head) for at in range(0, len(captions), self.batch_size)]
+            yield Batch(
+                torch.as_tensor(batch["index"]),
+                batch["image_id"],
+                batch["captions"],
+                vectors,
+                [vector for vector, _ in pieces],
+                item,
+                [item for _, item in pieces if item is not None],
+            )
+
+    @torch.no_grad()
+    def text(self, captions: list[str], head: Any = None) -> tuple[Tensor, Item | None]:
+        """Vectors [n, D] of n texts, and what ``head`` keeps of them; the model must be in eval mode."""
+        tokens = self.tokenizer(captions).to(self.device)
+        with self.autocast():
+            known = self.model.describe_text(tokens)
+            vectors = self.model.coder.embed("text", known).float().cpu()
+            return vectors, None if head is None else _kept(head.text_item(known))
+
+    @torch.no_grad()
+    def image(self, loaded: Sequence[Any], head: Any = None) -> tuple[Tensor, Item | None]:
+        """Vectors [n, D] or [n, V, D] of n pictures or regions, as an item loads them, and what ``head`` keeps of them; the
+        model must be in eval mode."""
+        return self._image(default_collate([self.transform(each) for each in loaded]), head)
+
+    def _image(self, batch: Any, head: Any) -> tuple[Tensor, Item | None]:
+        with self.autocast():
+            known = self.model.describe_image(map_tensors(lambda each: each.to(self.device), batch))
+            vectors = self.model.coder.embed("image", known).float().cpu()
+            return vectors, None if head is None else _kept(head.image_item(known))
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -197,57 +197,20 @@ class _Evaluated(NamedTuple):
 
 def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
     """The name, the data, the model and the shortlist's length of one run's export, or of what the flags name."""
-    from dataclasses import replace
-
-    from coder_plugin.training import setup
-    from coder_plugin.training.config import READING, TrainConfig, read_flags
-    from coder_plugin.training.export import exported, heads_beside, load_heads, read_heads
+    from coder_plugin.training.config import read_flags
     from coder_plugin.training.sources import make_source
+    from coder_plugin.training.trained import open_trained, trained_config
 
     given = read_flags(arguments)
-    if run is not None:
-        folder = Path(run)
-        weights, configuration = exported(folder / "export" / arguments.export)
-        if not (folder / "config.json").is_file() or weights is None:
-            there = [name for name in ("best", "last") if exported(folder / "export" / name)[0] is not None]
-            hint = f" (it has --export {there[0]})" if there else ""
-            raise CoderError(
-                f"{folder} is no training run with an export: it needs config.json and export/{arguments.export}{hint}"
-            )
-        trained = json.loads((folder / "config.json").read_text())
-        if "val_data" in given:  # other data: how the run's were read says nothing of them
-            trained = {key: value for key, value in trained.items() if key not in READING}
-        given = {**trained, **given, "pretrained": str(weights)}
-        if configuration is not None:  # with every option that the data decided
-            given.update(model=str(configuration), model_kwargs=[])
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
-    unused = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
-    config = TrainConfig.from_dict({**given, **unused}).resolved()
-    heads = heads_beside(config.pretrained)
-    if heads is not None:
-        made = read_heads(heads)
-        recipe = made.recipe
-        config = replace(config, aggregator=made.aggregator, context_blocks=made.context_blocks)
-    else:
-        recipe = setup.make_recipe(config)
-    device = setup.make_accelerator(replace(config, precision="fp32")).device
+    config = trained_config(run, given, export=arguments.export)
+    if run is not None and not (Path(run) / "config.json").is_file() and config.val_data is None:
+        raise CoderError(f"{run} is an export, which names no data: say what to evaluate on with --val-data")
     source = make_source(config, split=arguments.split)
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
     drawing = bool(getattr(arguments, "pictures", None))
-    model = setup.make_model(config, recipe, device, source, inference=True, catch=LOCALS if drawing else ())
-    if heads is not None:
-        load_heads(model, heads)
-    encoder = Encoder(
-        model,
-        setup.make_tokenizer(config, model),
-        setup.make_transforms(model, config)[1],
-        device=device,
-        batch_size=config.batch_size or 64,
-        workers=config.workers,
-        max_bad=config.max_bad_images,
-        autocast=setup.make_autocast(config, device),
-    )
+    trained = open_trained(config, name=run and str(run), source=source, catch=LOCALS if drawing else ())
     beside = pictures.pictures_beside(config, arguments.split) if drawing else None
-    return _Evaluated(str(run or config.pretrained or config.model), source, encoder, config.rerank, beside)
+    return _Evaluated(trained.name, source, trained.encoder(), config.rerank, beside)

@@ -162,43 +162,6 @@ def _load(model: Any, state: Mapping[str, Tensor], where: str) -> None:
     model.coder.load_state_dict({name.removeprefix("coder."): value for name, value in state.items()}, strict=False)
 
 
-def load_model(folder: str | Path, *, device: Any = None) -> Any:
-    """A trained model, ready to embed: towers, aggregators, scoring heads and vocabulary of an export.
-
-    In eval mode; ``embed_image`` and ``embed_text`` give the retrieval vectors that the run was evaluated with; of a model with
-    a fusion score, which re-ranks, those of its shortlists (docs/ascl.md).
-
-    Args:
-        folder: an export, ``RUN/export/best`` or ``RUN/export/last``, or a run's folder: its best.
-
-    Raises:
-        CoderError: no export there, or one that is damaged.
-    """
-    from coder_plugin.model import create_model
-
-    folder = Path(folder)
-    weights, configuration = exported(folder)
-    if weights is None:
-        folder = folder / "export" / "best"
-        weights, configuration = exported(folder)
-    if weights is None:
-        raise CoderError(f"{folder.parent.parent} is neither an export nor a run with one in export/best")
-    heads = heads_beside(str(weights))
-    made = read_heads(heads) if heads else Made(Recipe.parse("dcl"), "tower", 1)  # dcl: the towers' own score
-    model = create_model(
-        str(configuration or f"local-dir:{folder}"),
-        recipe=made.recipe,
-        pretrained=str(weights),
-        aggregator=made.aggregator,  # type: ignore[arg-type]
-        context_blocks=made.context_blocks,
-        inference=True,
-        device=device,
-    )
-    if heads:
-        load_heads(model, heads)
-    return model.eval()
-
-
 def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if in_score(head)]]
     state = model.state_dict() if state is None else state

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from coder_plugin.data.item import Item
+from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.regions import precomp_write
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.precomp import PrecompFile
@@ -28,7 +29,6 @@ from coder_plugin.detectors.base import Detector, Prepared, pixels
 from coder_plugin.detectors.batches import Batches
 from coder_plugin.detectors.extract import extract, work
 from coder_plugin.detectors.job import Job
-from coder_plugin.detectors.pictures import Pictures
 from coder_plugin.detectors.torchvision_ import TorchVision
 from coder_plugin.errors import CoderError
 

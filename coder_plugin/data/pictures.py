@@ -1,4 +1,4 @@
-"""A folder of pictures as a source without captions, for extraction."""
+"""A folder of pictures as a source without captions, for extraction and for an index."""
 
 from __future__ import annotations
 

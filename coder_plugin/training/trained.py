@@ -1,0 +1,164 @@
+"""A trained model, opened to embed: where evaluation, index, search, report and sharing begin.
+
+It is named by a run's folder, by an export's (``RUN/export/best``, or one that was shared), or by open_clip's ``--model``
+and ``--pretrained``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.errors import CoderError
+from coder_plugin.training import setup
+from coder_plugin.training.config import READING, TrainConfig
+from coder_plugin.training.encode import Encoder
+from coder_plugin.training.export import exported, heads_beside, load_heads, read_heads
+
+#: Of a run's options, those that say nothing of the model it has become.
+_OF_TRAINING = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in eval mode with what it reads: texts -> ids [B, T], what an item loads -> a tensor or a dict of them."""
+
+    name: str
+    config: TrainConfig
+    model: Any
+    tokenizer: Callable[[list[str]], Tensor]
+    transform: Callable[..., Any]
+    device: torch.device
+
+    def encoder(self, **options: Any) -> Encoder:
+        """For data sets, as the configuration has it; ``options``: of :class:`Encoder`, instead."""
+        config = self.config
+        given = {
+            "batch_size": config.batch_size or 64,
+            "workers": config.workers,
+            "max_bad": config.max_bad_images,
+            "autocast": setup.make_autocast(config, self.device),
+        }
+        return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**given, **options})
+
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of everything that decides the retrieval vectors but the arithmetic's precision: weights,
+        scoring heads, and how pictures and texts are prepared. Paths and versions do not change it."""
+        digest = hashlib.sha256()
+        preparation = {
+            "preprocess": getattr(getattr(self.model, "visual", None), "preprocess_cfg", None),
+            "max_regions": self.config.max_regions if isinstance(self.model, Backbone) else None,
+            "context_length": self.config.force_context_length,
+            "weights": self.model.coder.recipe.heads,
+        }
+        digest.update(json.dumps(preparation, sort_keys=True, default=str).encode())
+        for name, value in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export: str = "best") -> TrainConfig:
+    """The options that open a model.
+
+    Args:
+        spec: a run's folder, whose options hold as far as ``given`` does not say otherwise; an export's; None: ``given``
+            alone names the model.
+        given: options of :class:`TrainConfig`.
+        export: which of a run's, best or last.
+
+    Raises:
+        CoderError: nothing to open there.
+    """
+    if spec is not None:
+        given = {**_options_of(Path(spec), given, export), **given, **_weights_of(Path(spec), export)}
+    return TrainConfig.from_dict({**given, **_OF_TRAINING}).resolved()
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether the options of a training run are there, and not an export's."""
+    return exported(folder)[0] is None and (folder / "config.json").is_file()
+
+
+def _weights_of(folder: Path, export: str) -> dict[str, Any]:
+    """The options that name an export's weights, and its configuration with every option that the data decided."""
+    place = folder if exported(folder)[0] is not None else folder / "export" / export
+    weights, configuration = exported(place)
+    if weights is None:
+        there = [name for name in ("best", "last") if exported(folder / "export" / name)[0] is not None]
+        hint = f" (it has --export {there[0]})" if there else ""
+        raise CoderError(f"{folder} is neither an export nor a run with one in export/{export}{hint}")
+    found: dict[str, Any] = {"pretrained": str(weights)}
+    if configuration is not None:
+        found.update(model=str(configuration), model_kwargs=[])
+    elif not _is_run(folder):
+        found.update(model=f"local-dir:{place}")
+    return found
+
+
+def _options_of(folder: Path, given: Mapping[str, Any], export: str) -> dict[str, Any]:
+    """What a run was trained with; of other data, how the run's were read says nothing."""
+    if not _is_run(folder):
+        return {}
+    trained = json.loads((folder / "config.json").read_text())
+    return {key: value for key, value in trained.items() if "val_data" not in given or key not in READING}
+
+
+def open_trained(
+    config: TrainConfig,
+    *,
+    name: str | None = None,
+    device: torch.device | None = None,
+    source: Any = None,
+    catch: Collection[str] = (),
+) -> Trained:
+    """The model that :func:`trained_config` has named, with the heads that score, in eval mode.
+
+    Args:
+        device: None: the GPU that accelerate gives this process, or the CPU.
+        source: data to check it against. catch: as in :func:`coder_plugin.create_model`.
+    """
+    heads = heads_beside(config.pretrained)
+    if heads is not None:
+        made = read_heads(heads)
+        recipe = made.recipe
+        config = replace(config, aggregator=made.aggregator, context_blocks=made.context_blocks)
+    else:
+        recipe = setup.make_recipe(config)
+    if device is None:
+        device = setup.make_accelerator(replace(config, precision="fp32")).device
+    model = setup.make_model(config, recipe, device, source, inference=True, catch=catch)
+    if heads is not None:
+        load_heads(model, heads)
+    return Trained(
+        name or str(config.pretrained or config.model),
+        config,
+        model.eval(),
+        setup.make_tokenizer(config, model),
+        setup.make_transforms(model, config)[1],
+        device,
+    )
+
+
+def load_model(folder: str | Path, *, device: Any = None) -> Any:
+    """A trained model, ready to embed: towers, aggregators, scoring heads and vocabulary of an export.
+
+    In eval mode; ``embed_image`` and ``embed_text`` give the retrieval vectors that the run was evaluated with; of a model with
+    a fusion score, which re-ranks, those of its shortlists (docs/ascl.md).
+
+    Args:
+        folder: an export, ``RUN/export/best`` or ``RUN/export/last``, or a run's folder: its best.
+        device: None: the CPU.
+
+    Raises:
+        CoderError: no export there, or one that is damaged.
+    """
+    return open_trained(trained_config(folder, {}), device=torch.device(device or "cpu")).model

@@ -211,7 +211,7 @@ def evaluation_batches(
     max_bad: int = 100,
     bad: BadImages | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Every image of the data set once over all ranks, with all its captions as text and its position as ``index``.
+    """Every image of the data set once over all ranks, with its key, all its captions as text and its position as ``index``.
 
     On one rank the batches come in order. Images that do not decode are left out and counted, in ``bad`` where given.
     """
@@ -221,7 +221,7 @@ def evaluation_batches(
         for key, reason in chunk.bad:
             bad.add(key, reason)
         if len(chunk):
-            yield {**chunk.tensors, "captions": chunk.captions}
+            yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
 
 
 class _Stream(IterableDataset):
@@ -306,6 +306,7 @@ class _EvaluationStream(_Stream):
             if good:
                 chunk.tensors["index"] = torch.tensor([index[number] for number in good])
                 chunk.captions.extend(items[number].captions for number in good)
+                chunk.keys.extend(items[number].key for number in good)
             yield chunk
 
 

@@ -14,6 +14,19 @@ from coder_plugin.errors import CoderError
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
+def is_pictures(spec: str) -> bool:
+    """Whether a name is that of a plain folder, none of a layout that a reader knows."""
+    from coder_plugin.data import guess_kind
+
+    if not os.path.isdir(spec):
+        return False
+    try:
+        guess_kind(spec)
+    except CoderError:
+        return True
+    return False
+
+
 class Pictures:
     """Every picture below a folder, in the order of their paths; a picture's key is its path from the folder.
 

@@ -28,6 +28,8 @@ from coder_plugin.errors import CoderError
 CAPTIONS = ("draw", "all")
 #: Endings of picture files, and of the fields of shards that hold one.
 PICTURES = ("jpg", "png", "jpeg", "webp")
+#: Under which name a picture's ``info`` says the mode that its file has, such as CMYK.
+STORED = "stored mode"
 _SHOWN = 10
 log = logging.getLogger(__name__)
 
@@ -120,7 +122,7 @@ def draw_caption(item: Item, *, seed: int, epoch: int) -> Item:
 
 def one_caption(item: Item, index: int) -> Item:
     others = item.captions[:index] + item.captions[index + 1 :]
-    return replace(item, captions=(item.captions[index],), others=others)
+    return replace(item, captions=(item.captions[index],), others=others, caption_names=())
 
 
 def check_mode(captions: str) -> str:
@@ -146,7 +148,9 @@ def decode_image(data: bytes | str) -> Image.Image:
     it becomes the one ``ValueError`` that means: skip this image."""
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
-            return picture.convert("RGB")
+            converted = picture.convert("RGB")
+            converted.info[STORED] = picture.mode
+            return converted
     except UnidentifiedImageError:  # its own message shows the address of a buffer
         raise ValueError("not an image that Pillow knows") from None
     except OSError:
@@ -191,6 +195,7 @@ class Chunk:
     bad: list[tuple[str, str]] = field(default_factory=list)
     tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and text_positive) or index
     captions: list[tuple[str, ...]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
     positives: Counter[str] = field(default_factory=Counter)  # how many of its rows have which kind
     learned: Any = None  # what tagging has found (data/tags.py), where captions are tagged
 

@@ -13,7 +13,6 @@ One run at a time writes into a directory; all its ranks see the same file syste
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from coder_plugin.errors import CoderError
+from coder_plugin.files import digest, flush, seal
 from coder_plugin.training.tree import pack, unpack
 
 State = dict[str, Any]
@@ -114,6 +114,13 @@ def load(path: StrPath, *, rank: int = 0, verify: bool = True) -> tuple[State, S
     return manifest, common, own if rank < manifest["world_size"] else None
 
 
+def verify(path: StrPath) -> State:
+    """The manifest of a checkpoint, whose files have been held against their checksums; CoderError where one is damaged."""
+    manifest = _read_manifest(Path(path))
+    _verify(Path(path), manifest, True)
+    return manifest
+
+
 def checkpoints(directory: StrPath) -> list[Checkpoint]:
     """Latest step first (then epoch, then time); what has no readable manifest is left out with a warning."""
     directory, found = Path(directory), []
@@ -195,8 +202,8 @@ def _write(aside: Path, parts: Mapping[str, Any], rank: int) -> None:
         description.write_text(json.dumps(skeleton, allow_nan=False), encoding="utf-8")
         shutil.copymode(description, weights)  # safetensors makes its files private, against the user's umask
         for file in (weights, description):
-            _flush(file)
-            sums[file.name] = {"sha256": _digest(file), "bytes": file.stat().st_size}
+            flush(file)
+            sums[file.name] = {"sha256": digest(file), "bytes": file.stat().st_size}
     (aside / f"rank{rank}.sums.json").write_text(json.dumps(sums), encoding="utf-8")
 
 
@@ -212,13 +219,13 @@ def _commit(directory: Path, name: str, user: Mapping[str, Any], world_size: int
         sums.unlink()
     manifest = {"format": FORMAT, **user, "world_size": world_size, "saved_at": time.time(), "files": files}
     manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as a reader will see it: tuples are lists
-    (aside / _MANIFEST).write_text(json.dumps(manifest | {"seal": _seal(manifest)}, indent=1), encoding="utf-8")
-    _flush(aside / _MANIFEST)
-    _flush(aside)
+    (aside / _MANIFEST).write_text(json.dumps(manifest | {"seal": seal(manifest)}, indent=1), encoding="utf-8")
+    flush(aside / _MANIFEST)
+    flush(aside)
     if final.exists():
         os.replace(final, old)
     os.replace(aside, final)
-    _flush(directory)
+    flush(directory)
     if old.exists():
         _remove(old, name)
 
@@ -255,7 +262,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     kinds = {"format": int, "step": int, "world_size": int, "saved_at": float, "files": dict, "seal": str}
     if version != FORMAT or any(type(manifest.get(field)) is not kind for field, kind in kinds.items()):
         raise CoderError(f"{file} is not the manifest of a coder_plugin checkpoint")
-    if _seal({field: value for field, value in manifest.items() if field != "seal"}) != manifest["seal"]:
+    if seal({field: value for field, value in manifest.items() if field != "seal"}) != manifest["seal"]:
         raise CoderError(f"{file} was altered after it was written")
     return manifest
 
@@ -272,7 +279,7 @@ def _verify(path: Path, manifest: dict[str, Any], hashes: bool) -> None:
             raise CoderError(f"{file} is missing")
         if (size := file.stat().st_size) != expected["bytes"]:
             raise CoderError(f"{file} has {size} bytes, not the {expected['bytes']} that were written")
-        if hashes and _digest(file) != expected["sha256"]:
+        if hashes and digest(file) != expected["sha256"]:
             raise CoderError(f"{file} is damaged: its sha256 is not the one in the manifest")
 
 
@@ -294,23 +301,3 @@ def _read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CoderError(f"{file} is not JSON: {error}") from error
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +52,23 @@ class Batch(NamedTuple):
 
     positions: Tensor  # [b] in the data
     image_ids: Tensor  # [b]
+    keys: list[str]  # b
     captions: list[tuple[str, ...]]  # b
     images: Tensor  # [b, D] or [b, V, D]
     texts: list[Tensor]  # of b's captions one after the other, in pieces [up to a batch, D]; empty where none was asked for
     image_item: Item | None  # what the re-ranking head keeps
     text_items: list[Item]
+    beside: list[Any]  # b, where asked for
+
+
+class _Both:
+    """A transform, and what else is made of an image where it is decoded."""
+
+    def __init__(self, transform: Callable[..., Any], beside: Callable[[Any], Any]) -> None:
+        self.transform, self.beside = transform, beside
+
+    def __call__(self, loaded: Any) -> dict[str, Any]:
+        return {"image": self.transform(loaded), "beside": self.beside(loaded)}
 
 
 class Encoder:
@@ -155,18 +168,25 @@ class Encoder:
 
     @torch.no_grad()
     def batches(
-        self, source: Any, head: Any = None, *, texts: bool = True, bad: BadImages | None = None
+        self,
+        source: Any,
+        head: Any = None,
+        *,
+        texts: bool = True,
+        bad: BadImages | None = None,
+        beside: Callable[[Any], bytes | str] | None = None,
     ) -> Iterator[Batch]:
         """This rank's share of the data, batch by batch in their order; the model must be in eval mode.
 
         Args:
             head: that re-ranks, whose items are wanted too.
             texts: whether captions are encoded. bad: counts the images that cannot be read.
+            beside: makes something else of what an item loads, such as a small picture's file, in the process that loads it.
         """
         found = evaluation_batches(
             source,
             batch_size=self.batch_size,
-            transform=self.transform,
+            transform=self.transform if beside is None else _Both(self.transform, beside),
             workers=self.workers,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
@@ -174,17 +194,42 @@ class Encoder:
             bad=bad,
         )
         for batch in found:
-            vectors, item = self._image(batch["image"], head)
+            image, made = batch["image"], []
+            if beside is not None:
+                image, made = image["image"], image["beside"]
+            vectors, item = self._image(image, head)
             captions = [caption for own in batch["captions"] for caption in own] if texts else []
             pieces = [self.text(captions[at : at + self.batch_size], head) for at in range(0, len(captions), self.batch_size)]
             yield Batch(
                 torch.as_tensor(batch["index"]),
                 batch["image_id"],
+                batch["keys"],
                 batch["captions"],
                 vectors,
                 [vector for vector, _ in pieces],
                 item,
                 [item for _, item in pieces if item is not None],
+                made,
+            )
+
+    @torch.no_grad()
+    def texts_alone(self, source: Any) -> Iterator[Batch]:
+        """The same of captions, for which no image is loaded: ``images`` [b, 0]."""
+        found = source.items(distributed.rank(), distributed.world_size(), block=self.batch_size)
+        for _, block in groupby(found, key=lambda pair: pair[0] // self.batch_size):
+            positions, items = zip(*block, strict=True)
+            captions = [caption for item in items for caption in item.captions]
+            pieces = [self.text(captions[at : at + self.batch_size])[0] for at in range(0, len(captions), self.batch_size)]
+            yield Batch(
+                torch.tensor(positions),
+                torch.tensor([item.image_id for item in items]),
+                [item.key for item in items],
+                [item.captions for item in items],
+                torch.zeros(len(items), 0),
+                pieces,
+                None,
+                [],
+                [],
             )
 
     @torch.no_grad()

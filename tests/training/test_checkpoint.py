@@ -342,7 +342,7 @@ def edit(path: Path, **changes) -> None:
     file = path / "manifest.json"
     manifest = json.loads(file.read_text()) | changes
     manifest.pop("seal")
-    file.write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
+    file.write_text(json.dumps(manifest | {"seal": checkpoint.seal(manifest)}))
 
 
 def test_layout_and_manifest(tmp_path):
@@ -458,7 +458,7 @@ def test_a_pickle_is_refused_and_never_run(writer, tmp_path):
     with pytest.raises(CoderError, match="model.safetensors"):
         load(path)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    files[file.name] = {"sha256": checkpoint._digest(file), "bytes": file.stat().st_size}
+    files[file.name] = {"sha256": checkpoint.digest(file), "bytes": file.stat().st_size}
     edit(path, files=files)
     with pytest.raises(CoderError, match="model.safetensors is not a safetensors file"):
         load(path)

@@ -1,0 +1,256 @@
+"""Making an index: data in, a folder out, that can be stopped at any instruction and gone on with.
+
+Encoded data are written in parts; when all are there they are put together, and the manifest, written last, makes the folder
+an index. One writer at a time; with several ranks each encodes its share, and the first puts them together.
+
+Shape letters: N images, T captions, D dimensions, V embeddings of an image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coder_plugin import distributed
+from coder_plugin.data.item import Item
+from coder_plugin.data.source import BadImages
+from coder_plugin.errors import CoderError
+from coder_plugin.retrieval import manifest, parts
+from coder_plugin.retrieval.assemble import assemble
+from coder_plugin.retrieval.thumbnails import Beside, thumbnail
+
+PARTS = "parts"
+LOCK = ".lock"
+#: Images of a part, about: so many are encoded anew after a stop, at most.
+PART = 512
+WHAT = ("both", "images", "captions")
+log = logging.getLogger(__name__)
+
+
+def build_index(
+    folder: str | Path,
+    encoder: Any,
+    source: Any,
+    *,
+    model: Mapping[str, Any],
+    what: str = "both",
+    factory: str = "Flat",
+    thumbnails: int = 128,
+    rerank: bool = True,
+    pictures: Any = None,
+) -> dict[str, Any]:
+    """Encode a data set into an index, or go on with one that was stopped; the same files come out either way.
+
+    Args:
+        folder: the index: a new or an empty folder, or one that this was begun in with the same model, data and options.
+        encoder: :class:`~coder_plugin.training.encode.Encoder` of the model, which is put into eval mode.
+        source: whose :meth:`items` are taken: a :class:`~coder_plugin.data.source.Source` or pictures without captions.
+        model: what the manifest says of the model: at least ``fingerprint``, which a search compares.
+        what: whose vectors are kept: images, captions or both. Keys and captions are there as text in any case.
+        factory: FAISS index factory string: Flat is exact; HNSW32, IVF1024,Flat, PQ64 …
+        thumbnails: pixels of the longer side of the small pictures, 0: none.
+        rerank: keep what the model's fusion score needs, if it has one.
+        pictures: a source of the pictures of images that are read as regions, in the same order: for thumbnails.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CoderError: the folder holds something else, or is being written; the options are not those it was begun with; an
+            unknown factory; no image could be read.
+    """
+    if what not in WHAT:
+        raise CoderError(f"what an index keeps must be one of {', '.join(WHAT)}, got {what!r}")
+    if thumbnails < 0:
+        raise CoderError(f"thumbnails have a side of 0 (none) or more pixels, got {thumbnails}")
+    folder = Path(folder)
+    head = encoder.reranking if rerank and what != "captions" else None
+    encoder.model.eval()
+    plan = {
+        "model": model["fingerprint"],
+        "data": source.name,
+        "what": what,
+        "batch size": encoder.batch_size,
+        "ranks": distributed.world_size(),
+        "thumbnails": thumbnails,
+        "re-ranking": head is not None,
+    }
+    with _only_writer(folder):
+        if (folder / manifest.MANIFEST).is_file():
+            return _finished(folder, plan, factory)
+        _begin(folder, plan)
+        distributed.barrier()
+        job = _Job(encoder, source, what, head, thumbnails, pictures)
+        _encode(folder / PARTS, job)
+        distributed.barrier()
+        if distributed.rank() == 0:
+            content = {"model": dict(model), "plan": plan, "factory": factory}
+            assemble(folder, sorted((folder / PARTS).glob("part-*.safetensors")), content, factory=factory)
+            shutil.rmtree(folder / PARTS)
+            (folder / manifest.BUILDING).unlink()
+        distributed.barrier()
+    return manifest.read_manifest(folder, verify=False)
+
+
+class _Job(NamedTuple):
+    encoder: Any
+    source: Any
+    what: str
+    head: Any
+    thumbnails: int
+    pictures: Any
+
+
+@contextlib.contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """The first rank's lock for all of them; the system gives it up when the process ends, however it does."""
+    from filelock import FileLock, Timeout
+
+    problem, lock = None, None
+    if distributed.rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / LOCK)
+            lock.acquire(timeout=0)
+        except Timeout:
+            problem = f"{folder} is being written by another process: wait for it, or choose another folder"
+        except OSError as error:
+            problem = f"{folder} cannot be written: {error}"
+    problem = distributed.gather_objects(problem)[0]
+    if problem is not None:
+        raise CoderError(problem)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[str, Any]:
+    found = manifest.read_manifest(folder)
+    other = _differences({**found["plan"], "factory": found["factory"]}, {**plan, "factory": factory})
+    if other:
+        raise CoderError(f"{folder} is a finished index of other options ({other}): choose another folder, or remove it")
+    log.info("%s is finished already", folder)
+    return found
+
+
+def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
+    """Note what is made, or see that it is the same as was begun."""
+    note, problem = folder / manifest.BUILDING, None
+    if distributed.rank() == 0:
+        if note.is_file():
+            other = _differences(manifest.read_json(note)["plan"], plan)
+            if other:
+                problem = f"{folder} was begun with other options ({other}): give the same, choose another folder, or remove it"
+        elif others := sorted(each.name for each in folder.iterdir() if each.name != LOCK):
+            problem = f"{folder} is no index and not empty ({', '.join(others[:3])}): choose another folder"
+        else:
+            (folder / PARTS).mkdir()
+            manifest.write_json(note, {"plan": dict(plan)})
+    problem = distributed.gather_objects(problem)[0]
+    if problem is not None:
+        raise CoderError(problem)
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    def shown(name: str, value: Any) -> Any:
+        return f"{value[:12]}…" if name == "model" else value
+
+    different = [name for name in now if then.get(name) != now[name]]
+    return ", ".join(f"{name} was {shown(name, then.get(name))}, is {shown(name, now[name])}" for name in different)
+
+
+def _encode(folder: Path, job: _Job) -> None:
+    """Write this rank's parts that are not there yet, in order."""
+    rank, ranks = distributed.rank(), distributed.world_size()
+    size = job.encoder.batch_size
+    batches = max(1, PART // size)  # of a part
+    there = sorted(folder.glob(f"part-{rank:04d}-*.safetensors"))
+    bad = BadImages(job.source.name, job.encoder.max_bad)
+    for path in there:
+        bad.restore(parts.read(path).bad)
+    known = len(bad)
+    rest = _Rest(job.source, len(there) * batches, ranks)
+    number = len(there)
+    beside = Beside(job.pictures) if job.pictures is not None and job.thumbnails else None
+    gathered: list[tuple[Any, list[bytes]]] = []
+
+    def write() -> None:
+        nonlocal number, known
+        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _part(gathered, bad.keys[known:], job.what))
+        number, known = number + 1, len(bad)
+        gathered.clear()
+
+    total = job.source.num_images
+    made = sys.stderr.isatty() and rank == 0
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=min(number * batches * size * ranks, total or 0), unit="img", disable=not made) as bar:
+        for batch in _batches(job, rest, bad):
+            block = int(batch.positions[0]) // size // ranks
+            while block >= (number + 1) * batches:  # a part whose images could none be read is there all the same
+                write()
+            small = batch.beside or [b""] * len(batch.positions)
+            if beside is not None:
+                small = beside.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
+            gathered.append((batch, small))
+            bar.update(len(batch.positions) * ranks)
+        if gathered or len(bad) > known or not number:
+            write()
+
+
+def _batches(job: _Job, rest: _Rest, bad: BadImages) -> Iterator[Any]:
+    encoder = job.encoder
+    if job.what == "captions":
+        yield from encoder.texts_alone(rest)
+        return
+    small: Callable[[Any], bytes] | None = None
+    if job.thumbnails and job.pictures is None:
+        small = partial(thumbnail, side=job.thumbnails)
+    yield from encoder.batches(rest, job.head, texts=job.what == "both", bad=bad, beside=small)
+
+
+class _Rest:
+    """What is left of a source after a rank's first blocks; workers take turns as if the data began there."""
+
+    def __init__(self, source: Any, done: int, ranks: int) -> None:
+        self.name, self.source, self.done, self.ranks = source.name, source, done, ranks
+
+    def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
+        worker, own = divmod(rank, self.ranks)
+        workers = world_size // self.ranks
+        part = (worker + self.done) % workers * self.ranks + own
+        for position, item in self.source.items(part, world_size, block=block):
+            if position // block // self.ranks >= self.done:
+                yield position, item
+
+
+def _part(gathered: list[tuple[Any, list[bytes]]], bad: list[str], what: str) -> parts.Part:
+    batches = [batch for batch, _ in gathered]
+
+    def stacked(values: list[Tensor]) -> Tensor | None:
+        return torch.cat(values) if values else None
+
+    none = torch.zeros(0, dtype=torch.int64)
+    return parts.Part(
+        torch.cat([none, *(batch.positions for batch in batches)]),
+        torch.cat([none, *(batch.image_ids for batch in batches)]),
+        [key for batch in batches for key in batch.keys],
+        [own for batch in batches for own in batch.captions],
+        [each for _, small in gathered for each in small],
+        stacked([batch.images for batch in batches]) if what != "captions" else None,
+        stacked([piece for batch in batches for piece in batch.texts]) if what != "images" else None,
+        parts.joined([batch.image_item for batch in batches if batch.image_item is not None]),
+        parts.joined([item for batch in batches for item in batch.text_items]),
+        bad,
+    )

@@ -1,0 +1,99 @@
+"""Latency of a search in an index against plain FAISS over the same vectors, query by query, in one process.
+
+    python scripts/bench/search.py [--items 7000 100000] [--dimensions 512] [--queries 300] [-k 10] [--threads 1]
+
+Per query, after a warm-up, in turns: `faiss.IndexFlatIP.search`; `Index.search` (rows and scores, checked); `Searcher.search`
+(with keys, captions and ids of what was found). Vectors are made up and normalised; five captions an image are in the records.
+Prints milliseconds at p50 and p95, and the ratio to plain FAISS at each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+
+from coder_plugin.data.item import stable_hash
+from coder_plugin.retrieval.build import build_index
+from coder_plugin.retrieval.index import Index
+from coder_plugin.retrieval.search import Query, Searcher
+from coder_plugin.training.encode import Batch
+
+
+class MadeUp:
+    """Stands in for an encoder: vectors of images from a generator."""
+
+    batch_size, max_bad, reranking, model = 512, 0, None, torch.nn.Identity()
+
+    def __init__(self, items: int, dimensions: int) -> None:
+        self.items, self.dimensions = items, dimensions
+
+    def batches(self, *_: Any, **__: Any) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(0)
+        for start in range(0, self.items, self.batch_size):
+            positions = torch.arange(start, min(start + self.batch_size, self.items))
+            keys = [f"picture_{number:08d}.jpg" for number in positions.tolist()]
+            vectors = torch.randn(len(positions), self.dimensions, generator=generator)
+            ids = torch.tensor([stable_hash(key) for key in keys])
+            captions = [tuple(f"caption {n} of {key} says what is seen there" for n in range(5)) for key in keys]
+            yield Batch(positions, ids, keys, captions, torch.nn.functional.normalize(vectors, dim=-1), [], None, [], [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, nargs="+", default=[7000, 100_000])
+    parser.add_argument("--dimensions", type=int, default=512)
+    parser.add_argument("--queries", type=int, default=300)
+    parser.add_argument("-k", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    faiss.omp_set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    print(f"{platform.processor() or platform.machine()}, {options.threads} thread(s), faiss {faiss.__version__}")
+    for items in options.items:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(items, Path(folder) / "index", options)
+
+
+def measure(items: int, folder: Path, options: argparse.Namespace) -> None:
+    source: Any = SimpleNamespace(name="made up", num_images=items)
+    build_index(folder, MadeUp(items, options.dimensions), source, model={"fingerprint": ""}, what="images", thumbnails=0)
+    index = Index(folder)
+    searcher = Searcher(index, None)
+    plain = faiss.IndexFlatIP(options.dimensions)
+    for row in range(0, items, 4096):
+        plain.add(np.concatenate([index.vector(each) for each in range(row, min(row + 4096, items))]))
+    queries = torch.randn(options.queries + 20, options.dimensions, generator=torch.Generator().manual_seed(1))
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+        "plain FAISS": lambda query: plain.search(query.numpy(), options.k),
+        "Index.search": lambda query: index.search(query, options.k),
+        "Searcher.search": lambda query: searcher.search(Query(query, "captions", None), options.k),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number, query in enumerate(queries.split(1)):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way(query)
+            if number >= 20:
+                times[name].append(1e3 * (time.perf_counter() - started))
+        np.testing.assert_array_equal(plain.search(query.numpy(), options.k)[1], index.search(query, options.k)[1])
+    base = np.percentile(times["plain FAISS"], [50, 95])
+    for name, own in times.items():
+        middle, late = np.percentile(own, [50, 95])
+        print(
+            f"{items:>7,} x {options.dimensions}, k = {options.k}: {name:<16} p50 {middle:7.3f} ms, p95 {late:7.3f} ms; "
+            f"{middle / base[0]:.3f} and {late / base[1]:.3f} of plain FAISS"
+        )
+
+
+if __name__ == "__main__":
+    main()

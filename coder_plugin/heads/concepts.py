@@ -95,8 +95,8 @@ class Concepts(Head):
     def forward(self, image_pooled: Tensor, text_tokens: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
         concepts = self.concepts()
         return {
-            "coder_image_concepts": self._of_image(image_pooled, concepts),
-            "coder_text_concepts": self._of_text(text_tokens, text_mask, concepts),
+            "coder_image_concepts": self._of_image(image_pooled, concepts)[0],
+            "coder_text_concepts": self._of_text(text_tokens, text_mask, concepts)[0],
         }
 
     def concepts(self) -> Tensor:
@@ -122,22 +122,30 @@ class Concepts(Head):
             self.beta, self.warmup = kept
 
     def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._of_image(known["image_pooled"], self.concepts())
+        return self._of_image(known["image_pooled"], self.concepts())[0]
 
     def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._of_text(known["text_tokens"], known["text_mask"], self.concepts())
+        return self._of_text(known["text_tokens"], known["text_mask"], self.concepts())[0]
+
+    def image_attention(self, known: Mapping[str, Tensor]) -> Tensor:
+        """How an image attends to the concepts [B, g], each row a distribution."""
+        return self._of_image(known["image_pooled"], self.concepts())[1]
+
+    def text_attention(self, known: Mapping[str, Tensor]) -> Tensor:
+        """How a text attends to the concepts [B, g], each row a distribution."""
+        return self._of_text(known["text_tokens"], known["text_mask"], self.concepts())[1]
 
     def post_step(self) -> None:
         self.steps += 1
         super().post_step()
 
-    def _of_image(self, pooled: Tensor, concepts: Tensor) -> Tensor:
+    def _of_image(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
         query = self.image_query(self._entering(pooled).to(self.image_query.weight.dtype))
-        return concept_embedding(query, self.image_weight, concepts, scale=self.scale)[0]
+        return concept_embedding(query, self.image_weight, concepts, scale=self.scale)
 
-    def _of_text(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> Tensor:
+    def _of_text(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
         query = self.text_query(self.text_pool(self._entering(tokens), mask).to(self.text_query.weight.dtype))
-        return concept_embedding(query, self.text_weight, concepts, scale=self.scale)[0]
+        return concept_embedding(query, self.text_weight, concepts, scale=self.scale)
 
     def _entering(self, features: Tensor) -> Tensor:
         """The same values, their gradient scaled by how far the head has entered."""

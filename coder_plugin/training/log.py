@@ -6,6 +6,8 @@ import contextlib
 import json
 import logging
 import math
+import os
+import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +15,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from coder_plugin import distributed
 from coder_plugin.training.config import TrainConfig
@@ -27,6 +31,13 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def machine(device: torch.device) -> str:
+    """What one rank runs on, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device} of {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 
 class RunLog:

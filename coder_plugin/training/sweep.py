@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,23 +43,48 @@ def sweep(
         if context_weights:
             stack.enter_context(heads["contexts"].weighing(1.0))
         encoded = encoder(source)
-        contexts: Any = heads.get("contexts")
-        # [S_I's block ; S_C's, of the same width ; S_c's]
-        context = contexts.width if contexts is not None and contexts.weight > 0 else 0
-
-    def weighed(vectors: Tensor, beta: float | None, weight: float | None) -> Tensor:
-        parts = [*vectors.split([vectors.shape[-1] - context, context], -1)]
-        if beta is not None:
-            instance, concept = parts[0].chunk(2, -1)
-            parts[:1] = [instance * (2 * beta) ** 0.5, concept * (2 - 2 * beta) ** 0.5]
-        if weight is not None:
-            parts[-1] = parts[-1] * weight**0.5
-        return torch.cat(parts, -1)
-
+        layout = layout_of(heads)
     for beta in betas or (None,):
         for weight in context_weights or (None,):
             named = {"beta": beta, "context weight": weight}
             name = ", ".join(f"{part} {value:g}" for part, value in named.items() if value is not None)
-            yield name, encoded._replace(
-                images=weighed(encoded.images, beta, weight), texts=weighed(encoded.texts, beta, weight)
-            )
+            yield name, reweighed(encoded, layout, beta=beta, context_weight=weight)
+
+
+class Layout(NamedTuple):
+    """How a retrieval vector is put together, [S_I's block ; S_C's, of the same width ; S_c's]."""
+
+    concepts: float | None  # weight of S_C in S_b, 0 to 1; None: it has no block
+    contexts: float  # weight of S_c
+    width: int  # of S_c's block
+
+
+def layout_of(heads: Mapping[str, Any]) -> Layout:
+    """The layout of the vectors that a model with these heads gives as they now weigh."""
+    concepts: Any = heads.get("concepts")
+    contexts: Any = heads.get("contexts")
+    own = concepts.score_weights()[1] if concepts is not None else 0.0
+    weight = contexts.weight if contexts is not None else 0.0
+    return Layout(own or None, weight, contexts.width if weight > 0 else 0)
+
+
+def reweighed(
+    encoded: Encoded, layout: Layout, *, beta: float | None = None, context_weight: float | None = None
+) -> Encoded:
+    """The vectors under other weights than they were made with; a part whose weight was 0 has no block to weigh.
+
+    Args:
+        beta: of S_I in S_b. context_weight: of S_c. None: as it was.
+    """
+
+    def weigh(vectors: Tensor) -> Tensor:
+        parts = [*vectors.split([vectors.shape[-1] - layout.width, layout.width], -1)]
+        if beta is not None and layout.concepts is not None:
+            instance, concept = parts[0].chunk(2, -1)
+            own = layout.concepts
+            parts[:1] = [instance * (beta / (1 - own)) ** 0.5, concept * ((1 - beta) / own) ** 0.5]
+        if context_weight is not None and layout.width:
+            parts[-1] = parts[-1] * (context_weight / layout.contexts) ** 0.5
+        return torch.cat(parts, -1)
+
+    return encoded._replace(images=weigh(encoded.images), texts=weigh(encoded.texts))

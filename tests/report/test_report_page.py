@@ -1,0 +1,326 @@
+"""The report of a run: every section, numbers of the run's own files, truths where a brute-force ranking has them, broken runs,
+and the page as a browser shows it."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from coder_plugin.cli import main
+from coder_plugin.data import scenes
+from coder_plugin.data.item import Item
+from coder_plugin.data.source import ItemSource
+from coder_plugin.errors import CoderError
+from coder_plugin.report.charts import format_number
+from coder_plugin.report.records import curve, keys_of, read_run
+from coder_plugin.report.run import write_report
+from coder_plugin.retrieval import recall_from_embeddings
+from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.loop import Trainer
+
+SECTIONS = ("run", "recall", "curves", "examples", "concepts", "regions", "map", "state")
+IMAGES = 40
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A run of all losses on a few scenes, its report written by the command, and the trainer as it is at the end."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(scenes.DEFAULT_COUNTS, "val", IMAGES)
+        options = ["prototypes.clusters=6", "momentum.bank_size=64", "alignment.prototypes=16"]
+        config = TrainConfig(
+            model=tiny_model,
+            loss="coder + selfalign",
+            set=options,
+            logs=str(folder),
+            name="run",
+            batch_size=8,
+            train_num_samples=48,
+            epochs=2,
+            workers=0,
+            log_every_n_steps=2,
+        )
+        trainer = Trainer(config)
+        trainer.run()
+        assert main(["report", str(trainer.folder), "--images", "3"]) == 0
+        text = (trainer.folder / "report.html").read_text(encoding="utf-8")
+        yield {"trainer": trainer, "folder": trainer.folder, "text": text}
+
+
+def section(text: str, name: str) -> str:
+    return text.split(f'<section id="{name}"')[1].split("</section>")[0]
+
+
+def test_every_section_is_there_and_shows_something(made: dict[str, Any]) -> None:
+    text = made["text"]
+    for name in SECTIONS:
+        assert f'href="#{name}"' in text
+        assert "Not shown" not in section(text, name), name
+    assert "could not be made" not in text and "Missing:" not in text
+    assert len(text) < 3_000_000
+
+
+def test_every_figure_of_the_log_has_its_curve(made: dict[str, Any]) -> None:
+    run = read_run(made["folder"])
+    curves, state = section(made["text"], "curves"), section(made["text"], "state")
+    terms = [key for key in keys_of(run.train) if key.endswith("_loss") and "/" not in key]
+    assert {"dcl_loss", "m_dcl_loss", "concept_dcl_loss", "pgc_loss", "lca_loss"} <= set(terms)
+    for key in keys_of(run.train):
+        steps, values = curve(run.train, key)
+        said = f"{format_number(values[-1])} at step {steps[-1]}"
+        if key.startswith("coder/"):
+            name = key.removeprefix("coder/").replace("/", ": ").replace("_", " ")
+            assert f'<p class="name">{name}</p>' in state and said in state
+        elif key.startswith("share/"):
+            assert f">{key.removeprefix('share/').removesuffix('_loss')}: {format_number(values[0])} at step 0<" in curves
+        else:
+            name = {"gradient_norm": "gradient norm", "lr": "learning rate"}.get(key, key)
+            [figure] = re.findall(rf'<p class="name">{name}</p>(.*?)</figure>', curves, re.S)
+            assert f"last {said}" in figure
+            for step, value in zip(steps, values, strict=True):
+                assert f"<title>{format_number(value)} at step {step}</title>" in figure
+    [rsum] = re.findall(r'<p class="name">R@sum</p>(.*?)</figure>', curves, re.S)
+    records = [json.loads(line) for line in (made["folder"] / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        if "val/rsum" in record:
+            assert f"<title>{format_number(record['val/rsum'])} at step {record['step']}</title>" in rsum
+
+
+def test_the_tables_are_the_runs_numbers(made: dict[str, Any]) -> None:
+    run, recall = read_run(made["folder"]), section(made["text"], "recall")
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', recall)
+    numbers = {name: re.findall(r'<td class="n">([^<]*)</td>', cells) for name, cells in rows}
+    for name, figures in ((f"best: epoch {run.best['epoch']}", run.best), ("last: epoch 2", run.last)):
+        assert numbers[name][0] == f"{figures['i2t_r1']:.1f}" and numbers[name][6] == f"{figures['rsum']:.1f}"
+    assert "measured for this report, on scenes (val)" in recall
+    assert numbers["now: export/best"][6] == numbers[f"best: epoch {run.best['epoch']}"][6]
+    assert numbers["all"][0] == f"{run.last['texts']:,.0f}"
+    shown = section(made["text"], "run")
+    assert "8 pairs a step" in shown and "2 epochs of 6 steps" in shown and f"torch {torch.__version__.split('+')[0]}" in shown
+    for part in ("coder-plugin train", "--batch-size 8", "--loss &#39;coder + selfalign&#39;", "coder-plugin eval"):
+        assert part in shown
+    assert "clusters=6" in shown and "epsilon=0.1" in shown  # what was set, and what was left
+
+
+def hits(block: str) -> list[tuple[str, bool, float]]:
+    """What a query's candidates are, whether they are marked, and their scores."""
+    found = re.findall(
+        r'<li class="hit( true)?">\s*(?:<img src="data:[^"]*" alt="([^"]*)">|([^<]*?))\s*(?:<span>[^<]*</span> )?'
+        r'\s*<span class="score">([-\d.]+)</span>( <span class="mark">✓ match</span>)?',
+        block,
+    )
+    assert len(found) == block.count("<li "), block[:500]
+    for frame, *_, mark in found:
+        assert bool(frame) == bool(mark)  # never by colour alone
+    return [(html.unescape(alt or text).strip(), bool(mark), float(score)) for _, alt, text, score, mark in found]
+
+
+def test_truths_are_where_brute_force_has_them(made: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made["trainer"]
+    encoded = trainer.encoder(trainer.val)
+    text = write_report(trainer.folder, encoder=trainer.encoder, source=trainer.val, output=tmp_path / "x.html", images=3)
+    blocks = section(text.read_text(encoding="utf-8"), "examples").split("<h3>")[1:]
+    assert [block.split("<")[0] for block in blocks] == [
+        f"{way}, {which}" for way in ("Text to image", "Image to text") for which in ("best", "worst")
+    ]
+    scores = encoded.images.float() @ encoded.texts.float().T
+    captions = list(encoded.captions)
+    first = [captions[int((encoded.image_of_text == image).nonzero()[0])] for image in range(IMAGES)]
+    ranks: dict[str, list[int]] = {}
+    for block, wanted in zip(blocks, ("low", "high", "low", "high"), strict=True):
+        queries = block.split('<div class="query">')[1:]
+        assert len(queries) == 3
+        for query in queries:
+            rank = int(re.findall(r"rank ([\d,]+)", query)[0].replace(",", "")) - 1
+            found = hits(query)
+            if block.startswith("Text"):
+                text_index = captions.index(html.unescape(re.findall(r"<strong>(.*?)</strong>", query)[0]))
+                own = int(encoded.image_of_text[text_index])
+                row, right = scores[:, text_index], torch.arange(IMAGES) == own
+                names = first
+            else:
+                image = first.index(html.unescape(re.findall(r'<div class="ask">\s*<img src="[^"]*" alt="([^"]*)"', query)[0]))
+                row, right = scores[image], encoded.image_of_text == image
+                names = captions
+            best = row[right].max()
+            assert rank == int((row[~right] >= best).sum())
+            order = row.argsort(descending=True)[:5].tolist()
+            shown = found[:5]
+            assert [score for _, _, score in shown] == pytest.approx(row[order].tolist(), abs=6e-4)
+            assert [mark for _, mark, _ in shown] == right[order].tolist()
+            assert [name for name, _, _ in shown] == [names[each] for each in order]
+            if not any(mark for _, mark, _ in shown):
+                assert found[5][1] and found[5][2] == pytest.approx(float(best), abs=6e-4)
+            else:
+                assert len(found) == 5
+            ranks.setdefault(f"{block[:5]}{wanted}", []).append(rank)
+    result = recall_from_embeddings(encoded.images, encoded.texts, encoded.image_of_text)
+    for way, name in (("t2i", "Text "), ("i2t", "Image")):
+        every, low, high = result[f"{way}_ranks"], ranks[f"{name}low"], ranks[f"{name}high"]
+        assert low == sorted(low) and low[0] == int(every.min())
+        assert high == sorted(high, reverse=True) and high[0] == int(every.max())
+
+
+def test_the_trainers_own_model_gives_every_section(made: dict[str, Any], tmp_path: Path) -> None:
+    """As it is at the end of a run: in memory, with training heads and no further keys to catch."""
+    trainer = made["trainer"]
+    output = tmp_path / "new" / "x.html"
+    path = write_report(trainer.folder, encoder=trainer.encoder, source=trainer.val, output=output, images=2)
+    text = path.read_text(encoding="utf-8")
+    assert "could not be made" not in text and "Not shown" not in text
+    assert "now: model at the end" in text
+    assert not list(path.parent.glob(".*"))  # nothing is left aside
+
+
+def test_other_ranks_encode_and_write_nothing(made: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    asked = []
+
+    def encoder(source: Any) -> None:
+        asked.append(source)
+
+    monkeypatch.setattr("coder_plugin.distributed.rank", lambda: 1)
+    path = write_report(made["folder"], encoder=encoder, source="data", output=tmp_path / "x.html")  # type: ignore[arg-type]
+    assert path == tmp_path / "x.html" and asked == ["data"] and not list(tmp_path.iterdir())
+
+
+def test_nothing_is_loaded_from_elsewhere(made: dict[str, Any]) -> None:
+    text = made["text"]
+    for address in re.findall(r'(?:src|href|action|data|poster|xlink:href)\s*=\s*"([^"]*)"', text):
+        assert address.startswith(("data:image/jpeg;base64,", "#")), address[:80]
+    assert "url(" not in text and "@import" not in text and "<script" not in text and "<link" not in text
+    assert "default-src 'none'" in text
+
+
+def test_what_captions_say_is_text(made: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made["trainer"]
+    evil = '<script>alert(1)</script> "quoted" <img src=x onerror=alert(2)> {{ 7 * 7 }}'
+    items = [item for _, item in trainer.val.items()][:8]
+    bad = [Item(f'"><script>{number}', (f"{evil} {number}",), item.load) for number, item in enumerate(items)]
+    text = write_report(
+        trainer.folder, encoder=trainer.encoder, source=ItemSource(bad, name="<b>data"), output=tmp_path / "x.html", images=2
+    ).read_text(encoding="utf-8")
+    assert "<script" not in text and "<img src=x" not in text and "<b>data" not in text and "{{ 7 * 7 }} 0" in text
+    assert html.escape(evil, quote=False)[:30] in text
+
+
+def test_a_run_without_anything_but_metrics(made: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copy(made["folder"] / "metrics.jsonl", tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 99, "lo')
+    path = write_report(tmp_path)
+    text = path.read_text(encoding="utf-8")
+    for told in ("config.json: No such file", "plan.json: No such file", "no whole checkpoint", "1 line cannot be read"):
+        assert f"Missing: {html.escape(told)}" in text or told in text
+    assert "dcl_loss" in section(text, "curves") and "no model and no validation data were given" in section(text, "examples")
+    for name in SECTIONS[3:]:
+        assert "Not shown" in section(text, name)
+
+
+def test_damaged_parts_cost_their_sections_alone(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(made["folder"], folder)
+    (folder / "metrics.jsonl").unlink()
+    [checkpoint] = [path for path in (folder / "checkpoints").iterdir() if path.name == "step_00000012"]
+    (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    shutil.rmtree(folder / "export" / "best")
+    assert main(["report", str(folder), "--export", "best", "--output", str(tmp_path / "x.html")]) == 0
+    text = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert "it has --export last" in section(text, "examples") and "cannot be read" in section(text, "state")
+    assert "no metrics.jsonl with records" in section(text, "curves")
+    assert "best: epoch" in section(text, "recall")  # of the manifest
+    assert main(["report", str(folder), "--output", str(tmp_path / "y.html"), "--images", "2"]) == 0  # the export that there is
+    assert "now: export/last" in (tmp_path / "y.html").read_text(encoding="utf-8")
+    assert "y.html" in capsys.readouterr().out
+
+
+def test_a_persons_mistakes(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no training run's folder" in capsys.readouterr().err
+    assert main(["report", str(made["folder"]), "--images", "0"]) == 2
+    absent = ["--val-data", str(tmp_path / "absent.csv"), "--output", str(tmp_path / "x")]
+    assert main(["report", str(made["folder"]), *absent]) == 0
+    assert "absent.csv" in section((tmp_path / "x").read_text(encoding="utf-8"), "examples")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CoderError, match="cannot be written"):
+        write_report(made["folder"], output=tmp_path / "file" / "x.html")
+
+
+def test_a_fault_of_a_part_ends_no_report(made: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    trainer = made["trainer"]
+    monkeypatch.setattr("coder_plugin.report.seen.place_vectors", lambda encoded: 1 // 0)
+    path = write_report(trainer.folder, encoder=trainer.encoder, source=trainer.val, output=tmp_path / "x.html", images=2)
+    text = path.read_text(encoding="utf-8")
+    assert "ZeroDivisionError" in section(text, "map") and "ZeroDivisionError" in caplog.text
+    assert "Not shown" not in section(text, "examples")
+
+
+# -- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    names = (os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+    found = next((path for path in map(shutil.which, filter(None, names)) if path), None)
+    if found is None:
+        pytest.skip("no Chromium or Chrome: install one, or name it with $CHROME")
+    return found
+
+
+def browse(browser: str, folder: Path, *flags: str) -> str:
+    own = f"--user-data-dir={folder / 'profile'}"
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", own]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, encoding="utf-8", errors="replace")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(("name", "width"), [("phone", 390), ("desktop", 1280)])
+def test_a_browser_shows_the_page(made: dict[str, Any], browser: str, tmp_path: Path, name: str, width: int) -> None:
+    """No horizontal overflow at either width, every picture decoded, and a screenshot with something on it."""
+    asked = """<script>addEventListener("load", () => {
+      const wide = [...document.querySelectorAll("body *")].filter(e => !e.closest(".wrap, pre, svg")
+        && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1);
+      const broken = [...document.images].filter(e => !e.naturalWidth).length;
+      parent.document.body.dataset.found = [innerWidth, document.documentElement.scrollWidth, wide.length, broken,
+        document.images.length, document.querySelectorAll("svg").length].join(" ");
+    });</script></body>"""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", made["text"])  # which lets no script run
+    inner = html.escape(text.replace("</body>", asked))
+    copy = tmp_path / "copy.html"  # in a frame, for windows have a least width
+    style = f"width: {width}px; height: 900px; border: 0"
+    copy.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body><iframe style="{style}" srcdoc="{inner}"></iframe>', "utf-8")
+    dom = browse(browser, tmp_path, "--virtual-time-budget=3000", "--dump-dom", copy.as_uri())
+    [found] = re.findall(r'data-found="([^"]*)"', dom)
+    shown, scrolled, wide, broken, pictures, charts = map(int, found.split())
+    assert shown == width and scrolled <= width and wide == 0
+    assert broken == 0 and pictures == made["text"].count("<img ") and charts == made["text"].count("<svg ") > 20
+    url = (made["folder"] / "report.html").as_uri()
+    dom = browse(browser, tmp_path, "--dump-dom", url)
+    for section_name in SECTIONS:
+        assert f'id="{section_name}"' in dom
+    shot = tmp_path / f"{name}.png"
+    browse(browser, tmp_path, f"--window-size={width},3000", f"--screenshot={shot}", url)
+    with Image.open(shot) as picture:
+        assert picture.width == width
+        colours = picture.convert("RGB").getcolors(2**24)
+    assert len(colours) > 50 and max(count for count, _ in colours) < 0.97 * picture.width * picture.height
+
+
+def test_it_prints(made: dict[str, Any], browser: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.pdf"
+    url = (made["folder"] / "report.html").as_uri()
+    browse(browser, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={path}", url)
+    content = path.read_bytes()
+    assert content.startswith(b"%PDF") and len(re.findall(rb"/Type\s*/Page\b", content)) >= len(SECTIONS)

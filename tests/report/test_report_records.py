@@ -1,0 +1,177 @@
+"""What is read of a run's folder, the commands that repeat it, and the state in its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from coder_plugin.cli import build_parser
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import diversity
+from coder_plugin.memory.bank import CoupledBank
+from coder_plugin.memory.kmeans import OnlineKMeans
+from coder_plugin.report import commands
+from coder_plugin.report.records import curve, keys_of, read_run
+from coder_plugin.report.state import Bank, Centres, anchor_diversity, entry_ages, first_captions, read_state
+from coder_plugin.training.config import TrainConfig, read_config
+from coder_plugin.training.encode import Encoded
+from coder_plugin.training.sweep import Layout, reweighed
+
+
+def write_metrics(folder: Path, *records: object) -> None:
+    folder.mkdir(exist_ok=True)
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_a_resumed_runs_later_records_are_true(tmp_path: Path) -> None:
+    write_metrics(
+        tmp_path,
+        {"step": 0, "val/rsum": 1.0, "val/epoch": 0},
+        *({"step": step, "loss": 1.0 * step} for step in range(0, 50, 10)),
+        {"step": 40, "val/rsum": 30.0, "val/epoch": 1},
+        *({"step": step, "loss": 100.0 + step} for step in (25, 35)),
+        {"step": 36, "val/rsum": 20.0, "val/epoch": 1},
+    )
+    run = read_run(tmp_path)
+    assert curve(run.train, "loss") == ([0, 10, 20, 25, 35], [0.0, 10.0, 20.0, 125.0, 135.0])
+    assert curve(run.val, "rsum") == ([0, 36], [1.0, 20.0])
+    assert run.best["rsum"] == 20.0 == run.last["rsum"]
+
+
+def test_what_cannot_be_read_is_told_of(tmp_path: Path) -> None:
+    write_metrics(tmp_path, {"step": 0, "loss": 1.0, "nothing": None}, '{"step": 1, "lo', "[1]", {"loss": 2.0})
+    (tmp_path / "config.json").write_text("{")
+    run = read_run(tmp_path)
+    assert curve(run.train, "loss") == ([0], [1.0]) and keys_of(run.train) == ["loss"]
+    told = "; ".join(run.faults)
+    assert "3 lines cannot be read" in told and "config.json is damaged" in told and "plan.json: No such file" in told
+    assert "no whole checkpoint" in told and run.config is None
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CoderError, match="no training run's folder"):
+        read_run(tmp_path)
+    with pytest.raises(CoderError, match="no training run's folder"):
+        read_run(tmp_path / "absent")
+
+
+CONFIGS = [
+    TrainConfig(),
+    TrainConfig(loss="coder + 0.5*selfalign", epochs=3, lr=2e-4, set=["dcl.mu=0.07", "pgc.x=1"], seed=3, name="mine"),
+    TrainConfig(loss="selfalign-clip", train_data="a b.csv", val_data="c.csv", model="ViT-B-32", image_mean=[0.5, 0.5, 0.5]),
+    TrainConfig(loss="coder-f30k", train_data="f30k.json", region_dropout=0.1, model_kwargs=["embed_dim=512"], warmup=5),
+    TrainConfig(model="RN50", train_data="x.csv", lock_image=True, batch_size=256, lock_image_freeze_bn_stats=True),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_train_command_gives_the_same_options_and_no_more(config: TrainConfig) -> None:
+    resolved = config.resolved()
+    text = commands.train_command(json.loads(json.dumps(asdict(resolved))))
+    words = shlex.split(text.replace("\\\n", " "))
+    assert words[:2] == ["coder-plugin", "train"]
+    again = read_config(build_parser().parse_args(words[1:]))
+    assert again.resolved() == replace(resolved, name=None, logs=TrainConfig().logs)
+    flags = [word for word in words if word.startswith("--")]
+    for flag in flags:  # each is needed
+        without = commands.needed(asdict(resolved))
+        del without[flag.removeprefix("--").replace("-", "_")]
+        try:
+            other = TrainConfig.from_dict(without).resolved()
+        except CoderError:
+            continue
+        assert other != again.resolved(), flag
+
+
+def test_a_command_of_several_ranks_and_of_unknown_options() -> None:
+    assert commands.train_command(asdict(TrainConfig().resolved()), ranks=2).startswith(
+        "accelerate launch --num_processes 2 -m coder_plugin.cli train"
+    )
+    with pytest.raises(CoderError, match="unknown option"):
+        commands.train_command({"of_tomorrow": 1})
+    assert commands.eval_command("a b") == "coder-plugin eval 'a b'"
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 9])
+def test_ages_are_those_of_a_real_bank(steps: int) -> None:
+    bank, batch = CoupledBank(20, 4), 6
+    for step in range(steps):
+        keys = torch.full((batch, 4), float(step))
+        bank.enqueue(keys, keys, torch.arange(batch))
+    ages = entry_ages(int(bank.pointer), int(bank.count), 20, batch)
+    assert torch.equal(ages, (steps - 1 - bank.image[: int(bank.count), 0]).long())
+
+
+def test_state_is_the_checkpoints(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    bank, centres = CoupledBank(32, 4), OnlineKMeans(8, 4, patience=2)
+    for step in range(3):
+        keys = torch.nn.functional.normalize(torch.randn(6, 4), dim=1)
+        bank.enqueue(keys, 2 * keys, torch.arange(6) + 2 * step)
+        centres.update(keys)
+    state = {f"coder.heads.momentum.bank.{name}": value for name, value in bank.state_dict().items()}
+    state |= {f"coder.heads.prototypes.centres.{name}": value for name, value in centres.state_dict().items()}
+    state |= {"visual.weight": torch.zeros(3)}
+    save_file({name: value.clone() for name, value in state.items()}, tmp_path / "model.safetensors")
+    found = read_state(tmp_path, pairs_per_step=6, patience=2)
+    one, other = sorted(found, key=lambda each: each.head)
+    assert isinstance(one, Bank) and isinstance(other, Centres)
+    assert (one.head, one.size, one.filled, one.images) == ("momentum", 32, 18, 10)
+    assert one.norms["image"] == pytest.approx([1.0] * 18) and one.norms["text"] == pytest.approx([2.0] * 18)
+    assert one.ages.tolist() == [2] * 6 + [1] * 6 + [0] * 6
+    assert (other.head, other.clusters, other.filled, other.seen) == ("prototypes", 8, 8, 18)
+    assert other.sizes == centres.counts.double().tolist() and other.idle == int((18 - centres.last_seen > 8).sum())
+    assert other.norms == pytest.approx([1.0] * 8, abs=1e-6)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CoderError, match="cannot be read"):
+        read_state(tmp_path, pairs_per_step=6)
+
+
+def made_encoded(images: Tensor, texts: Tensor, owner: list[int]) -> Encoded:
+    captions = [f"caption {number}" for number in range(len(texts))]
+    return Encoded(images, texts, torch.tensor(owner), torch.arange(len(images)) + 100, captions)
+
+
+def test_diversity_is_the_losses_of_batches_of_the_trainings_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, texts = (torch.nn.functional.normalize(torch.randn(n, 8, generator=generator), dim=1) for n in (11, 22))
+    encoded = made_encoded(images, texts, [number // 2 for number in range(22)])
+    found = anchor_diversity(encoded, batch=4, epsilon=0.2)
+    scores = images @ texts[::2].T
+    negatives = ~torch.eye(4, dtype=torch.bool)
+    for way, matrix in (("image to text", scores), ("text to image", scores.T)):
+        expected = [diversity(matrix[a : a + 4, a : a + 4], negatives, epsilon=0.2) for a in (0, 4)]
+        assert found[way] == pytest.approx(torch.cat(expected).tolist())
+    assert len(anchor_diversity(encoded, batch=500)["image to text"]) == 11
+    views = encoded._replace(images=torch.stack([images, -images], 1))
+    assert len(anchor_diversity(views, batch=4)["text to image"]) == 8
+
+
+def test_first_captions_are_of_images_that_have_some() -> None:
+    assert first_captions(torch.tensor([2, 0, 2, 0]), 4).tolist() == [[0, 1], [2, 0]]
+
+
+def test_reweighed_vectors_score_as_the_parts_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [[torch.randn(5, 4, generator=generator) for _ in range(3)] for _ in range(2)]
+    beta, weight = 0.8, 2.0
+
+    def vectors(side: list[Tensor], beta: float, weight: float) -> Tensor:
+        return torch.cat([beta**0.5 * side[0], (1 - beta) ** 0.5 * side[1], weight**0.5 * side[2]], 1)
+
+    encoded = made_encoded(*(vectors(side, beta, weight) for side in parts), list(range(5)))
+    layout = Layout(1 - beta, weight, 4)
+    for other, context in ((0.3, 0.5), (1.0, 0.0), (0.0, None), (None, 1.0)):
+        got = reweighed(encoded, layout, beta=other, context_weight=context)
+        wanted = [vectors(side, beta if other is None else other, weight if context is None else context) for side in parts]
+        torch.testing.assert_close(got.images, wanted[0])
+        torch.testing.assert_close(got.texts, wanted[1])

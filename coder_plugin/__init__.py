@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
-__all__ = ["CoderError", "create_loss", "create_model", "list_plugins", "load_model"]
+__all__ = [
+    "CoderError",
+    "create_loss",
+    "create_model",
+    "from_pretrained",
+    "list_plugins",
+    "load_model",
+    "push_to_hub",
+    "save_pretrained",
+]
 
 if TYPE_CHECKING:
     from coder_plugin.errors import CoderError
+    from coder_plugin.integrations.hub import from_pretrained, push_to_hub, save_pretrained
     from coder_plugin.model import create_loss, create_model
     from coder_plugin.registry import list_plugins
     from coder_plugin.training.trained import load_model
@@ -17,8 +27,11 @@ _HOME = {
     "CoderError": "errors",
     "create_loss": "model",
     "create_model": "model",
+    "from_pretrained": "integrations.hub",
     "list_plugins": "registry",
     "load_model": "training.trained",
+    "push_to_hub": "integrations.hub",
+    "save_pretrained": "integrations.hub",
 }
 
 

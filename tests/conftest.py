@@ -21,3 +21,15 @@ def tiny_model(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("models") / "tiny-vit-for-tests.json"
     path.write_text(json.dumps(TINY))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def without_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Runs in tests end without their report, which would take longer than they do, but for those that ask for it."""
+    if "with_report" not in request.fixturenames:
+        monkeypatch.setattr("coder_plugin.training.loop.Trainer._report", lambda self: None)
+
+
+@pytest.fixture
+def with_report() -> None:
+    """For a test of the trainer's report."""

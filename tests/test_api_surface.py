@@ -29,7 +29,7 @@ MODULES = (
     "coder_plugin.registry",
     "coder_plugin.retrieval",
 )
-COMMANDS = ("train", "eval", "concepts", "plugins", "regions extract", "regions convert")
+COMMANDS = ("train", "eval", "concepts", "plugins", "share", "regions extract", "regions convert")
 
 #: The promise (DESIGN, "Public surface"): these parameters, in this order, with these defaults; beside them at most
 #: others with a default. What does not exist yet is not looked at, and may not disappear from surface.txt once it does.

@@ -213,7 +213,7 @@ def test_help_answers_at_once() -> None:
         done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
         seconds.append(time.monotonic() - start)
     assert min(seconds) < 2
-    for subcommand in ("train", "eval", "concepts", "regions", "plugins"):
+    for subcommand in ("train", "eval", "report", "index", "search", "concepts", "regions", "plugins", "doctor", "share"):
         assert f"\n    {subcommand} " in done.stdout
 
 
@@ -227,7 +227,8 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "eval", "concepts", "regions", "regions extract", "regions convert", "plugins"]
+    "command",
+    "|train|eval|report|index|search|concepts|regions|regions extract|regions convert|plugins|doctor|share".split("|"),
 )
 def test_the_module_is_the_command(command: str) -> None:
     module = [sys.executable, "-m", "coder_plugin.cli", *command.split(), "--help"]

@@ -29,6 +29,8 @@ from coder_plugin.heads.base import Widths
 CONFIGS = Path(__file__).parent / "model_configs"
 #: Under which key a checkpoint of open_clip's trainer says what its heads were made with.
 MADE_WITH = "coder"
+#: Where an export has the shape of a Hugging Face text tower, as transformers writes it.
+TEXT_FOLDER = "text"
 #: What of ``resolver.INSIDE`` open_clip's towers give.
 INSIDE = frozenset(
     "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled "
@@ -154,6 +156,8 @@ def create_clip(
         options = {**options, "force_preprocess_cfg": {**kept, **(options.get("force_preprocess_cfg") or {})}}
     if needs_logit_bias and "init_logit_bias" not in config:
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
+    if schema == "local-dir" and "hf_model_name" in config.get("text_cfg", {}):
+        options = {**text_beside(Path(name.partition(":")[2]), config["text_cfg"]), **options}
     trained = is_training_checkpoint(pretrained)
     try:
         create = create or open_clip.create_model
@@ -174,12 +178,23 @@ def create_clip(
     return model
 
 
+def text_beside(folder: Path, text_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that give a Hugging Face text tower the shape that an export carries: no hub is asked, and the path it was made
+    from need not exist here."""
+    if not (folder / TEXT_FOLDER / "config.json").is_file():
+        return {}
+    return {"text_cfg": {**text_cfg, "hf_model_name": str(folder / TEXT_FOLDER), "hf_model_pretrained": False}}
+
+
 def kept_preprocessing(pretrained: str | None) -> dict[str, Any]:
     """The mean, std and resizing that weights were trained with, where an export's configuration lies beside them or their
     checkpoint says so: open_clip knows them for tags alone."""
     beside = Path(pretrained or "").parent / "open_clip_config.json"
     if pretrained and beside.is_file():
-        kept = json.loads(beside.read_text()).get("preprocess_cfg", {})
+        try:
+            kept = json.loads(beside.read_text()).get("preprocess_cfg", {})
+        except (OSError, ValueError, AttributeError) as error:
+            raise CoderError(f"{beside} cannot be read: {_cause(error)}") from error
     elif (found := read_training_checkpoint(pretrained)) is not None:
         kept = found[MADE_WITH].get("preprocess_cfg", {})
     else:

@@ -38,7 +38,7 @@ def open_coco(spec: str, *, split: str = "train", images: str | None = None, pic
     which is not that of annotation ids. Images without captions are left out, with a warning. ``images`` is the folder of
     the pictures; by default one named as the file's ending (``train2014`` of ``captions_train2014.json``) in or beside the
     file's folder, or in an ``images`` there; else the file's folder. Without ``pictures`` it is not looked for. An image is
-    also known by its number.
+    also known by its number, and a caption by its own.
 
     Raises:
         CoderError: not this format; ids or files named twice, captions of unknown images or without text: how many, and
@@ -54,7 +54,13 @@ def open_coco(spec: str, *, split: str = "train", images: str | None = None, pic
     if bare:
         log.warning("%s: left out %d of %d images without captions, the first: %r", spec, len(bare), len(files), bare[0])
     items = [
-        Item(name, tuple(captions[number]), loader(root, name), other_names(number))
+        Item(
+            name,
+            tuple(text for text, _ in captions[number]),
+            loader(root, name),
+            other_names(number),
+            caption_names=other_names(*(caption for _, caption in captions[number])),
+        )
         for number, name in files.items()
         if number in captions
     ]
@@ -78,9 +84,11 @@ def _coco_files(spec: str, entries: list[dict[str, Any]]) -> dict[int | str, str
     return dict(names)  # type: ignore[arg-type]
 
 
-def _coco_captions(spec: str, entries: list[dict[str, Any]], known: set[int | str]) -> dict[int | str, list[str]]:
-    """Captions by image id, in the file's order."""
-    captions: dict[int | str, list[str]] = {}
+def _coco_captions(
+    spec: str, entries: list[dict[str, Any]], known: set[int | str]
+) -> dict[int | str, list[tuple[str, Any]]]:
+    """Captions and their ids by image id, in the file's order."""
+    captions: dict[int | str, list[tuple[str, Any]]] = {}
     textless, strangers = [], []
     for number, each in enumerate(entries):
         place = f"annotations[{number}], id {each.get('id')!r}, of image {each.get('image_id')!r}"
@@ -90,7 +98,7 @@ def _coco_captions(spec: str, entries: list[dict[str, Any]], known: set[int | st
         elif not is_name(image) or image not in known:
             strangers.append(place)
         else:
-            captions.setdefault(image, []).append(text)
+            captions.setdefault(image, []).append((text, each.get("id")))
     refuse(spec, textless, "annotations whose 'caption' is absent, empty or not text")
     refuse(spec, strangers, "annotations of an image that is not in 'images'")
     repeated = twice(each["id"] for each in entries if is_name(each.get("id")))

@@ -26,8 +26,9 @@ class Item:
     ``key`` names the image within its data set (a file name, a WebDataset key); ``load()`` gives its RGB picture or its
     regions, and raises ``OSError`` or ``ValueError`` where that is impossible. ``names`` are others that it is known by,
     such as its number in COCO: a file of regions may have it under any of them. A place in ``names`` holds the same kind of
-    name for all images of a data set, and None where an image has none. A sample of training has one caption, and the
-    image's ``others`` beside it, in their order.
+    name for all images of a data set, and None where an image has none. ``caption_names`` are those of the captions, such as
+    their numbers in COCO, one each, or empty where the data set has none. A sample of training has one caption, without its
+    name, and the image's ``others`` beside it, in their order.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Item:
     load: Callable[[], Image | Regions]
     names: tuple[str | None, ...] = ()
     others: tuple[str, ...] = ()
+    caption_names: tuple[str | None, ...] = ()
 
     @property
     def image_id(self) -> int:

@@ -59,6 +59,8 @@ PLACES = (
     ("on the left", "in the middle", "on the right"),
     ("in the bottom left corner", "at the bottom", "in the bottom right corner"),
 )
+#: What the five captions of a scene are, in their order.
+KINDS = ("relations", "listing", "pair", "tally", "glimpse")
 _VAL_SHARE = 8  # one scene in eight belongs to val, whatever the seed
 _SUPERSAMPLING = 8
 _T = TypeVar("_T")

@@ -94,6 +94,11 @@ class ShardSource:
         self._sound: set[str] = set()  # scanned once; a scan costs about two per cent of decoding the shard
         self._labels = shard_labels(shards)
 
+    @property
+    def shards(self) -> list[str]:
+        """The tar files, as they were named."""
+        return list(self._shards)
+
     @cached_property
     def num_images(self) -> int | None:
         return self._count("draw")
@@ -180,13 +185,14 @@ class ShardSource:
             for sample in stream:
                 ask = image.regions is None and REGIONS in sample
                 told = has_features(io.BytesIO(sample[REGIONS])) if ask else None
-                yield self._item(shard, sample, image.see(sample, told))
+                yield self.item(shard, sample, image.see(sample, told))
         except CoderError:
             raise
         except Exception as exc:
             unreadable(shard, exc)
 
-    def _item(self, shard: str, sample: dict[str, Any], field: str) -> Item:
+    def item(self, shard: str, sample: dict[str, Any], field: str) -> Item:
+        """An image of a shard, from its files by their endings and its ``__key__``; ``field``: which of them it is."""
         place = f"{self._labels[shard]}/{sample['__key__']}"
         name = f"{self.name}, shard {os.path.basename(shard)}"
         extra: Any = {}

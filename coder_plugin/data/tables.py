@@ -73,7 +73,7 @@ def open_karpathy(
     ``images`` is the folder of the pictures (default: ``images`` beside the file, else the file's folder); COCO's
     ``filepath`` counts from there. Without ``pictures`` it is not looked for, and only features from elsewhere can stand
     for the images. With ``restval`` the pictures COCO's authors left over are trained on, as is usual. An image is also
-    known by its ``cocoid``, its ``imgid`` and its file name without the folder.
+    known by its ``cocoid``, its ``imgid`` and its file name without the folder, and a caption by its ``sentid``.
     """
     root = picture_folder(spec, images or _image_folder(Path(spec))) if pictures else None
     wanted = {split, "restval"} if split == "train" and restval else {split}
@@ -106,7 +106,9 @@ def _item(spec: str, root: Path | None, number: int, entry: dict[str, Any]) -> I
     if not isinstance(sentences, list) or not all(isinstance(each, dict) and "raw" in each for each in sentences):
         raise CoderError(f"{spec}: image {key!r}: 'sentences' is not a list of objects with 'raw'")
     captions = check_captions(spec, key, [each["raw"] for each in sentences])
-    return Item(key, captions, loader(root, key), other_names(entry.get("cocoid"), entry.get("imgid"), name))
+    names = other_names(entry.get("cocoid"), entry.get("imgid"), name)
+    sentids = other_names(*(each.get("sentid") for each in sentences))
+    return Item(key, captions, loader(root, key), names, caption_names=sentids)
 
 
 def _image_folder(spec: Path) -> Path:

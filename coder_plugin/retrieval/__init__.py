@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from coder_plugin.retrieval.analyses import alignment, analyse, format_analyses, recall_by_length, uniformity
 from coder_plugin.retrieval.metrics import format_table, recall, recall_folds, recall_from_embeddings
+from coder_plugin.retrieval.multi_positive import Scores, multi_positive
 from coder_plugin.retrieval.rerank import rerank
 
 __all__ = [
+    "Scores",
     "alignment",
     "analyse",
     "format_analyses",
     "format_table",
+    "multi_positive",
     "recall",
     "recall_by_length",
     "recall_folds",

@@ -174,20 +174,25 @@ def recall_by_length(
         raise CoderError(f"ranks and captions must be one each, got shape {tuple(ranks.shape)} and {len(captions)}")
     if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool or int(ranks.min()) < 0:
         raise CoderError("ranks must be integers from 0 up")
+    labels, bin_of = length_bins(captions, edges)
+    if sample is not None and not 1 <= sample <= len(ranks):
+        raise CoderError(f"sample must be from 1 to the {len(ranks)} captions there are, got {sample}")
+    if sample is not None:
+        drawn = torch.randperm(len(ranks), generator=torch.Generator().manual_seed(seed))[:sample]
+        ranks, bin_of = ranks[drawn], bin_of[drawn]
+    bins = [{"words": label, **_recalls(ranks[bin_of == number])} for number, label in enumerate(labels)]
+    return {"bins": bins, "all": _recalls(ranks), "edges": list(edges), "sample": sample, "seed": seed}
+
+
+def length_bins(captions: Sequence[str], edges: Sequence[int] = LENGTH_EDGES) -> tuple[list[str], Tensor]:
+    """The labels of the bins of `recall_by_length`, and the bin of each caption [T]."""
     edges = list(edges)
     whole = all(isinstance(edge, int) for edge in edges)
     if not edges or not whole or any(low >= high for low, high in zip([0, *edges], edges, strict=False)):
         raise CoderError(f"edges must be increasing numbers of words, from 1 up, got {edges}")
-    if sample is not None and not 1 <= sample <= len(ranks):
-        raise CoderError(f"sample must be from 1 to the {len(ranks)} captions there are, got {sample}")
-    bin_of = torch.bucketize(torch.tensor([len(caption.split()) for caption in captions]), torch.tensor(edges), right=True)
-    if sample is not None:
-        drawn = torch.randperm(len(ranks), generator=torch.Generator().manual_seed(seed))[:sample]
-        ranks, bin_of = ranks[drawn], bin_of[drawn]
+    words = torch.tensor([len(caption.split()) for caption in captions])
     inner = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in zip(edges, edges[1:], strict=False)]
-    labels = [f"<{edges[0]}", *inner, f"{edges[-1]}+"]
-    bins = [{"words": label, **_recalls(ranks[bin_of == number])} for number, label in enumerate(labels)]
-    return {"bins": bins, "all": _recalls(ranks), "edges": edges, "sample": sample, "seed": seed}
+    return [f"<{edges[0]}", *inner, f"{edges[-1]}+"], torch.bucketize(words, torch.tensor(edges), right=True)
 
 
 def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:

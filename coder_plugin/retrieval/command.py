@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -10,13 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.errors import CoderError
+from PIL import Image
 
-#: Flags that say what model an index is of; a search opens it by the same.
-MODEL_FLAGS = (
-    "model pretrained force_image_size force_context_length force_quick_gelu force_custom_text image_mean image_std "
-    "image_interpolation image_resize_mode cache_dir model_kwargs aggregator precision max_regions"
-).split()
+from coder_plugin.errors import CoderError
 
 
 def index_command(arguments: argparse.Namespace) -> str:
@@ -24,7 +21,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     from coder_plugin import distributed
     from coder_plugin.backbones.base import Backbone
     from coder_plugin.retrieval.build import build_index
-    from coder_plugin.training.config import read_flags
+    from coder_plugin.training.config import OPENING, read_flags
     from coder_plugin.training.trained import open_trained, trained_config
 
     given = read_flags(arguments)
@@ -35,7 +32,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     trained = open_trained(config, name=arguments.run_folder)
     if isinstance(trained.model, Backbone):
         _check_regions(trained, source, arguments)
-    named = {name: given[name] for name in MODEL_FLAGS if name in given}
+    named = {name: given[name] for name in OPENING if name in given}
     spec = arguments.run_folder
     model = {
         "name": trained.name,
@@ -168,10 +165,17 @@ def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, An
     for path in arguments.image or []:
         loaded = _load(path)
         queries += [(path, loaded, query) for query in searcher.image([loaded])]
-    queries += [(key, None, searcher.key(key)) for key in arguments.key or []]
+    queries += [(key, _small(searcher.index.records, key), searcher.key(key)) for key in arguments.key or []]
     if not queries:
         raise CoderError("nothing to search for: give --text, --image or --key")
     return queries
+
+
+def _small(records: Any, key: str) -> Any:
+    """The thumbnail of an image of the index, if it has one."""
+    row = records.row_of(key)
+    content = None if row is None else records.thumbnail(row)
+    return None if content is None else Image.open(io.BytesIO(content))
 
 
 def _read_lines() -> list[str]:

@@ -67,7 +67,7 @@ def recall(similarity: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: 
     right = similarity[owner, torch.arange(texts, device=similarity.device)].to(dtype)  # [T]
     beaten = torch.zeros(texts, dtype=torch.int64, device=similarity.device)
     i2t = torch.empty(images, dtype=torch.int64, device=similarity.device)
-    for start, stop in _tiles(images, texts, chunk):
+    for start, stop in tiles(images, texts, chunk):
         tile = similarity[start:stop].to(dtype)
         i2t[start:stop] = row_ranks(tile, *captions_of(start, len(tile), owner))
         beaten += (tile < right).sum(0, dtype=torch.int32)  # never its own image: nothing is below itself
@@ -218,7 +218,7 @@ def summary(i2t: Tensor, t2i: Tensor) -> dict[str, Any]:
     return {**out, "i2t_ranks": both["i2t"], "t2i_ranks": both["t2i"]}
 
 
-def _tiles(queries: int, candidates: int, chunk: int | None) -> Iterator[tuple[int, int]]:
+def tiles(queries: int, candidates: int, chunk: int | None) -> Iterator[tuple[int, int]]:
     """Start and stop of each run of queries."""
     if chunk is None:
         chunk = max(1, _TILE // candidates)
@@ -237,7 +237,7 @@ def products(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int | None) -> Itera
     buffers: list[Tensor] = []
     queries, candidates = (len(side) for side in pairs[0])
     views = max(a.shape[1] * b.shape[1] for a, b in ((_views(a), _views(b)) for a, b in pairs))
-    for start, stop in _tiles(queries, candidates * views, chunk):
+    for start, stop in tiles(queries, candidates * views, chunk):
         total: Any = None
         for number, (a, b) in enumerate(pairs):
             rows, columns = _views(a)[start:stop].flatten(0, 1), _views(b).flatten(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 from coder_plugin.report.page import data_uri, render
@@ -33,7 +34,7 @@ def results_page(index: Index, found: Sequence[tuple[str, Any, Sequence[Hit]]]) 
         "search.html",
         name=index.folder.resolve().name,
         sizes=f"{made['images']:,} images, {made['captions']:,} captions",
-        model=made["model"].get("name", ""),
+        model=PurePath(made["model"].get("name", "")).name,  # a page may be passed on, and folders are nobody's business
         recipe=made["model"].get("recipe", ""),
         queries=queries,
     )

@@ -139,6 +139,7 @@ class TrainConfig:
     )
     val_frequency: int = _flag(1, "run", "evaluate every n epochs (0: never)")
     log_every_n_steps: int = _flag(20, "run", "steps between log lines")
+    report: bool = _flag(True, "run", "write report.html into the run's folder when it ends")
     report_to: str = _flag("", "run", "trackers: tensorboard, wandb, or both with a comma")
     wandb_project_name: str = _flag("coder-plugin", "run", "project of the W&B tracker")
     seed: int = _flag(0, "run", "seed of weights, order and augmentation")
@@ -214,6 +215,24 @@ class TrainConfig:
             raise CoderError(f"unknown option {', '.join(unknown)} in the configuration; known: {', '.join(sorted(known))}")
         return cls(**data)
 
+
+#: Which model is opened, and how exactly it computes.
+OPENING = (
+    "model",
+    "pretrained",
+    "force_image_size",
+    "force_context_length",
+    "force_quick_gelu",
+    "force_custom_text",
+    "image_mean",
+    "image_std",
+    "image_interpolation",
+    "image_resize_mode",
+    "cache_dir",
+    "model_kwargs",
+    "max_regions",
+    "precision",
+)
 
 #: How data are read, and not which: what goes with a data set, and not over to another.
 READING = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +17,15 @@ from coder_plugin.report import pictures
 from coder_plugin.report.alignment import LOCALS
 from coder_plugin.report.plots import check_figures
 from coder_plugin.resolver import resolve
+from coder_plugin.training import retention
+from coder_plugin.training.config import TrainConfig, read_flags
 from coder_plugin.training.encode import Encoded, Encoder
+from coder_plugin.training.evaluation_sets import Known, Sets, asked, further, known_of
 from coder_plugin.training.recalls import measure, plain
+from coder_plugin.training.sources import make_source
 from coder_plugin.training.sweep import sweep
+from coder_plugin.training.trained import open_trained, trained_config
+from coder_plugin.training.zero_shot import zero_shot
 
 __all__ = ["Encoded", "Encoder", "analyses_of", "ensemble", "evaluate", "evaluate_command", "shortlist_length"]
 
@@ -41,7 +47,7 @@ def evaluate(encoder: Encoder, source: Any, *, folds: int = 0, rerank: int | str
         CoderError: ``rerank`` is neither, or the model has no fusion score.
     """
     depth = shortlist_length(rerank, encoder)
-    return _results([encoder(source)], folds, depth)[0]
+    return _result(_Row("", encoder(source), depth), folds, Sets())
 
 
 def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
@@ -94,31 +100,42 @@ def ensemble(encoded: Sequence[Encoded]) -> Encoded:
     )
 
 
-def _results(
-    encoded: Iterable[Encoded], folds: int, depth: int | None, *, analyses: bool = False
-) -> list[dict[str, Any]]:
-    """The figures of each, on every rank; with ``analyses`` those of single models are under that key."""
-    results: list[dict[str, Any]] = []
-    for each in encoded:
-        result: dict[str, Any] = {}
-        if distributed.rank() == 0:
-            result = measure(each, folds, depth)
-            ranks = result["t2i_ranks"]
-            result = plain(result)
-            if analyses and isinstance(each.images, Tensor):
-                from coder_plugin.retrieval.analyses import analyse
+class _Row(NamedTuple):
+    """One line of the command's table, encoded."""
 
-                vectors = each.images, each.texts, each.image_of_text
-                result["analyses"] = analyse(*vectors, each.captions, t2i_ranks=ranks)
-        results.append(result)
-    return distributed.gather_objects(results)[0]
+    name: str
+    encoded: Encoded
+    depth: int | None
+    known: Known | None = None
+    zero_shot: dict[str, Any] | None = None
+
+
+def _result(row: _Row, folds: int, sets: Sets, *, analyses: bool = False) -> dict[str, Any]:
+    """Its figures, on every rank; with ``analyses`` those of a single model are under that key."""
+    result: dict[str, Any] = {}
+    if distributed.rank() == 0:
+        encoded = row.encoded
+        measured = measure(encoded, folds, row.depth)
+        result = plain(measured)
+        if row.known is not None:
+            result.update(further(sets, row.known, encoded, measured))
+        if row.zero_shot is not None:
+            result["zero_shot"] = row.zero_shot
+        if analyses and isinstance(encoded.images, Tensor):
+            from coder_plugin.retrieval.analyses import analyse
+
+            vectors = encoded.images, encoded.texts, encoded.image_of_text
+            result["analyses"] = analyse(*vectors, encoded.captions, t2i_ranks=measured["t2i_ranks"])
+    return distributed.gather_objects(result)[0]
 
 
 def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
-    """``coder-plugin eval``: recall by the model's name, once for each ``--beta`` and ``--context-weight``, and of several
-    models each and together (empty on ranks but the first), as :func:`evaluate` gives it. With ``--analyses FOLDER``, each
-    model's are under ``analyses`` and written there with their figures; with ``--pictures FOLDER``, those of words and regions
-    are written there, and what t-SNE's points measure is under ``concept_words``."""
+    """``coder-plugin eval``: recall by the model's name, once for each ``--beta`` and ``--context-weight``, of several models
+    each and together, and with ``--zeroshot``, ``--base`` or ``--wise-ft`` of the model before and after fine-tuning (empty on
+    ranks but the first), as :func:`evaluate` gives it. What further flags ask for is under ``by``, ``eccv``, ``cxc`` and
+    ``zero_shot``. With ``--analyses FOLDER``, each model's are under ``analyses`` and written there with their figures; with
+    ``--pictures FOLDER``, those of words and regions are written there, and what t-SNE's points measure is under
+    ``concept_words``."""
     runs = list(dict.fromkeys(arguments.run_folder)) or [None]
     weights = {"--beta": arguments.beta, "--context-weight": arguments.context_weight}
     weights = {flag: given for flag, given in weights.items() if given}
@@ -131,40 +148,17 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     if folder:
         check_figures("--analyses", folder, "draws with matplotlib", "matplotlib")
     wanted = pictures.asked(arguments)
+    tuning = retention.asked(arguments, runs)
+    sets = asked(arguments)
     drawn: dict[str, pictures.Collected] = {}
-    if weights:
-        one = _evaluated(arguments, runs[0])
-        depth = shortlist_length(one.rerank, one.encoder)
-        swept = sweep(
-            one.encoder, one.source, betas=weights.get("--beta", ()), context_weights=weights.get("--context-weight", ())
-        )
-        results = {f"{one.name}, {name}": _results([each], arguments.folds, depth)[0] for name, each in swept}
+    rows: Iterable[_Row]
+    if tuning is not None:
+        rows = _tuned_rows(arguments, runs[0], tuning, sets)
+    elif weights:
+        rows = _weighed_rows(arguments, runs[0], weights, sets)
     else:
-        encoded: dict[str, Encoded] = {}
-        depths: list[int | None] = []
-        fused: set[int | None] = set()  # of those that re-rank
-        for run in runs:
-            one = _evaluated(arguments, run)
-            fuses = one.encoder.reranking is not None
-            # in an ensemble the flag is for those that have a fusion score
-            depths.append(shortlist_length(one.rerank if fuses or len(runs) == 1 else None, one.encoder))
-            fused.update(depths[-1:] if fuses else [])
-            if wanted is not None and distributed.rank() == 0:
-                drawn[one.name] = pictures.collect(wanted, one.encoder, one.source, one.beside)
-            encoded[one.name] = one.encoder(one.source)
-            del one  # one model at a time on the device
-        if len(runs) > 1:
-            if len(fused) > 1:
-                kinds = " and ".join(sorted("all" if depth is None else str(depth) for depth in fused))
-                raise CoderError(f"the models of this ensemble re-rank {kinds} candidates: say how many with --rerank")
-            asked = getattr(arguments, "rerank", None)
-            if asked is not None and not fused:
-                raise CoderError(f"--rerank {asked}: none of the models has a fusion score to order candidates by")
-            encoded[f"ensemble of {len(runs)}"] = ensemble(list(encoded.values()))
-            depths.append(fused.pop() if fused else SHORTLIST)
-        results = {}
-        for (name, each), depth in zip(encoded.items(), depths, strict=True):
-            [results[name]] = _results([each], arguments.folds, depth, analyses=bool(folder))
+        rows = _model_rows(arguments, runs, sets, wanted, drawn)
+    results = {row.name: _result(row, arguments.folds, sets, analyses=bool(folder)) for row in rows}
     if distributed.rank() != 0:
         return {}
     if folder:
@@ -173,6 +167,77 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
         for name, measured in pictures.write(wanted, drawn).items():
             results[name]["concept_words"] = measured
     return results
+
+
+def _weighed_rows(
+    arguments: Any, run: str | None, weights: Mapping[str, Sequence[float]], sets: Sets
+) -> Iterator[_Row]:
+    """One model with other weights of its score's parts."""
+    one = _evaluated(arguments, run)
+    depth, known = shortlist_length(one.rerank, one.encoder), known_of(sets, one.source)
+    betas, context_weights = (weights.get(flag, ()) for flag in ("--beta", "--context-weight"))
+    for name, each in sweep(one.encoder, one.source, betas=betas, context_weights=context_weights):
+        yield _Row(f"{one.name}, {name}", each, depth, known)
+
+
+def _model_rows(
+    arguments: Any,
+    runs: Sequence[str | None],
+    sets: Sets,
+    wanted: pictures.Asked | None,
+    drawn: dict[str, pictures.Collected],
+) -> list[_Row]:
+    """Each model, and several together. ``drawn``: takes what ``wanted`` pictures are made of, by name."""
+    rows: list[_Row] = []
+    fused: set[int | None] = set()  # of those that re-rank
+    for run in runs:
+        one = _evaluated(arguments, run)
+        fuses = one.encoder.reranking is not None
+        # in an ensemble the flag is for those that have a fusion score
+        depth = shortlist_length(one.rerank if fuses or len(runs) == 1 else None, one.encoder)
+        fused.update([depth] if fuses else [])
+        known = known_of(sets, one.source)
+        if wanted is not None and distributed.rank() == 0:
+            drawn[one.name] = pictures.collect(wanted, one.encoder, one.source, one.beside)
+        rows.append(_Row(one.name, one.encoder(one.source), depth, known))
+        del one  # one model at a time on the device
+    if len(runs) > 1:
+        if len(fused) > 1:
+            kinds = " and ".join(sorted("all" if depth is None else str(depth) for depth in fused))
+            raise CoderError(f"the models of this ensemble re-rank {kinds} candidates: say how many with --rerank")
+        given = getattr(arguments, "rerank", None)
+        if given is not None and not fused:
+            raise CoderError(f"--rerank {given}: none of the models has a fusion score to order candidates by")
+        together = ensemble([row.encoded for row in rows])
+        rows.append(_Row(f"ensemble of {len(runs)}", together, fused.pop() if fused else SHORTLIST, rows[0].known))
+    return rows
+
+
+def _tuned_rows(arguments: Any, run: str | None, tuning: retention.Asked, sets: Sets) -> Iterator[_Row]:
+    """The model before fine-tuning, where there is one, and after, or the weights between them; one at a time."""
+    config, source = _data_of(arguments, run)
+    known = known_of(sets, source)
+
+    def row(name: str, encoder: Encoder, rerank: str | None) -> _Row:
+        accuracy = None if sets.classes is None else zero_shot(encoder, sets.classes)
+        return _Row(name, encoder(source), shortlist_length(rerank, encoder), known, accuracy)
+
+    before = retention.open_base(run, _given(arguments), config, source, tuning, export=arguments.export)
+    weights = None
+    if before is not None:
+        yield row(before.name, before.encoder(), None)
+        weights = retention.weights_of(before.model) if tuning.alphas else None
+    del before
+    one = _evaluated(arguments, run, data=(config, source))
+    if weights is None:
+        yield row(one.name, one.encoder, one.rerank)
+        return
+    between = retention.Between(one.encoder.model, config.pretrained, weights)
+    for alpha in tuning.alphas:
+        between.to(alpha)
+        yield row(f"{one.name}, wise-ft {alpha:g}", one.encoder, one.rerank)
+        if tuning.save is not None and alpha == tuning.save[0] and distributed.rank() == 0:
+            retention.save(one.encoder, tuning.save[1])
 
 
 def analyses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -195,21 +260,28 @@ class _Evaluated(NamedTuple):
     beside: Any = None  # pictures of what is read as regions, where --pictures asks for them
 
 
-def _evaluated(arguments: Any, run: str | None) -> _Evaluated:
-    """The name, the data, the model and the shortlist's length of one run's export, or of what the flags name."""
-    from coder_plugin.training.config import read_flags
-    from coder_plugin.training.sources import make_source
-    from coder_plugin.training.trained import open_trained, trained_config
-
+def _given(arguments: Any) -> dict[str, Any]:
+    """The options that the flags and a file set."""
     given = read_flags(arguments)
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
-    config = trained_config(run, given, export=arguments.export)
+    return given
+
+
+def _data_of(arguments: Any, run: str | None) -> tuple[TrainConfig, Any]:
+    """The options that open one run's export, or what the flags name, and its data."""
+    config = trained_config(run, _given(arguments), export=arguments.export)
     if run is not None and not (Path(run) / "config.json").is_file() and config.val_data is None:
         raise CoderError(f"{run} is an export, which names no data: say what to evaluate on with --val-data")
     source = make_source(config, split=arguments.split)
     if source is None:
         raise CoderError("no data to evaluate on: name them with --val-data")
+    return config, source
+
+
+def _evaluated(arguments: Any, run: str | None, *, data: tuple[TrainConfig, Any] | None = None) -> _Evaluated:
+    """The name, the data, the model and the shortlist's length of one run's export, or of what the flags name."""
+    config, source = data or _data_of(arguments, run)
     drawing = bool(getattr(arguments, "pictures", None))
     trained = open_trained(config, name=run and str(run), source=source, catch=LOCALS if drawing else ())
     beside = pictures.pictures_beside(config, arguments.split) if drawing else None

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.backbones.clip import read_training_checkpoint
+from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import in_score
 from coder_plugin.recipe import Recipe
 
 WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; backbones of ours have their own
+OLDER = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")  # what open_clip has called them
 HEADS = "coder.safetensors"
 VOCABULARY = "concepts.safetensors"
 
@@ -48,6 +49,9 @@ def export_model(
     inner: Any = getattr(tokenizer, "tokenizer", None)
     if hasattr(inner, "save_pretrained"):
         inner.save_pretrained(folder)
+    text: Any = getattr(getattr(model, "text", None), "config", None)
+    if hasattr(text, "save_pretrained"):  # a Hugging Face tower's shape, which open_clip would ask its hub, or a path, for
+        text.save_pretrained(folder / TEXT_FOLDER)
     if model.coder_config is not None:
         written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
         (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
@@ -60,7 +64,10 @@ def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = 
     scoring = _scoring_state(model, state)
     if not scoring:
         return None
-    _write(scoring, folder / HEADS, coder=json.dumps(made_with(model)))
+    made = made_with(model)
+    for options in made["recipe"]["heads"].values():
+        options.pop("vocabulary", None)  # it lies beside, and where it was is nobody's business
+    _write(scoring, folder / HEADS, coder=json.dumps(made))
     for head in model.coder.heads.values():
         if getattr(head, "vocabulary", None) is not None:
             head.vocabulary.save(folder / VOCABULARY)
@@ -78,7 +85,7 @@ def exported(folder: Path) -> tuple[Path | None, Path | None]:
     """An export's weights, and its configuration where the model is a backbone of ours; None where there is none."""
     if (folder / own.WEIGHTS).is_file():
         return folder / own.WEIGHTS, folder / own.CONFIG
-    return (folder / WEIGHTS if (folder / WEIGHTS).is_file() else None), None
+    return next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None), None
 
 
 def weights_named(pretrained: str | None) -> str | None:
@@ -123,12 +130,10 @@ def read_heads(path: Path) -> Made:
 def start_heads(model: Any, pretrained: str | None) -> bool:
     """Take scoring heads that come with weights to start from, those beside an export or in a checkpoint of open_clip's
     trainer. Returns whether there were any; a warning where they are another recipe's."""
-    from safetensors.torch import load_file
-
     file = heads_beside(pretrained)
     checkpoint = read_training_checkpoint(pretrained)
     if file is not None:
-        state = load_file(file)
+        state = _read(file)
     elif checkpoint is not None:
         plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
         state = _scoring_state(model, plain)
@@ -148,9 +153,17 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
 
 def load_heads(model: Any, path: Path) -> None:
     """Put the weights that :func:`export_heads` wrote into a model made with the same recipe."""
+    _load(model, _read(path), str(path))
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    _load(model, load_file(path), str(path))
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CoderError(f"{path} cannot be read: {error}") from error
 
 
 def _load(model: Any, state: Mapping[str, Tensor], where: str) -> None:

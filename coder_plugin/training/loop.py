@@ -38,7 +38,7 @@ from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.training.export import export_heads, export_model
-from coder_plugin.training.log import RunLog, versions
+from coder_plugin.training.log import RunLog, machine, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
 from coder_plugin.training.sources import make_source
 from coder_plugin.training.step import NonFiniteError, explain_gradient, forward_backward, restored_buffers
@@ -152,6 +152,8 @@ class Trainer:
                 if self.val is not None and config.val_frequency and (last or self.epoch % config.val_frequency == 0):
                     self._evaluate(f"after epoch {self.epoch}")
                 self._save()
+            if config.report:
+                self._report()
         return {"last": self.last, "best": self.best, "folder": str(self.folder)}
 
     def _prepare(self) -> None:
@@ -342,6 +344,22 @@ class Trainer:
                 export_heads(self.model, self.folder / "export" / tag)
         distributed.barrier()
 
+    def _report(self) -> None:
+        """The run as a page to open. The run is over and saved: a fault here is told of, and ends nothing."""
+        from coder_plugin.report.pictures import pictures_beside
+        from coder_plugin.report.run import write_report
+
+        seen: dict[str, Any] = {"reason": "the run had no validation data, or --val-frequency 0"}
+        if self.val is not None and self.config.val_frequency:
+            seen = {"encoder": self.encoder, "source": self.val, "weights": f"the model after epoch {self.epoch}"}
+            seen["beside"] = pictures_beside(self.config, "val")
+        self.model.eval()
+        try:
+            with self._averaged():
+                self.log.say(f"report: {write_report(self.folder, **seen)}")
+        except Exception:
+            logging.warning("no report could be written (coder-plugin report %s tries again)", self.folder, exc_info=True)
+
     # -- resuming ------------------------------------------------------------------------------------------------
 
     def _found_checkpoint(self) -> tuple[dict, dict, dict | None] | None:
@@ -474,6 +492,7 @@ class Trainer:
             "epochs": config.epochs,
             "precision": str(self.accelerator.mixed_precision),
             "device": str(self.device),
+            "machine": machine(self.device),
             "ranks": distributed.world_size(),
             "versions": versions(),
         }

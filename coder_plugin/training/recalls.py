@@ -28,7 +28,8 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
     """What `recall` returns, with the numbers of ``images`` and ``texts``, and under ``folds`` the mean of so many.
 
     Where a fusion score re-ranks, recall is its, ``rerank`` says of how many candidates, and ``shortlist`` has the same
-    figures of the vectors alone. A pair is scored in float32, also where its items were made under autocast.
+    figures of the vectors alone; where it scores every pair, ``scores`` [N, T] are these. A pair is scored in float32, also
+    where its items were made under autocast.
 
     Args:
         folds: how many, 0: none. Each has shortlists of its own.
@@ -103,7 +104,7 @@ def _rerank_first(encoded: Encoded, score: Scorer, folds: int, k: int) -> dict[s
 def _rerank_all(encoded: Encoded, score: Scorer, folds: int) -> dict[str, Any]:
     """Every pair by ``score``: the whole matrix, which the paper's protocol asks for."""
     matrix = score.all_pairs().cpu()
-    result = recall(matrix, encoded.image_of_text)
+    result = {**recall(matrix, encoded.image_of_text), "scores": matrix}
 
     def fold(own: slice, captions: Tensor, owner: Tensor) -> dict[str, Any]:
         return recall(matrix[own][:, captions], owner)

@@ -1,14 +1,14 @@
 """A trained model, opened to embed: where evaluation, index, search, report and sharing begin.
 
-It is named by a run's folder, by an export's (``RUN/export/best``, or one that was shared), or by open_clip's ``--model``
-and ``--pretrained``.
+It is named by a run's folder, by an export's (``RUN/export/best``, or one that was shared), by a repository that one was
+shared to (``hf-hub:OWNER/NAME``), or by open_clip's ``--model`` and ``--pretrained``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.data.source import decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.training import setup
 from coder_plugin.training.config import READING, TrainConfig
 from coder_plugin.training.encode import Encoder
 from coder_plugin.training.export import exported, heads_beside, load_heads, read_heads
+from coder_plugin.training.shared import fetch, kept_options
 
 #: Of a run's options, those that say nothing of the model it has become.
 _OF_TRAINING = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
@@ -49,6 +51,33 @@ class Trained:
         }
         return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**given, **options})
 
+    def encode_images(self, images: Sequence[Any], *, batch_size: int | None = None) -> Tensor:
+        """Retrieval vectors [n, D], or [n, V, D] of a model that gives an image V features; float32, on the CPU.
+
+        Their inner products with :meth:`encode_texts` are the scores (of V features the greatest); of a model that re-ranks,
+        those of its shortlists.
+
+        Args:
+            images: n pictures (PIL) or their paths; for a region model :class:`~coder_plugin.data.regions.base.Regions`.
+            batch_size: None: the configuration's.
+
+        Raises:
+            CoderError: a picture that cannot be read. ValueError: no images.
+        """
+        encoder = self.encoder(workers=0)
+        size = batch_size or encoder.batch_size
+        return torch.cat([encoder.image([_loaded(each) for each in part])[0] for part in _parts(images, size, "images")])
+
+    def encode_texts(self, texts: Sequence[str], *, batch_size: int | None = None) -> Tensor:
+        """Retrieval vectors [n, D] of n texts, float32, on the CPU.
+
+        Raises:
+            ValueError: no texts, or a single one that is not in a list.
+        """
+        encoder = self.encoder(workers=0)
+        size = batch_size or encoder.batch_size
+        return torch.cat([encoder.text(part)[0] for part in _parts(texts, size, "texts")])
+
     def fingerprint(self) -> str:
         """Hexadecimal digest of everything that decides the retrieval vectors but the arithmetic's precision: weights,
         scoring heads, and how pictures and texts are prepared. Paths and versions do not change it."""
@@ -56,8 +85,8 @@ class Trained:
         preparation = {
             "preprocess": getattr(getattr(self.model, "visual", None), "preprocess_cfg", None),
             "max_regions": self.config.max_regions if isinstance(self.model, Backbone) else None,
-            "context_length": self.config.force_context_length,
-            "weights": self.model.coder.recipe.heads,
+            "context_length": getattr(self.tokenizer, "context_length", None),
+            "weights": _without_paths(self.model.coder.recipe.heads),
         }
         digest.update(json.dumps(preparation, sort_keys=True, default=str).encode())
         for name, value in sorted(self.model.state_dict().items()):
@@ -66,12 +95,35 @@ class Trained:
         return digest.hexdigest()
 
 
+def _without_paths(heads: Any) -> Any:
+    """Options of heads less where a vocabulary was: what it says is in the state."""
+    return [(name, [option for option in options if option[0] != "vocabulary"]) for name, options in heads]
+
+
+def _loaded(image: Any) -> Any:
+    """What an item of a data set loads, of a picture or its path."""
+    if isinstance(image, (str, Path)):
+        try:
+            return decode_image(str(image))
+        except (OSError, ValueError) as error:
+            raise CoderError(f"{image}: {error}") from error
+    return image.convert("RGB") if hasattr(image, "convert") else image
+
+
+def _parts(items: Sequence[Any], size: int, what: str) -> list[list[Any]]:
+    if isinstance(items, str):
+        raise ValueError(f"{what} must be a list, also of one: [{items!r}]")
+    if not len(items):
+        raise ValueError(f"no {what}")
+    return [list(items[at : at + size]) for at in range(0, len(items), size)]
+
+
 def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export: str = "best") -> TrainConfig:
     """The options that open a model.
 
     Args:
-        spec: a run's folder, whose options hold as far as ``given`` does not say otherwise; an export's; None: ``given``
-            alone names the model.
+        spec: a run's folder, whose options hold as far as ``given`` does not say otherwise; an export's, or
+            ``hf-hub:OWNER/NAME[@REVISION]``, one that was shared; None: ``given`` alone names the model.
         given: options of :class:`TrainConfig`.
         export: which of a run's, best or last.
 
@@ -79,7 +131,8 @@ def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export:
         CoderError: nothing to open there.
     """
     if spec is not None:
-        given = {**_options_of(Path(spec), given, export), **given, **_weights_of(Path(spec), export)}
+        folder = fetch(spec, cache_dir=given.get("cache_dir"))
+        given = {**_options_of(folder, given, export), **given, **_weights_of(folder, export)}
     return TrainConfig.from_dict({**given, **_OF_TRAINING}).resolved()
 
 
@@ -99,15 +152,21 @@ def _weights_of(folder: Path, export: str) -> dict[str, Any]:
     found: dict[str, Any] = {"pretrained": str(weights)}
     if configuration is not None:
         found.update(model=str(configuration), model_kwargs=[])
-    elif not _is_run(folder):
-        found.update(model=f"local-dir:{place}")
+    elif not _is_run(folder) or _configuration_gone(folder):
+        found.update(model=f"local-dir:{place}", model_kwargs=None)
     return found
 
 
+def _configuration_gone(run: Path) -> bool:
+    """Whether the run's model was a configuration's path that leads nowhere from here; its exports have it as well."""
+    model = json.loads((run / "config.json").read_text()).get("model") or ""
+    return model.endswith(".json") and not Path(model).is_file()
+
+
 def _options_of(folder: Path, given: Mapping[str, Any], export: str) -> dict[str, Any]:
-    """What a run was trained with; of other data, how the run's were read says nothing."""
+    """What a run was trained with; of other data, how the run's were read says nothing. What came with a shared folder."""
     if not _is_run(folder):
-        return {}
+        return kept_options(folder)
     trained = json.loads((folder / "config.json").read_text())
     return {key: value for key, value in trained.items() if "val_data" not in given or key not in READING}
 
@@ -155,7 +214,7 @@ def load_model(folder: str | Path, *, device: Any = None) -> Any:
     a fusion score, which re-ranks, those of its shortlists (docs/ascl.md).
 
     Args:
-        folder: an export, ``RUN/export/best`` or ``RUN/export/last``, or a run's folder: its best.
+        folder: an export, ``RUN/export/best`` or ``RUN/export/last``, or a run's folder: its best; or ``hf-hub:OWNER/NAME``.
         device: None: the CPU.
 
     Raises:

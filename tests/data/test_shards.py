@@ -187,8 +187,8 @@ FOREIGN, REGIONS = npz(embedding=np.ones(4)), npz(features=np.ones((2, 3)))
 def read_with_npz(monkeypatch, spec: str) -> tuple[list[Any], int]:
     """The items of a shard, and how many of its samples had their ``npz`` read into memory."""
     read: list[bool] = []
-    real = ShardSource._item
-    monkeypatch.setattr(ShardSource, "_item", lambda *args: (read.append("npz" in args[2]), real(*args))[1])
+    real = ShardSource.item
+    monkeypatch.setattr(ShardSource, "item", lambda *args: (read.append("npz" in args[2]), real(*args))[1])
     return [item for _, item in open_shards(spec).items()], sum(read)
 
 

@@ -1,9 +1,10 @@
+import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from tests.integrations import upstream_runs
+from tests.integrations import hub_runs, upstream_runs
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,18 @@ def released(upstream: SimpleNamespace) -> SimpleNamespace:
     if not open_clip.__version__.startswith("3.3."):
         pytest.skip(f"of open_clip 3.3's trainer, and {open_clip.__version__} is installed")
     return upstream
+
+
+@pytest.fixture(scope="session")
+def hub_models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> SimpleNamespace:
+    """Trained ``runs`` by name, each as a folder in ``shared``, and what is ``known`` of their vectors before that."""
+    import coder_plugin
+
+    pytest.importorskip("peft", reason="one of the runs has adapters: pip install .[lora]")
+    runs = hub_runs.make(tmp_path_factory.mktemp("runs"), tiny_model)
+    hub_runs.finish(runs["coder"], **hub_runs.FIGURES)
+    shutil.copytree(runs["coder"] / "export" / "last", runs["coder"] / "export" / "best")
+    shared = tmp_path_factory.mktemp("shared")
+    for name, run in runs.items():
+        assert coder_plugin.save_pretrained(run, shared / name, export="last") == shared / name
+    return SimpleNamespace(runs=runs, shared=shared, known=hub_runs.known(runs, tmp_path_factory.mktemp("pictures")))

@@ -93,7 +93,7 @@ def by_tiles(shortlist_by: Tensor, order_by: Tensor, owner: list[int], k: int, c
 
     def products(pairs: Any, chunk: int | None) -> Any:
         queries = shortlist_by if len(pairs[0][0]) == len(shortlist_by) and pairs[0][0][0, 0] == 1 else shortlist_by.T
-        for start, stop in metrics._tiles(*queries.shape, chunk):
+        for start, stop in metrics.tiles(*queries.shape, chunk):
             yield start, queries[start:stop].clone()
 
     module.products = products  # type: ignore[attr-defined]

@@ -112,6 +112,25 @@ def test_coder_in_micro_batches_is_coder_in_one_batch(tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_a_run_ends_in_a_page_to_open(tmp_path, capsys, caplog, monkeypatch, with_report):
+    """With the model's results where there are any; a fault in it is told of, and the run has ended well all the same."""
+    Trainer(config(tmp_path, val_frequency=1, epochs=1)).run()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"report: {tmp_path / 'run' / 'report.html'}" in capsys.readouterr().out
+    assert "the model after epoch 1" in page and page.count("data:image/jpeg") > 4
+    Trainer(config(tmp_path, "blind", epochs=1)).run()
+    assert "--val-frequency 0" in (tmp_path / "blind" / "report.html").read_text()
+
+    def broken(*_, **__):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("coder_plugin.report.run.write_report", broken)
+    assert Trainer(config(tmp_path, "broken", epochs=1)).run()["folder"].endswith("broken")
+    assert "no report could be written" in caplog.text and not (tmp_path / "broken" / "report.html").exists()
+    Trainer(config(tmp_path, "without", epochs=1, report=False)).run()
+    assert caplog.text.count("no report") == 1
+
+
 def test_a_coder_run_is_evaluated_from_its_export_alone(tmp_path, capsys):
     """With the concept level in the score, its vocabulary from the export, and a row for each beta."""
     from coder_plugin.concepts import scenes_vocabulary

@@ -59,7 +59,7 @@ class RegionSource:
 
     def __init__(self, captions: Source, regions: RegionFile, *, max_missing: int | None = None) -> None:
         self.name = captions.name
-        self._captions, self._regions = captions, regions
+        self.captions, self._regions = captions, regions
         whole = isinstance(captions, ItemSource)
         # without pictures, which items of shards hold
         items = [_bare(item) for _, item in islice(captions.items(), None if whole else FIRST)]
@@ -74,20 +74,21 @@ class RegionSource:
 
     @property
     def num_images(self) -> int | None:
-        return self._captions.num_images
+        return self.captions.num_images
 
     def samples(self, captions: str, num_samples: int | None = None) -> int:
-        return self._captions.samples(captions, num_samples)
+        return self.captions.samples(captions, num_samples)
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        for chunk in self._captions.chunks(plan):
-            yield [self._with_regions(item) for item in chunk]
+        for chunk in self.captions.chunks(plan):
+            yield [self.with_regions(item) for item in chunk]
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        for index, item in self._captions.items(rank, world_size, block=block):
-            yield index, self._with_regions(item)
+        for index, item in self.captions.items(rank, world_size, block=block):
+            yield index, self.with_regions(item)
 
-    def _with_regions(self, item: Item) -> Item:
+    def with_regions(self, item: Item) -> Item:
+        """An item of :attr:`captions` whose image is its regions."""
         name = self._rule.of(item)
         if name is None or name not in self._regions:
             return replace(item, load=partial(_absent, item.key))

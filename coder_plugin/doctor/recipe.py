@@ -1,0 +1,134 @@
+"""Whether the recipe and the model that the flags name can be made and trained on these data, as a run would find out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.doctor.findings import Finding, many, note, ok, problem, warning
+from coder_plugin.errors import CoderError
+
+
+@dataclass
+class Made:
+    """What the checks of data want to know of the model, as far as it could be made."""
+
+    tokenizer: Callable[[list[str]], Any] | None = None
+    image_size: int | None = None
+    region_dim: int | None = None
+
+
+def check_recipe(config: Any, source: Any, made: Made) -> Iterator[Finding]:
+    """Make recipe, model and loss on the CPU, as :class:`~coder_plugin.training.loop.Trainer` does; fills in ``made``.
+
+    ``source``: the training data; None where they cannot be read, and then what depends on them is left out.
+    """
+    import torch
+
+    from coder_plugin.model import create_loss, required_heads
+    from coder_plugin.training import setup
+
+    if config.model is None and not config.on_scenes and not _names_model(config):
+        yield note("recipe.model", "no --model: recipe and model were not checked", "--model NAME, as train has it")
+        return
+    config = config.resolved()
+    recipe = setup.make_recipe(config)
+    heads = ", ".join(required_heads(recipe)) or "none"
+    yield ok("recipe.loss", f'--loss "{config.loss}" is {recipe}; heads: {heads}')
+    samples = None if source is None else source.samples(config.captions, config.train_num_samples)
+    if samples is None:
+        do = "mend them first, then run doctor again: what the recipe takes from the data is not known"
+        yield note("recipe.data", "without training data the model is not checked", do)
+        return
+    recipe = setup.fit_recipe(recipe, config, samples_per_epoch=samples)
+    offline, waived = _without_downloads(config)
+    yield from waived
+    model = setup.make_model(offline, recipe, torch.device("cpu"), source)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    made.tokenizer = setup.make_tokenizer(offline, model)
+    if isinstance(model, Backbone):
+        made.region_dim = getattr(model.transform(), "region_dim", None)
+        reads = "regions" if made.region_dim is None else f"regions of {made.region_dim} channels"
+    else:
+        size = model.visual.image_size
+        made.image_size = size if isinstance(size, int) else min(size)
+        reads = f"pictures of {size} pixels" if isinstance(size, int) else f"pictures of {size[0]} x {size[1]} pixels"
+    width = made.tokenizer(["a"]).shape[1]
+    text = f"{config.model}: {type(model).__name__}, {parameters:,} parameters, reads {reads} and texts of {width} tokens"
+    yield ok("recipe.model", text)
+    create_loss(recipe, model=model)
+    setup.check_accumulation(model, config)
+    setup.make_transforms(model, config)
+    yield from _check_tagger(model, config)
+    yield from _steps(model, config, samples)
+
+
+def _names_model(config: Any) -> bool:
+    from coder_plugin.recipe import Recipe
+
+    return "model" in dict(Recipe.parse(config.loss).training)
+
+
+def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
+    """The configuration without the weights that would be downloaded, and what is not checked for that."""
+    import open_clip
+
+    from coder_plugin.backbones import own
+
+    said = []
+    pretrained = config.pretrained
+    if pretrained is not None and not Path(pretrained).is_file() and own.find(config.model) is None:
+        tags = open_clip.list_pretrained_tags_by_model(config.model)
+        if tags and pretrained not in tags:
+            text = f"--pretrained {pretrained} is neither a file nor a tag of {config.model}"
+            said.append(problem("recipe.pretrained.unknown", text, f"one of its tags: {', '.join(tags)}"))
+        else:
+            text = (
+                f"the weights {pretrained} of {config.model} were not looked at: open_clip downloads them when a run begins"
+            )
+            said.append(
+                note("recipe.pretrained", text, "nothing, where the machine has a network or the weights in its cache")
+            )
+        config = replace(config, pretrained=None)
+    if config.pretrained_image:
+        text = "--pretrained-image: timm's weights were not looked at; they are downloaded when a run begins"
+        said.append(note("recipe.pretrained_image", text, "without a network: --pretrained-image-path FILE"))
+        config = replace(config, pretrained_image=False)
+    return config, said
+
+
+def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
+    from coder_plugin.training import setup
+
+    try:
+        tags = setup.make_tags(model, config)
+    except CoderError as error:
+        yield problem("recipe.tagger", str(error), "install or name the pipeline, as it says")
+    else:
+        if tags is not None:
+            yield ok("recipe.tagger", f"the tagger {tags.tagger} loads")
+
+
+def _steps(model: Any, config: Any, samples: int) -> Iterator[Finding]:
+    batch = config.batch_size * config.accum_freq
+    steps = samples // config.batch_size // config.accum_freq
+    if not steps:
+        text = f"an epoch of {samples:,} samples holds no step of {batch:,} pairs"
+        yield problem("recipe.steps", text, f"--batch-size {max(1, samples // config.accum_freq)} or less, or more data")
+        return
+    left = samples - steps * batch
+    total = f"{many(steps * config.epochs, 'step')} in {many(config.epochs, 'epoch')}, on one process"
+    text = f"{samples:,} samples an epoch: {many(steps, 'step')} of {batch:,} pairs, {left:,} left over; {total}"
+    yield ok("recipe.steps", text)
+    if left > samples / 4:
+        text = f"{left:,} of {samples:,} samples are left over each epoch, for they do not fill a step"
+        yield warning("recipe.left_over", text, "a smaller --batch-size")
+    try:
+        model.coder.check(batch=batch, samples=batch * steps * config.epochs)
+    except CoderError as error:
+        yield problem("recipe.sizes", str(error), "set the option that it names")
+    else:
+        yield ok("recipe.sizes", "banks and prototypes suit the batch and the length of the run")

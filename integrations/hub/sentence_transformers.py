@@ -1,0 +1,118 @@
+"""A shared model for ``sentence_transformers.SentenceTransformer(FOLDER)``: vectors whose product is the score.
+
+sentence-transformers takes any module with the methods below; nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.errors import CoderError
+from coder_plugin.training.export import export_heads, export_model
+from coder_plugin.training.shared import HUB, fetch
+from coder_plugin.training.trained import Trained, open_trained, trained_config
+
+#: What its loader reads in a folder.
+FILES = ("modules.json", "config_sentence_transformers.json")
+
+
+def write_files(folder: Path) -> None:
+    """Make an export's folder one that ``SentenceTransformer(folder, trust_remote_code=True)`` opens."""
+    kind = f"{__name__}.{PictureText.__name__}"
+    modules = [{"idx": 0, "name": "0", "path": "", "type": kind}]
+    options = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
+    for name, value in zip(FILES, (modules, options), strict=True):
+        (folder / name).write_text(json.dumps(value, indent=1) + "\n")
+
+
+class PictureText(nn.Module):
+    """Texts (str) and pictures (PIL), mixed as they come -> ``sentence_embedding`` [n, D], fused scores included.
+
+    A string is a text, also one that looks like a file's name.
+    """
+
+    save_in_root = True
+    #: Of a batch of both, sentence-transformers says "message".
+    modalities = ["text", "image", "message"]
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__()
+        if isinstance(trained.model, Backbone):
+            raise CoderError(f"{trained.name} reads region features, and sentence-transformers gives texts and pictures")
+        self.model, self.trained = trained.model, trained
+        self.tokenizer = trained.tokenizer
+        self._dimension = int(trained.encode_texts(["a picture"]).shape[-1])
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """Tokens of a text that are read."""
+        return getattr(self.tokenizer, "context_length", None)
+
+    @classmethod
+    def load(
+        cls,
+        model_name_or_path: str,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_folder: str | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        **_: Any,
+    ) -> PictureText:
+        """Of a shared folder or repository; sentence-transformers calls it."""
+        folder = Path(model_name_or_path)
+        if not folder.is_dir():
+            folder = fetch(f"{HUB}{model_name_or_path}", revision=revision, cache_dir=cache_folder, token=token)
+        return cls(open_trained(trained_config(folder, {}), name=model_name_or_path, device=torch.device("cpu")))
+
+    def save(self, output_path: str, *_: Any, **__: Any) -> None:
+        """What :meth:`load` opens; sentence-transformers writes its own files beside."""
+        export_model(self.model, Path(output_path), tokenizer=self.tokenizer)
+        export_heads(self.model, Path(output_path))
+
+    def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: Any) -> dict[str, Any]:
+        """n texts and pictures -> their ids [t, T] and pixels [i, 3, H, W], and in ``is_text`` [n] which is which.
+
+        Raises:
+            ValueError: something that is neither.
+        """
+        texts = [f"{prompt or ''}{each}" for each in inputs if isinstance(each, str)]
+        pictures = [each for each in inputs if hasattr(each, "convert")]
+        if len(texts) + len(pictures) != len(inputs):
+            other = next(each for each in inputs if not isinstance(each, str) and not hasattr(each, "convert"))
+            raise ValueError(f"this model reads texts (str) and pictures (PIL), and was given a {type(other).__name__}")
+        features: dict[str, Any] = {"is_text": torch.tensor([isinstance(each, str) for each in inputs])}
+        if texts:
+            features["text"] = self.tokenizer(texts)
+        if pictures:
+            features["image"] = torch.stack([self.trained.transform(each.convert("RGB")) for each in pictures])
+        return features
+
+    def tokenize(self, texts: Sequence[Any], **options: Any) -> dict[str, Any]:
+        """What :meth:`preprocess` was called before sentence-transformers 5.4."""
+        return self.preprocess(texts, **options)
+
+    def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """Adds ``sentence_embedding`` [n, D], float32."""
+        is_text: Tensor = features["is_text"]
+        vectors = torch.zeros(len(is_text), self._dimension, device=is_text.device)
+        if "text" in features:
+            vectors[is_text] = self.model.embed_text(features["text"]).float()
+        if "image" in features:
+            vectors[~is_text] = self.model.embed_image(features["image"]).float()
+        return {**features, "sentence_embedding": vectors}
+
+    def get_embedding_dimension(self) -> int:
+        """D."""
+        return self._dimension
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """D, by the name it had before sentence-transformers 5.4."""
+        return self._dimension

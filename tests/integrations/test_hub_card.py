@@ -1,0 +1,242 @@
+"""The model card says what was run, what was measured and what nobody knows; the hub can read its header."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+import coder_plugin
+from coder_plugin.integrations.hub.card import card_text
+from coder_plugin.integrations.hub.record import bare, results_of, run_record, without_paths
+from coder_plugin.recipe import Recipe
+from coder_plugin.training.export import export_heads, export_model
+
+MODEL = {
+    "class": "CLIP",
+    "name": "CLIP",
+    "pictures": True,
+    "parameters": 1_234_567,
+    "dimensions": 96,
+    "views": 1,
+    "heads": [],
+    "aggregator": "tower",
+    "concepts": None,
+    "re-ranks": False,
+    "text tower": None,
+    "max_regions": None,
+}
+RUN = {
+    "training data": {"name": "train-{0..9}.tar", "images": 6000, "samples per epoch": 6000, "captions": "draw"},
+    "validation data": {"name": "val.tar", "images": 1000},
+    "steps per epoch": 46,
+    "epochs": 10,
+    "batch": {"per rank and forward": 64, "global per step": 128},
+    "precision": "bf16",
+    "device": "cuda:0",
+    "ranks": 2,
+    "versions": {"torch": "9.9"},
+}
+RECALLS = {"i2t_r1": 1.5, "i2t_r5": 2.5, "i2t_r10": 3.5, "t2i_r1": 4.5, "t2i_r5": 5.5, "t2i_r10": 6.5, "rsum": 24.0}
+RESULTS = {**RECALLS, "images": 1000, "texts": 5000, "epoch": 10, "step": 460}
+
+
+def record(recipe: str = "3*dcl(mu=0.07) + clip", **changed: Any) -> dict[str, Any]:
+    options = {"model": "ViT-B-32", "seed": 7, "precision": "amp_bf16", "pretrained": "openai"}
+    known = {"recipe": recipe, "terms": Recipe.parse(recipe).to_dict(), "options": options}
+    return {**known, "run": RUN, "results": RESULTS, "model": MODEL, **changed}
+
+
+def card(made: dict[str, Any], name: str = "folder", **stated: Any) -> ModelCard:
+    return ModelCard(card_text(name, made, {"open_clip_model.safetensors": 12_345_678}, on_hub="/" in name, **stated))
+
+
+def test_what_was_run_and_measured_is_in_it() -> None:
+    made = card(record(), license="mit", base_model="group/base", datasets=["nlphuji/flickr30k"])
+    for said in (
+        "# folder",
+        "an open_clip model (CLIP, `ViT-B-32`)",
+        "1,234,567",
+        "96 dimensions",
+        "`open_clip_model.safetensors` 12.3 MB",
+        "recipe: `3*dcl(mu=0.07) + clip`",
+        "- dcl: weight 3, mu=0.07",
+        "- clip: weight 1",
+        "began as: group/base",
+        "`train-{0..9}.tar`, 6,000 images",
+        "10 epochs of 46 steps, 128 pairs a step, precision bf16, 2 x cuda:0, seed 7",
+        "torch 9.9",
+        "| vectors | 1.50 | 2.50 | 3.50 | 4.50 | 5.50 | 6.50 | 24.00 |",
+        "on 1,000 images and 5,000 captions of `val.tar`",
+        "after epoch 10 (step 460)",
+        "6,000 training images are few",
+        "One run with one seed",
+        'coder_plugin.from_pretrained("folder")',
+        "coder-plugin eval folder --val-data DATA --precision amp_bf16",
+        'create_model_from_pretrained("local-dir:folder")',
+        'SentenceTransformer("folder", trust_remote_code=True)',
+        "arXiv:2208.09843",
+        "OpenCLIP",
+    ):
+        assert said in made.content, said
+    assert "No licence was stated" not in made.content and "2405.10029" not in made.content
+    data = made.data
+    assert (data.library_name, data.license, data.base_model) == ("open_clip", "mit", "group/base")
+    assert data.pipeline_tag == "zero-shot-image-classification" and data.datasets == ["nlphuji/flickr30k"]
+    measured = {result.metric_name: result.metric_value for result in data.eval_results}
+    assert measured == dict(zip(measured, RECALLS.values(), strict=True)) and list(measured)[0] == "image to text R@1"
+    assert {result.dataset_name for result in data.eval_results} == {"val.tar"}
+
+
+def test_of_a_repository() -> None:
+    made = card(record(), "group/name").content
+    for said in ('from_pretrained("group/name")', "eval hf-hub:group/name ", '"hf-hub:group/name"', 'Transformer("group/name"'):
+        assert said in made, said
+    assert "local-dir" not in made
+    beside = card(record(model={**MODEL, "text tower": "text"}), "group/name").content
+    assert 'os.chdir(snapshot_download("group/name"))' in beside and '"local-dir:."' in beside
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wanted"),
+    [
+        ("coder", {"2208.09843"}),
+        ("clip + ascl", {"2405.10029"}),
+        ("clip + 0.5*selfalign", {"2308.14009"}),
+        ("coder + selfalign", {"2208.09843", "2308.14009"}),
+        ("clip", set()),
+    ],
+)
+def test_the_papers_of_the_losses_are_cited(recipe: str, wanted: set[str]) -> None:
+    made = card(record(recipe)).content
+    assert {paper for paper in ("2208.09843", "2405.10029", "2308.14009") if paper in made} == wanted
+    assert "zenodo.5143773" in made
+
+
+def test_heads_and_shortlists_are_told_of() -> None:
+    model = {**MODEL, "heads": ["concepts", "fusion"], "concepts": 400, "re-ranks": True, "aggregator": "gpo"}
+    made = card(record(model=model, results={**RESULTS, "rerank": 32, "shortlist": {key: 1.0 for key in RECALLS}}))
+    for said in ("concept vocabulary: 400 words", "| re-ranked, 32 | 1.50", "| vectors alone | 1.00 |", "GPO", "fusion score"):
+        assert said in made.content, said
+    assert "Plain open_clip opens the towers alone" in made.content and made.data.library_name == "coder_plugin"
+
+
+def test_a_region_model_promises_no_plain_clip() -> None:
+    model = {**MODEL, "name": "region-bert", "pictures": False, "max_regions": 36, "views": 12}
+    made = card(record(model=model), "group/name")
+    assert "No part of it opens in plain open_clip" in made.content and "import open_clip" not in made.content
+    assert "SentenceTransformer" not in made.content and "OpenCLIP" not in made.content
+    assert "--regions FEATURES" in made.content and "(images @ texts.T).amax(1)" in made.content
+    assert (made.data.pipeline_tag, made.data.library_name) == ("feature-extraction", "coder_plugin")
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    made = card({**record(), **run_record(None, "best")})
+    assert "recipe: not known" in made.content and "Not measured" in made.content and "No licence was stated" in made.content
+    assert made.data.eval_results is None and "None" not in made.content and "None" not in str(made.data)
+
+
+def test_an_export_without_its_run_knows_the_recipe_of_its_heads(tmp_path: Path, tiny_model: str) -> None:
+    """And is shared from wherever it lies; a plain one knows nothing."""
+    torch.manual_seed(0)
+    model = coder_plugin.create_model(tiny_model, recipe="dcl + concept_dcl").eval()
+    export_model(model, tmp_path / "export")
+    plain = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "plain")
+    assert "recipe: not known" in (plain / "README.md").read_text()
+    export_heads(model, tmp_path / "export")
+    whole = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "whole")
+    text = (whole / "README.md").read_text()
+    assert "recipe: `dcl + concept_dcl`" in text and "heads beside the towers: concepts" in text
+    assert json.loads((whole / "coder_run.json").read_text())["results"] == {}
+
+
+def write_run(folder: Path, *, best: dict | None, last: dict | None, step: int, metrics: list[dict]) -> Path:
+    from coder_plugin.training import checkpoint
+
+    if best is not None:
+        manifest = {"step": step, "epoch": 1, "best": best, "last": last}
+        checkpoint.save(folder / "checkpoints", f"step_{step}", manifest=manifest, common={"x": {"y": torch.ones(1)}})
+    lines = [json.dumps(record) for record in metrics]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "val/rs']))
+    return folder
+
+
+def logged(step: int, rsum: float, **more: float) -> dict[str, float]:
+    return {"step": step, "val/rsum": rsum, "val/epoch": step // 10, **{f"val/{key}": value for key, value in more.items()}}
+
+
+def test_the_figures_are_of_the_exported_weights(tmp_path: Path) -> None:
+    best, last = {"rsum": 50.0, "step": 20, "checkpoint": "step_20"}, {"rsum": 40.0, "step": 30}
+    metrics = [logged(0, 90.0), logged(10, 30.0), {"step": 15, "loss": 1.0}, logged(20, 50.0), logged(30, 40.0)]
+    run = write_run(tmp_path, best=best, last=last, step=30, metrics=metrics)
+    assert results_of(run, "best") == {"rsum": 50.0, "step": 20} and results_of(run, "last") == last
+    going_on = write_run(tmp_path, best=best, last=last, step=30, metrics=[*metrics, logged(40, 60.0)])
+    assert results_of(going_on, "best") == {"rsum": 60.0, "epoch": 4, "step": 40} and results_of(going_on, "last") == last
+    worse = write_run(tmp_path, best=best, last=last, step=30, metrics=[*metrics, logged(40, 50.0)])
+    assert results_of(worse, "best")["step"] == 20
+
+
+def test_figures_without_a_checkpoint_or_without_any(tmp_path: Path) -> None:
+    metrics = [logged(0, 90.0), logged(10, 30.0), logged(20, 50.0, **{"shortlist/rsum": 7.0}), logged(30, 50.0)]
+    run = write_run(tmp_path, best=None, last=None, step=0, metrics=metrics)
+    assert results_of(run, "best") == {"rsum": 50.0, "epoch": 2, "step": 20, "shortlist": {"rsum": 7.0}}
+    assert results_of(run, "last")["step"] == 30
+    (tmp_path / "metrics.jsonl").unlink()
+    assert results_of(run, "best") == {} == results_of(tmp_path / "nothing", "last")
+    (tmp_path / "config.json").write_text("[broken")
+    assert run_record(tmp_path, "best")["options"] == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("/home/janedoe/data/train.csv", "train.csv"),
+        ("/home/jane doe/data/train.csv", "train.csv"),
+        ("~/shards/{00..99}.tar", "{00..99}.tar"),
+        ("../janedoe/regions/", "regions"),
+        (r"C:\Users\janedoe\x.json", "x.json"),
+        ("/a/janedoe/x.tsv::/b/janedoe/y.tsv", "x.tsv::y.tsv"),
+        ("text=/home/janedoe/bert", "text=bert"),
+        ("/home/janedoe/a=b/x.csv", "x.csv"),
+        ("pipe:cat /home/janedoe/{0..9}.tar", "{0..9}.tar"),
+        ("hf-hub:group/name", "hf-hub:group/name"),
+        ("ViT-B-32", "ViT-B-32"),
+        ("scenes", "scenes"),
+    ],
+)
+def test_names_stay_and_places_go(text: str, kept: str) -> None:
+    assert bare(text) == kept
+
+
+def test_paths_go_and_words_stay() -> None:
+    made = {"a": "/home/janedoe/x", "b": {"c": "~/x", "d": "/", "e": ["/w/o/r/d"], "f": "n/a"}, "name_or_path": "x", "g": 1}
+    assert without_paths(made) == {"a": "x", "b": {"c": "x", "d": "/", "e": ["/w/o/r/d"], "f": "n/a"}, "g": 1}
+    assert without_paths(r"C:\Users\janedoe\x") == "x" and without_paths("group/name") == "group/name"
+
+
+def test_a_runs_options_lose_their_places(tmp_path: Path) -> None:
+    config = {
+        "logs": "/home/janedoe/logs",
+        "name": "janedoe-1",
+        "loss": "coder/table2-1",
+        "set": ["concepts.vocabulary=/home/janedoe/c.safetensors", "dcl.mu=0.07"],
+        "train_data": "/home/janedoe/f30k/train.tar",
+        "lr": 0.1,
+        "image_mean": [0.5, 0.5, 0.5],
+    }
+    heads = {"concepts": {"vocabulary": "/home/janedoe/c.safetensors", "beta": 0.9}}
+    plan = {"recipe": "dcl", "options": {"terms": [], "heads": heads}, "run": "/home/janedoe/logs/janedoe-1"}
+    plan["training data"] = {"name": "/home/janedoe/f30k/train.tar", "images": None, "captions": "all"}
+    plan["validation data"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    found = run_record(tmp_path, "best")
+    assert "janedoe" not in json.dumps(found)
+    assert found["options"]["loss"] == "coder/table2-1" and found["options"]["train_data"] == "train.tar"
+    assert found["options"]["set"] == ["concepts.vocabulary=c.safetensors", "dcl.mu=0.07"]
+    assert found["terms"]["heads"]["concepts"] == {"vocabulary": "c.safetensors", "beta": 0.9}
+    assert found["run"]["validation data"] is None and found["options"]["image_mean"] == [0.5, 0.5, 0.5]

@@ -128,11 +128,8 @@ class _Laid:
 
 
 def _record(connection: Any, part: parts.Part, images: np.ndarray, captions: np.ndarray) -> None:
-    rows = zip(images.tolist(), part.keys, part.image_ids.tolist(), part.positions.tolist(), part.thumbnails, strict=True)
+    rows = zip(images.tolist(), part.keys, part.image_ids.tolist(), part.positions.tolist(), strict=True)
+    small = ((row, file) for row, file in zip(images.tolist(), part.thumbnails, strict=True) if file)
     owners = (row for row, own in zip(images.tolist(), part.captions, strict=True) for _ in own)
     texts = (text for own in part.captions for text in own)
-    records.add(
-        connection,
-        ((row, key, number, at, small or None) for row, key, number, at, small in rows),
-        zip(captions.tolist(), owners, texts, strict=True),
-    )
+    records.add(connection, rows, small, zip(captions.tolist(), owners, texts, strict=True))

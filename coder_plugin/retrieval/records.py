@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from coder_plugin.errors import CoderError
 
 _TABLES = """
-CREATE TABLE images (row INTEGER PRIMARY KEY, key TEXT NOT NULL, image_id INTEGER NOT NULL, position INTEGER NOT NULL,
-                     thumbnail BLOB);
+CREATE TABLE images (row INTEGER PRIMARY KEY, key TEXT NOT NULL, image_id INTEGER NOT NULL, position INTEGER NOT NULL);
+CREATE TABLE thumbnails (row INTEGER PRIMARY KEY, file BLOB NOT NULL);
 CREATE TABLE captions (row INTEGER PRIMARY KEY, image INTEGER NOT NULL, text TEXT NOT NULL);
 """
 _MANY = 500  # placeholders of one query: SQLite bounds them
@@ -44,12 +44,15 @@ def create(path: Path) -> sqlite3.Connection:
 
 def add(
     connection: sqlite3.Connection,
-    images: Iterable[tuple[int, str, int, int, bytes | None]],
+    images: Iterable[tuple[int, str, int, int]],
+    thumbnails: Iterable[tuple[int, bytes]],
     captions: Iterable[tuple[int, int, str]],
 ) -> None:
-    """Rows of images (row, key, image_id, position, thumbnail) and of captions (row, image's row, text)."""
+    """Rows of images (row, key, image_id, position), of thumbnails (image's row, file) and of captions (row, image's row,
+    text)."""
     image_rows = ((row, plain(key), *others) for row, key, *others in images)
-    connection.executemany("INSERT INTO images VALUES (?, ?, ?, ?, ?)", image_rows)
+    connection.executemany("INSERT INTO images VALUES (?, ?, ?, ?)", image_rows)
+    connection.executemany("INSERT INTO thumbnails VALUES (?, ?)", thumbnails)
     caption_rows = ((row, image, plain(text)) for row, image, text in captions)
     connection.executemany("INSERT INTO captions VALUES (?, ?, ?)", caption_rows)
 
@@ -94,8 +97,8 @@ class Records:
 
     def thumbnail(self, row: int) -> bytes | None:
         """The small picture's JPEG file of an image's row; None where there is none."""
-        [found] = self._connection.execute("SELECT thumbnail FROM images WHERE row = ?", (row,))
-        return found[0]
+        found = self._connection.execute("SELECT file FROM thumbnails WHERE row = ?", (row,)).fetchone()
+        return None if found is None else found[0]
 
     def row_of(self, key: str) -> int | None:
         """The first image of this key."""

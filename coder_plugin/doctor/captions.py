@@ -43,7 +43,7 @@ def check_reading(split: Walked, max_bad: int) -> Iterator[Finding]:
         do = "nothing is downloaded here: run doctor where they are, or on a copy of some"
         yield note(f"{name}.shards.remote", f"not looked at: {many(split.remote, 'shard')} that this machine has not", do)
     if split.left:
-        text = f"captions and ids of {len(split.items):,} images were looked at, not of all"
+        text = f"only {len(split.items):,} images were looked at, not all: what is said of the split is said of them"
         yield note(f"{name}.partial", text, "--all looks at all")
     if not split.items:
         yield problem(f"{name}.empty", f"no image of {split.source.name} can be read", "see the findings before this one")

@@ -130,12 +130,8 @@ def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
     model = encoder.model
     if isinstance(model, Backbone):
         raise CoderError("--zeroshot classifies pictures, and this model reads region features")
-    ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-        "towers": (
-            lambda images: F.normalize(model.encode_image(images).float(), dim=-1),
-            lambda texts: F.normalize(model.encode_text(texts).float(), dim=-1),
-        )
-    }
+    # an image's own length moves none of its classes
+    ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"towers": (model.encode_image, model.encode_text)}
     if len(model.coder.aggregators) or any(head.scores for head in model.coder.heads.values()):
         ways["vectors"] = (model.embed_image, model.embed_text)
     training = model.training

@@ -2,9 +2,9 @@
 
     python scripts/bench/search.py [--items 7000 100000] [--dimensions 512] [--queries 300] [-k 10] [--threads 1]
 
-Per query, after a warm-up, in an order that turns: `faiss.IndexFlatIP.search`; `Index.search` (rows and scores, checked); `Searcher.search`
-(with keys, captions and ids of what was found). Vectors are made up and normalised; five captions an image are in the records.
-Prints milliseconds at p50 and p95, and the ratio to plain FAISS at each.
+Per query, after a warm-up, in an order that turns: `faiss.IndexFlatIP.search`; `Index.search` (rows and scores, checked);
+`Searcher.search` (with keys and ids of what was found). Vectors are made up and normalised; five captions an image are in
+the records. Prints milliseconds at p50 and p95, and the ratio to plain FAISS at each.
 """
 
 from __future__ import annotations

@@ -191,6 +191,9 @@ def test_only_a_sample_of_large_data_is_decoded(tmp_path: Path, monkeypatch: pyt
     assert list(amiss(found)) == ["leak.pictures.partial"]
     assert "5 of 40 train and 8 of 8 val" in amiss(found)["leak.pictures.partial"].text
     assert amiss(examine(samples=5, whole=True, **flags)) == {}
+    monkeypatch.setattr(walk, "MOST", 20)
+    assert amiss(examine(samples=50, **flags)).keys() == {"train.partial"}
+    assert amiss(examine(whole=True, **flags)) == {}
 
 
 def test_a_sample_is_spread_over_the_data_and_repeats() -> None:
@@ -257,8 +260,8 @@ def test_pictures_of_one_colour_are_no_copies_of_each_other() -> None:
     assert [(a.key, b.key) for a, b in same] == [("a", "c")] and [(a.key, b.key) for a, b in near] == [("b", "e")]
     assert copies(ours, [brighter])[1][0][0].key == "b" and copies([], ours) == ([], [])
     shapes = [Image.new("RGB", (96, 96), "white") for _ in range(2)]
-    shapes[0].paste("black", (14, 14, 34, 34))
-    shapes[1].paste("red", (14, 62, 34, 82))
+    shapes[0].paste("black", (14, 14, 24, 24))
+    shapes[1].paste("red", (14, 62, 24, 72))
     assert copies([look("g", shapes[0]), look("h", shapes[1])]) == ([], []), "much alike but for what is in them"
     thrice, none = copies([ours[0], ours[2], look("f", picture(1)), look("a", picture(1))])
     assert [(a.key, b.key) for a, b in thrice] == [("a", "c"), ("a", "f")] and none == []

@@ -185,6 +185,9 @@ def test_a_region_model_for_other_regions(tmp_path: Path) -> None:
     assert amiss(examine(**flags, model_kwargs=["embed_dim=16", "word_dim=16"])) == {}
     found = amiss(examine(**flags, model_kwargs=["region_dim=7", "embed_dim=16", "word_dim=16"]))
     assert "recipe.refused" in found and "made for 7" in found["recipe.refused"].text
+    views = ["context=camera", "image_pooling=views", "heads=2", "embed_dim=16", "word_dim=16"]
+    found = amiss(examine(**{**flags, "loss": "clip"}, model_kwargs=views))
+    assert "image_pooling=gpo" in found["recipe.refused"].text, "what the loss asks of the model counts, too"
     found = amiss(examine(**{**flags, "model": "ViT-B-32"}))
     assert "region-bert" in found["recipe.refused"].text
 

@@ -23,6 +23,7 @@ from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.encode import Encoder
 from coder_plugin.training.export import WEIGHTS, export_heads, export_model
 from coder_plugin.training.zero_shot import format_zero_shot, read_classes, read_templates, zero_shot
+from tests import gloo
 from tests.training import region_data
 
 COLOURS = {
@@ -324,3 +325,12 @@ def test_eccv_of_other_data(runs: Path, capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("eccv_caption", reason="the extra eccv is not installed")
     assert main(["eval", str(runs / "after"), "--export", "last", "--eccv"]) == 2
     assert "ECCV Caption is of COCO's Karpathy test split, and" in capsys.readouterr().err
+
+
+def on_ranks(name: str, folder: str) -> dict[str, Any]:
+    return zero_shot(make_encoder(name), read_classes(folder, None, "simple"))
+
+
+def test_ranks_classify_their_shares(tiny_model: str, folder: str) -> None:
+    alone = on_ranks(tiny_model, folder)
+    assert gloo.run(on_ranks, tiny_model, folder) == [alone, alone]

@@ -2,7 +2,7 @@
 
 Two are the same where their sizes and RGB values are. They are copies (another JPEG quality, size or brightness, a few pixels
 cut off) where their difference hashes differ in few bits and small versions of them correlate. Of Flickr8k's 1,000 validation
-pictures that finds all at JPEG quality 30, 998 at less than half the size, and 913 of which 3 of 224 pixels are cut off on each
+pictures that finds 999 at JPEG quality 30, 998 at less than half the size, and 913 of which 3 of 224 pixels are cut off on each
 side; and among its 6,000 training pictures no pair but one, which is the same pixel for pixel. Mirrored pictures and other
 parts of one photograph are not found.
 

@@ -136,9 +136,10 @@ def _extras(wanted: list[Requirement]) -> Iterator[Finding]:
         yield ok("installation.extras", f"extras that are complete: {', '.join(there)}")
     for each in lacking:
         extra = each.partition(" ")[0]
-        yield note(
-            "installation.extras.absent", f"extra not installed: {each}", f'only to use it: pip install "{OURS}[{extra}]"'
-        )
+        do = f'only to use it: pip install "{OURS}[{extra}]"'
+        if extra == "gpu":
+            do += ", then pip install --force-reinstall --no-deps faiss-gpu: it and faiss-cpu share a folder, the last one stays"
+        yield note("installation.extras.absent", f"extra not installed: {each}", do)
 
 
 def check_libraries() -> Iterator[Finding]:

@@ -138,7 +138,7 @@ def _extras(wanted: list[Requirement]) -> Iterator[Finding]:
         extra = each.partition(" ")[0]
         do = f'only to use it: pip install "{OURS}[{extra}]"'
         if extra == "gpu":
-            do += ", then pip install --force-reinstall --no-deps faiss-gpu: it and faiss-cpu share a folder, the last one stays"
+            do += ", then pip install --force-reinstall --no-deps faiss-gpu: two share a folder, the last stays"
         yield note("installation.extras.absent", f"extra not installed: {each}", do)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from coder_plugin import distributed
 from coder_plugin.data.item import Item
@@ -292,6 +295,28 @@ def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monke
     with pytest.raises(CoderError, match="must be one of both, images, captions, got 'sounds'"):
         build_index(tmp_path / "new", *make_encoder(data), model=MODEL, what="sounds")
     assert not (tmp_path / "new").exists()
+
+
+def test_thumbnails_of_regions_come_from_pictures_beside(data: str, tmp_path: Path) -> None:
+    """Of the same key at the same place; what is missing, another's or broken has none; also after a stop."""
+    encoder, source = make_encoder(data)
+
+    def picture(number: int) -> Image.Image:
+        if number == 4:
+            raise OSError("broken")
+        return Image.new("RGB", (300, 200), (10 * number, 0, 0))
+
+    items = [
+        Item("another" if n == 2 else item.key, item.captions, partial(picture, n)) for n, item in source.items() if n < 20
+    ]
+    build_index(tmp_path / "index", encoder, source, model=MODEL, thumbnails=64, pictures=ItemSource(items))
+    found = Index(tmp_path / "index").records
+    for row in range(24):
+        small = found.thumbnail(row)
+        assert (small is None) == (row in (2, 4) or row >= 20)
+        if small is not None:
+            made = Image.open(io.BytesIO(small))
+            assert made.size == (64, 43) and abs(made.getpixel((30, 20))[0] - 10 * row) < 6
 
 
 def test_names_that_are_not_unicode(tmp_path: Path, data: str) -> None:

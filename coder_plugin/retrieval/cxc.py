@@ -130,7 +130,8 @@ def cxc_recalls(scores: Scores, numbers: Numbers, cxc: CxC) -> dict[str, dict[st
     """``r1``, ``r5`` and ``r10`` in percent and the number of ``queries`` for ``i2t``, ``t2i``, ``i2i`` and ``t2t``.
 
     Args:
-        scores: of all images and captions of the data. numbers: theirs.
+        scores: of all images and captions of the data; ``i2i`` and ``t2t`` are by the embeddings, also where it has a
+            matrix. numbers: theirs.
     """
     scores = scores.of(torch.arange(len(numbers.images)), numbers.texts)
     sides = {"i": numbers.images, "t": numbers.captions}
@@ -146,9 +147,11 @@ def format_cxc(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """A plain text table, percent: a line for each model.
 
     Args:
-        rows: name to what `cxc_recalls` returned.
+        rows: name to what `cxc_recalls` returned, with by what each way is ranked under ``ranked_by``, if that is known; a
+            line below says where ``i2i`` and ``t2t`` are not ranked as the others are.
     """
     lines = [["name", *(f"CxC {way} R@{k}" for way in _WAYS for k in (1, 5, 10))]]
     for name, row in rows.items():
         lines.append([name, *(f"{row[way][f'r{k}']:.1f}" for way in _WAYS for k in (1, 5, 10))])
-    return align(lines)
+    mixed = any(len(set(row.get("ranked_by", {}).values())) > 1 for row in rows.values())
+    return align(lines) + ("\ni2i and t2t: by the vectors" if mixed else "")

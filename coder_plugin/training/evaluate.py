@@ -214,7 +214,7 @@ def _model_rows(
 
 
 def _tuned_rows(arguments: Any, run: str | None, tuning: retention.Asked, sets: Sets) -> Iterator[_Row]:
-    """The model before fine-tuning, where there is one, and after, or the weights between them; one at a time."""
+    """The model before fine-tuning, where there is one, the weights between, and the model after; one at a time."""
     config, source = _data_of(arguments, run)
     known = known_of(sets, source)
 
@@ -232,12 +232,15 @@ def _tuned_rows(arguments: Any, run: str | None, tuning: retention.Asked, sets: 
     if weights is None:
         yield row(one.name, one.encoder, one.rerank)
         return
-    between = retention.Between(one.encoder.model, config.pretrained, weights)
+    between = retention.Between(one.encoder.model, weights)
     for alpha in tuning.alphas:
         between.to(alpha)
-        yield row(f"{one.name}, wise-ft {alpha:g}", one.encoder, one.rerank)
         if tuning.save is not None and alpha == tuning.save[0] and distributed.rank() == 0:
             retention.save(one.encoder, tuning.save[1])
+        yield row(f"{one.name}, wise-ft {alpha:g}", one.encoder, one.rerank)
+    if 1.0 not in tuning.alphas:
+        between.to(1.0)
+        yield row(one.name, one.encoder, one.rerank)
 
 
 def analyses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

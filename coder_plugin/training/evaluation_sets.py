@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from coder_plugin.data.scenes import KINDS
+from coder_plugin.data.scenes import DEFAULT_COUNTS, KINDS
 from coder_plugin.errors import CoderError
 from coder_plugin.retrieval import coco, cxc, eccv
 from coder_plugin.retrieval.breakdowns import breakdown, format_breakdowns, groups_of
 from coder_plugin.retrieval.multi_positive import Scores
 from coder_plugin.training.encode import Encoded
 from coder_plugin.training.zero_shot import ImageClasses, format_zero_shot, read_classes
+
+#: What the built-in scenes are called.
+_SCENES = {f"scenes ({split})" for split in DEFAULT_COUNTS}
 
 
 class Sets(NamedTuple):
@@ -67,7 +70,7 @@ def known_of(sets: Sets, source: Any) -> Known:
     if sets.cxc is not None:
         of_cxc = coco.coco_numbers((item for _, item in source.items()), sets.cxc.benchmark)
     if "place" in sets.by:
-        places = KINDS if next(item for _, item in source.items()).key.startswith("scenes/") else None
+        places = KINDS if source.name in _SCENES else None
     return Known(of_eccv, of_cxc, places)
 
 
@@ -75,7 +78,8 @@ def further(sets: Sets, known: Known, encoded: Encoded, measured: Mapping[str, A
     """The figures of encoded data, as plain numbers: ``by``, ``eccv``, ``cxc`` as far as asked for.
 
     They are by the score that recall is by; but ECCV Caption and CxC by the vectors, where a fusion score has put the
-    shortlists alone in order, and ``ranked_by`` says which. There, ``by`` has the text-to-image direction alone.
+    shortlists alone in order, and CxC's i2i and t2t always, for a fusion score is of an image and a text. Their
+    ``ranked_by`` says which, by way. Where shortlists are ranked, ``by`` has the text-to-image direction alone.
 
     Args:
         measured: of `measure`, with ranks.
@@ -90,13 +94,14 @@ def further(sets: Sets, known: Known, encoded: Encoded, measured: Mapping[str, A
             groups = groups_of(by, encoded.captions, encoded.image_of_text, places=known.places)
             rows = None if shortlisted else scores.rows("i2t")
             out["by"][by] = breakdown(groups, measured["t2i_ranks"], encoded.image_of_text, rows)
-    ranked_by = {"ranked_by": "vectors" if matrix is None else "fusion score"}
+    ranked_by = dict.fromkeys(("i2t", "t2i"), "vectors" if matrix is None else "fusion score")
     where = encoded.image_ids, encoded.image_of_text
     if known.eccv is not None:
         numbers = coco.of_encoded(known.eccv, *where, "ECCV Caption")
-        out["eccv"] = {**eccv.eccv_caption(scores, numbers, sets.eccv), **ranked_by}
+        out["eccv"] = {**eccv.eccv_caption(scores, numbers, sets.eccv), "ranked_by": ranked_by}
     if known.cxc is not None and sets.cxc is not None:
-        out["cxc"] = {**cxc.cxc_recalls(scores, coco.of_encoded(known.cxc, *where, "CxC"), sets.cxc), **ranked_by}
+        found = cxc.cxc_recalls(scores, coco.of_encoded(known.cxc, *where, "CxC"), sets.cxc)
+        out["cxc"] = {**found, "ranked_by": {**ranked_by, "i2i": "vectors", "t2t": "vectors"}}
     return out
 
 
@@ -112,4 +117,5 @@ def format_further(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _label(name: str, row: Mapping[str, Any], key: str) -> str:
-    return f"{name}, shortlist" if "rerank" in row and row[key].get("ranked_by") == "vectors" else name
+    by_vectors = row[key].get("ranked_by", {}).get("i2t") == "vectors"
+    return f"{name}, shortlist" if "rerank" in row and by_vectors else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,8 @@ def asked(arguments: Any, runs: Sequence[str | None]) -> Asked | None:
     """None: nothing of a model before and after fine-tuning.
 
     Raises:
-        CoderError: flags that do not go together, a weight out of range, a folder that holds a model already.
+        CoderError: flags that do not go together, a weight out of range, a folder that holds a model already or that cannot
+            be made.
     """
     given = {flag: value for name, flag in _NAMED.items() if (value := getattr(arguments, name, None)) is not None}
     if not given:
@@ -54,13 +56,25 @@ def asked(arguments: Any, runs: Sequence[str | None]) -> Asked | None:
             save = float(alpha), Path(folder)
         except ValueError:
             raise CoderError(f"--wise-ft-save {alpha} {folder}: a number from 0 to 1, then a folder") from None
-        if save[1].exists() and (not save[1].is_dir() or any(save[1].iterdir())):
-            raise CoderError(f"--wise-ft-save {folder}: there is something already: name a new folder")
     alphas = [*given.get("--wise-ft", ()), *([] if save is None else save[:1])]
     for alpha in alphas:
         if not 0 <= alpha <= 1:
             raise CoderError(f"--wise-ft goes from 0, the model before, to 1, the fine-tuned one, got {alpha}")
+    if save is not None:
+        _make(save[1])  # now, and not when everything has been encoded
     return Asked(given.get("--base"), tuple(sorted(set(alphas))), save, "--zeroshot" in given)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        used = any(folder.iterdir())
+    except OSError as error:
+        raise CoderError(f"--wise-ft-save {folder}: cannot be made a new folder: {error}") from error
+    if used:
+        raise CoderError(f"--wise-ft-save {folder}: there is something already: name a new folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CoderError(f"--wise-ft-save {folder}: nothing can be written there")
 
 
 def open_base(
@@ -74,12 +88,14 @@ def open_base(
         source: the data to evaluate on. export: which of a base that is a run, best or last.
 
     Raises:
-        CoderError: a model of regions, weights between that want a base where there is none, a base whose architecture
-            nothing says.
+        CoderError: a model of regions, weights between that want a base, or a fine-tuned model, where there is none, a base
+            whose architecture nothing says.
     """
     if (tuning.classifies or tuning.alphas) and own.find(tuned.model or "") is not None:
         what = "--wise-ft goes between two CLIPs" if tuning.alphas else "--zeroshot classifies pictures"
         raise CoderError(f"{what}, and this model reads region features")
+    if tuning.alphas and tuned.pretrained is None:
+        raise CoderError("--wise-ft goes to a fine-tuned model, which nothing names: give a run, an export or --pretrained")
     options: dict[str, Any] = {}
     if run is not None and exported(Path(run))[0] is None and (file := Path(run) / "config.json").is_file():
         options = json.loads(file.read_text())
@@ -111,22 +127,19 @@ class Between:
 
     All parameters and floating-point buffers of the plain CLIP are interpolated, the temperature with them (as the logarithm
     that it is stored as: it moves no rank). Whole numbers stay the fine-tuned, SigLIP's bias where one of the two has none,
-    and the scoring heads. The fine-tuned weights are read from their file anew, tensor by tensor: in memory are the model
-    and the base's weights.
+    and the scoring heads. The fine-tuned weights are those of the model as it was opened (of its image size, in its
+    precision), copied to the CPU: in memory are the model, and the weights of both.
 
     Args:
         model: the fine-tuned, an open_clip model with heads.
-        file: its exported weights.
         base: the weights of the other, by the same names and of the same shapes.
 
     Raises:
-        CoderError: another architecture, a file that is no export.
+        CoderError: another architecture.
     """
 
-    def __init__(self, model: Any, file: str | None, base: Mapping[str, Tensor]) -> None:
-        if file is None or not str(file).endswith(".safetensors"):
-            raise CoderError("--wise-ft wants the fine-tuned model as a run's folder or an export's")
-        tuned = plain_state(model)
+    def __init__(self, model: Any, base: Mapping[str, Tensor]) -> None:
+        tuned = weights_of(model)
         odd = sorted((tuned.keys() ^ base.keys()) - {"logit_bias"})
         odd += sorted(name for name in tuned.keys() & base.keys() if tuned[name].shape != base[name].shape)
         if odd:
@@ -134,23 +147,28 @@ class Between:
                 f"--wise-ft: the model before fine-tuning is of another architecture: {len(odd)} weights differ in name or "
                 f"shape, such as {odd[0]}"
             )
-        self.model, self.file, self.base = model, str(file), base
+        self.model, self.base = model, base
+        self.tuned = {name: value for name, value in tuned.items() if name in base and value.is_floating_point()}
 
     @torch.no_grad()
     def to(self, alpha: float) -> None:
         """Put the towers at ``(1 - alpha) * base + alpha * fine-tuned``; 0 and 1 are these to the bit."""
-        from safetensors import safe_open
-
         live = plain_state(self.model)
-        with safe_open(self.file, "pt") as file:
-            for name in live.keys() & self.base.keys():
-                tuned = file.get_tensor(name)
-                if tuned.is_floating_point():
-                    tuned = torch.lerp(self.base[name].to(tuned.dtype), tuned, alpha)  # exact at both ends
-                live[name].copy_(tuned)
+        for name, tuned in self.tuned.items():
+            # in float32, whatever the model is in; exact at both ends
+            live[name].copy_(torch.lerp(self.base[name].float(), tuned.float(), alpha))
 
 
 def save(encoder: Encoder, folder: Path) -> None:
-    """The model as it now is, as a run exports it."""
-    export_model(encoder.model, folder, tokenizer=encoder.tokenizer)
-    export_heads(encoder.model, folder)
+    """The model as it now is, as a run exports it.
+
+    Raises:
+        CoderError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        export_model(encoder.model, folder, tokenizer=encoder.tokenizer)
+        export_heads(encoder.model, folder)
+    except (OSError, SafetensorError) as error:
+        raise CoderError(f"--wise-ft-save {folder}: cannot be written: {error}") from error

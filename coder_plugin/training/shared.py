@@ -6,9 +6,10 @@ what was run and which files there are. ``coder_plugin.integrations.hub`` writes
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from coder_plugin.errors import CoderError
@@ -21,7 +22,7 @@ RECORD = "coder_run.json"
 CARD = "README.md"
 #: The run's options that say how a model is read, computed and scored, and that its weights and configuration do not hold.
 _KEPT = ("max_regions", "rerank", "channels_last")
-#: What a model is opened with; nothing else of a repository is downloaded.
+#: What a model is opened with; of a repository these are downloaded, and what its record lists.
 _FILES = ["*.json", "*.txt", "*.model", "coder*.safetensors", "concepts.safetensors", "open_clip_model.safetensors"]
 _OLDER = [*OLDER]  # in most repositories the same weights a second time
 
@@ -50,6 +51,10 @@ def fetch(
         folder = Path(snapshot_download(name, allow_patterns=_FILES, **options))
         if exported(folder)[0] is None:
             folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *_OLDER], **options))
+        if further := [glob.escape(file) for file in _listed(folder) if not (folder / file).is_file()]:
+            folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *further], **options))
+    except CoderError:
+        raise
     except Exception as error:  # the hub's errors, its HTTP client's, and the disk's
         raise hub_error(name, error) from error
     if exported(folder)[0] is None:
@@ -83,34 +88,55 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     """What ``coder_run.json`` says; None where a folder has none.
 
     Raises:
-        CoderError: it cannot be read.
+        CoderError: it cannot be read, or is none: whoever shared the folder may have written anything.
     """
     path = folder / RECORD
     if not path.is_file():
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return {**record, "files": dict(record["files"]), "options": dict(record["options"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CoderError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(record, dict):
+        raise CoderError(f"{path} cannot be read: it is no object")
+    record = {"recipe": None, "terms": {}, "run": {}, "results": {}, "stated": {}, **record}
+    for key in ("files", "options", "terms", "run", "results", "stated"):
+        if not isinstance(record.get(key), dict):
+            raise CoderError(f"{path} cannot be read: {key} is no object")
+    for name, of in record["files"].items():
+        if not (isinstance(of, dict) and isinstance(of.get("bytes"), int) and isinstance(of.get("sha256"), str)):
+            raise CoderError(f"{path} cannot be read: {name} has no size and checksum")
+        if not _is_inside(name):
+            raise CoderError(f"{path} lists {name!r}, which is no file of its folder")
+    return record
+
+
+def _is_inside(name: str) -> bool:
+    plain = PurePosixPath(name)
+    elsewhere = plain.is_absolute() or ".." in plain.parts or "\\" in name or ":" in name
+    return plain.as_posix() == name != "." and not elsewhere
+
+
+def _listed(folder: Path) -> list[str]:
+    """The files that a model is opened with, as its record has them; none where there is no record."""
+    record = read_record(folder)
+    return [] if record is None else [name for name in record["files"] if name != CARD]
 
 
 def kept_options(folder: Path) -> dict[str, Any]:
-    """The options that came with a shared folder, all its files being there and its weights as they were.
+    """The options that came with a shared folder, all its files but the card being there and as they were.
 
     Raises:
-        CoderError: a file is missing, or weights are not what was shared: the score would be another.
+        CoderError: a file is missing, or is not what was shared: the score may be another.
     """
     record = read_record(folder)
     if record is None:
         return {}
-    for name, was in record["files"].items():
-        file = folder / name
-        if name == CARD:
-            continue
+    for name in _listed(folder):
+        file, was = folder / name, record["files"][name]
         if not file.is_file():
             raise CoderError(f"{folder} is not whole: {name} is missing; copy or download it again")
-        if file.suffix == ".safetensors" and (file.stat().st_size != was["bytes"] or digest(file) != was["sha256"]):
+        if file.stat().st_size != was["bytes"] or digest(file) != was["sha256"]:
             raise CoderError(f"{file} is damaged, or not the file that was shared: copy or download it again")
     return kept_of(record)
 

@@ -51,7 +51,7 @@ class Trained:
         }
         return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**given, **options})
 
-    def encode_images(self, images: Sequence[Any], *, batch_size: int | None = None) -> Tensor:
+    def encode_images(self, images: Iterable[Any], *, batch_size: int | None = None) -> Tensor:
         """Retrieval vectors [n, D], or [n, V, D] of a model that gives an image V features; float32, on the CPU.
 
         Their inner products with :meth:`encode_texts` are the scores (of V features the greatest); of a model that re-ranks,
@@ -62,13 +62,13 @@ class Trained:
             batch_size: None: the configuration's.
 
         Raises:
-            CoderError: a picture that cannot be read. ValueError: no images.
+            CoderError: a picture that cannot be read. ValueError: no images, or a single one that is not in a list.
         """
         encoder = self.encoder(workers=0)
         size = batch_size or encoder.batch_size
         return torch.cat([encoder.image([_loaded(each) for each in part])[0] for part in _parts(images, size, "images")])
 
-    def encode_texts(self, texts: Sequence[str], *, batch_size: int | None = None) -> Tensor:
+    def encode_texts(self, texts: Iterable[str], *, batch_size: int | None = None) -> Tensor:
         """Retrieval vectors [n, D] of n texts, float32, on the CPU.
 
         Raises:
@@ -79,20 +79,44 @@ class Trained:
         return torch.cat([encoder.text(part)[0] for part in _parts(texts, size, "texts")])
 
     def fingerprint(self) -> str:
-        """Hexadecimal digest of everything that decides the retrieval vectors but the arithmetic's precision: weights,
-        scoring heads, and how pictures and texts are prepared. Paths and versions do not change it."""
+        """Hexadecimal digest of everything that decides the retrieval vectors but the arithmetic's precision: architecture,
+        weights, scoring heads, and how pictures and texts are prepared. Paths and versions do not change it."""
         digest = hashlib.sha256()
+        coder = self.model.coder
         preparation = {
             "preprocess": getattr(getattr(self.model, "visual", None), "preprocess_cfg", None),
             "max_regions": self.config.max_regions if isinstance(self.model, Backbone) else None,
             "context_length": getattr(self.tokenizer, "context_length", None),
-            "weights": _without_paths(self.model.coder.recipe.heads),
+            "architecture": _architecture(self.model),
+            "pooling": [sorted(coder.aggregators), coder.context_blocks],
+            "weights": _without_paths(coder.recipe.heads),
         }
         digest.update(json.dumps(preparation, sort_keys=True, default=str).encode())
         for name, value in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
+
+
+#: Of a configuration, what says where parts came from or how training began, and nothing of the vectors.
+_ORIGINS = ("pretrained", "hf_model_name", "hf_tokenizer_name", "init_logit", "patch_dropout")
+
+
+def _architecture(model: Any) -> Any:
+    """How a model computes, which its weights do not say: activations, heads of attention, poolings, masks."""
+    hugging = getattr(getattr(getattr(model, "text", None), "transformer", None), "config", None)
+    named = {name: getattr(hugging, name, None) for name in ("model_type", "num_attention_heads", "hidden_act")}
+    if not isinstance(model, Backbone):
+        return [named, _without_origins(model.coder_config)]
+    made = model.config()
+    options = {name: value for name, value in made["options"].items() if name not in ("text", "pretrained_text")}
+    return [named, made["backbone"], options]
+
+
+def _without_origins(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_origins(value) for key, value in config.items() if not any(word in key for word in _ORIGINS)}
 
 
 def _without_paths(heads: Any) -> Any:
@@ -110,12 +134,13 @@ def _loaded(image: Any) -> Any:
     return image.convert("RGB") if hasattr(image, "convert") else image
 
 
-def _parts(items: Sequence[Any], size: int, what: str) -> list[list[Any]]:
-    if isinstance(items, str):
+def _parts(items: Iterable[Any], size: int, what: str) -> list[list[Any]]:
+    if isinstance(items, (str, Path, Regions)) or not isinstance(items, (Iterable, Tensor)):
         raise ValueError(f"{what} must be a list, also of one: [{items!r}]")
-    if not len(items):
+    items = list(items)
+    if not items:
         raise ValueError(f"no {what}")
-    return [list(items[at : at + size]) for at in range(0, len(items), size)]
+    return [items[at : at + size] for at in range(0, len(items), size)]
 
 
 def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export: str = "best") -> TrainConfig:

@@ -100,6 +100,7 @@ def _header(name: str, record: Mapping[str, Any], license: str | None, base_mode
             metric_value=round(results[key], 4),
         )
         for key, label in figures.items()
+        if isinstance(results.get(key), (int, float))
     ]
     plain = model["pictures"] and not model["heads"] and model["aggregator"] == "tower"
     reads = ["open_clip", "clip"] if model["pictures"] else ["region-features"]
@@ -120,8 +121,8 @@ def _what(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     named = f", `{record['options']['model']}`" if record["options"].get("model") else ""
     kind = f"an open_clip model ({model['class']}{named})" if model["pictures"] else f"a region model ({model['name']})"
     lines = [
-        f"An image-text retrieval model: {kind} trained with coder_plugin. Texts and images become vectors; their inner "
-        "product is the score.",
+        f"An image-text retrieval model: {kind}{_made(record)}. Texts and images become vectors; their inner product is the "
+        "score.",
         "",
         f"- parameters: {model['parameters']:,}" + (", heads included" if model["heads"] else ""),
         f"- vectors: {model['dimensions']} dimensions, float32"
@@ -141,9 +142,20 @@ def _what(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     return "\n".join(lines)
 
 
+def _made(record: Mapping[str, Any]) -> str:
+    """How it came to be, as far as that is known."""
+    if mixed := record.get("wise_ft"):
+        return (
+            f", its weights between those of two models (WiSE-FT, arXiv:2109.01903): {mixed.get('alpha')} of the fine-tuned one, "
+            f"`{mixed.get('tuned')}`, and the rest of the one before, `{mixed.get('base')}`"
+        )
+    return " trained with coder_plugin" if record["run"] or record["recipe"] else ""
+
+
 def _training(record: Mapping[str, Any], base_model: str | None, datasets: Sequence[str]) -> str:
     run, lines = record["run"], ["## Training", ""]
-    lines.append(f"- recipe: `{record['recipe']}`" if record["recipe"] else "- recipe: not known: the export had no run")
+    whose = ", that of the fine-tuned model" if record.get("wise_ft") else ""
+    lines.append(f"- recipe{whose}: `{record['recipe']}`" if record["recipe"] else "- recipe: not known: the export had no run")
     for term in record["terms"].get("terms", []):
         options = ", ".join(f"{key}={value}" for key, value in term["options"].items())
         lines.append(f"  - {term['name']}: weight {term['weight']:g}" + (f", {options}" if options else ""))
@@ -156,13 +168,16 @@ def _training(record: Mapping[str, Any], base_model: str | None, datasets: Seque
     if datasets:
         lines.append(f"- data sets: {', '.join(datasets)}")
     if data := run.get("training data"):
-        lines.append(f"- training data: `{data['name']}`, {_count(data['images'])} images, captions: {data['captions']}")
+        captions = _of(data, "captions")
+        lines.append(f"- training data: `{data['name']}`, {_count(data.get('images'))} images, captions: {captions}")
     if run:
         lines.append(
-            f"- {run['epochs']} epochs of {run['steps per epoch']} steps, {run['batch']['global per step']} pairs a step, "
-            f"precision {run['precision']}, {run['ranks']} x {run['device']}, seed {record['options'].get('seed')}"
+            f"- {_of(run, 'epochs')} epochs of {_of(run, 'steps per epoch')} steps, "
+            f"{_of(run.get('batch', {}), 'global per step')} pairs a step, precision {_of(run, 'precision')}, "
+            f"{_of(run, 'ranks')} x {_of(run, 'device')}, seed {_of(record['options'], 'seed')}"
         )
-        lines.append("- versions: " + ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()))
+        if versions := run.get("versions"):
+            lines.append("- versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     lines.append("- every option: `coder_run.json`")
     return "\n".join(lines)
 
@@ -177,7 +192,7 @@ def _figures(record: Mapping[str, Any]) -> str:
     ranked = f"re-ranked, {results['rerank']}" if "rerank" in results else "vectors"
     for label, row in ((ranked if "shortlist" in results else "vectors", results), ("vectors alone", results.get("shortlist"))):
         if row:
-            lines.append(f"| {label} | {' | '.join(f'{row[key]:.2f}' for key in columns)} |")
+            lines.append(f"| {label} | {' | '.join(_percent(row.get(key)) for key in columns)} |")
     data = (record["run"].get("validation data") or {}).get("name")
     measured = f"Percent, on {_count(results.get('images'))} images and {_count(results.get('texts'))} captions"
     measured += f" of `{data}`" if data else ""
@@ -196,7 +211,8 @@ def _limits(record: Mapping[str, Any], license: str | None) -> str:
     lines = ["## Limits", ""]
     if isinstance(images, int) and images < _SMALL:
         lines.append(f"- {images:,} training images are few: things, scenes and wordings outside them were hardly seen.")
-    lines.append("- One run with one seed: a difference of a point of R@1 to another model may be chance.")
+    if record["recipe"] or run:
+        lines.append("- One run with one seed: a difference of a point of R@1 to another model may be chance.")
     lines.append("- Not known: other data, other languages, fairness between groups of people, harmful or private content.")
     if model["re-ranks"]:
         lines.append("- The vectors alone give the shortlist's recall; the fusion score needs coder_plugin.")
@@ -271,6 +287,14 @@ def _citations(record: Mapping[str, Any]) -> str:
     if not wanted:
         return ""
     return "## Citation\n\n```bibtex\n" + "\n\n".join(_CITATIONS[paper] for paper in wanted) + "\n```"
+
+
+def _of(known: Mapping[str, Any], name: str) -> Any:
+    return known.get(name, "unknown")
+
+
+def _percent(figure: Any) -> str:
+    return f"{figure:.2f}" if isinstance(figure, (int, float)) else "–"
 
 
 def _count(number: Any) -> str:

@@ -68,8 +68,8 @@ def _validations(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _data(data: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if data is None else {**data, "name": bare(str(data["name"]))}
+def _data(data: Any) -> dict[str, Any] | None:
+    return {**data, "name": bare(str(data.get("name")))} if isinstance(data, dict) else None
 
 
 def bare_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,14 +90,21 @@ def _option(name: str, value: Any) -> Any:
 
 
 def bare(text: str) -> str:
-    """A path's last part; of several, ``a::b``, and of ``KEY=PATH`` likewise. Repositories of the hub keep their names."""
+    """A path's last part; of several, ``a::b``, and of ``KEY=PATH`` likewise. Repositories of the hub keep their names.
+
+    Of an address also without host, query and fragment, and nothing of a command: these hold passwords and signatures.
+    """
     if "::" in text:
         return "::".join(map(bare, text.split("::")))
     key, equals, path = text.partition("=")
-    if equals and not re.search(r"[/\\]", key):
+    if equals and not re.search(r"[/\\]|pipe:", key):
         return f"{key}={bare(path)}"
+    if "pipe:" in text:
+        return "a command"
     if text.startswith("hf-hub:"):
         return text
+    if address := re.search(r"://[^/?#]*([^?#]*)", text):
+        text = address[1].strip("/") or "an address"
     return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
 
 

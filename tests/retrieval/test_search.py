@@ -224,7 +224,7 @@ def test_a_query_of_several_vectors_counts_its_best(index: Path) -> None:
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
-def test_the_fingerprint_is_of_what_decides_the_vectors(index: Path, export: Path) -> None:
+def test_the_fingerprint_is_of_what_decides_the_vectors(index: Path, export: Path, monkeypatch) -> None:
     from coder_plugin.training.trained import open_trained, trained_config
 
     one, again = (open_trained(trained_config(export, {})) for _ in range(2))
@@ -233,5 +233,11 @@ def test_the_fingerprint_is_of_what_decides_the_vectors(index: Path, export: Pat
     with torch.no_grad():
         next(again.model.coder.heads["concepts"].parameters()).add_(1e-6)
     assert before != again.fingerprint()
+    for change in ({"quick_gelu": True}, {"text_cfg": {**one.model.coder_config["text_cfg"], "heads": 1}}):
+        with monkeypatch.context() as patch:  # the same weights in another architecture
+            patch.setattr(one.model, "coder_config", {**one.model.coder_config, **change})
+            assert one.fingerprint() != before
+    one.model.coder_config = {**one.model.coder_config, "init_logit_scale": 3.0}
+    assert one.fingerprint() == before
     one.model.visual.preprocess_cfg = {**one.model.visual.preprocess_cfg, "mean": (0.1, 0.2, 0.3)}
     assert one.fingerprint() != before

@@ -26,6 +26,7 @@ ITEMS = [
     Item(str(image), ("two dogs", "a red ball", "dogs"), lambda: None, caption_names=(*map(str, own), str(9000 + image)))
     for image, own in CAPTIONS.items()
 ]
+VECTORS = dict.fromkeys(("i2t", "t2i", "i2i", "t2t"), "vectors")
 OWNER = torch.arange(len(IMAGES)).repeat_interleave(3)
 
 
@@ -80,12 +81,12 @@ def expected(sets: Sets, scores: Scores) -> dict[str, Any]:
 def test_one_model_and_several(sets: Sets, known: Known) -> None:
     one, other = encoded(0), encoded(1)
     got = further(sets, known, one, measure(one, 0, None))
-    assert got["cxc"] == {**expected(sets, Scores(one.images, one.texts)), "ranked_by": "vectors"}
+    assert got["cxc"] == {**expected(sets, Scores(one.images, one.texts)), "ranked_by": VECTORS}
     both = ensemble([one, other])
     measured = measure(both, 0, None)
     got = further(sets, known, both, measured)
     scores = Scores([one.images, other.images], [one.texts, other.texts])
-    assert got["cxc"] == {**expected(sets, scores), "ranked_by": "vectors"}
+    assert got["cxc"] == {**expected(sets, scores), "ranked_by": VECTORS}
     groups = groups_of("place", both.captions, OWNER)
     assert got["by"]["place"] == breakdown(groups, measured["t2i_ranks"], OWNER, scores.rows("i2t"))
     assert got["by"]["words"]["colour"]["t2i"]["count"] == 12
@@ -99,16 +100,17 @@ def test_a_fusion_score_of_all_pairs_and_of_shortlists(sets: Sets, known: Known)
     whole = measure(one, 0, None)
     got = further(sets, known, one, whole)
     by_matrix = Scores(one.images, one.texts, fusion.matrix)
-    assert got["cxc"] == {**expected(sets, by_matrix), "ranked_by": "fusion score"}
+    assert got["cxc"] == {**expected(sets, by_matrix), "ranked_by": {**VECTORS, "i2t": "fusion score", "t2i": "fusion score"}}
     assert got["cxc"]["t2t"] == expected(sets, Scores(one.images, one.texts))["t2t"]  # of one side: the vectors
+    assert "shortlist" not in (text := format_further({"a": {**got, "rerank": "all"}})) and text.endswith("t2t: by the vectors")
     groups = groups_of("place", one.captions, OWNER)
     assert got["by"]["place"] == breakdown(groups, whole["t2i_ranks"], OWNER, by_matrix.rows("i2t"))
     short = measure(one, 0, 4)
     assert "scores" not in short
     got = further(sets, known, one, short)
-    assert got["cxc"] == {**expected(sets, Scores(one.images, one.texts)), "ranked_by": "vectors"}
+    assert got["cxc"] == {**expected(sets, Scores(one.images, one.texts)), "ranked_by": VECTORS}
     assert got["by"]["place"] == breakdown(groups, short["t2i_ranks"], OWNER)
-    assert "a, shortlist" in format_further({"a": {**got, "rerank": 4}})
+    assert "a, shortlist" in (text := format_further({"a": {**got, "rerank": 4}})) and "by the vectors" not in text
     assert "shortlist" not in format_further({"a": got})
 
 

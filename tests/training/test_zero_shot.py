@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,22 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.data import open_source
+from coder_plugin.data.item import Item
+from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe
 from coder_plugin.training import retention, setup
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.encode import Encoder
+from coder_plugin.training.evaluation_sets import Sets, known_of
 from coder_plugin.training.export import WEIGHTS, export_heads, export_model
+from coder_plugin.training.trained import open_trained, trained_config
 from coder_plugin.training.zero_shot import format_zero_shot, read_classes, read_templates, zero_shot
 from tests import gloo
 from tests.training import region_data
@@ -193,8 +199,8 @@ def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def test_between_is_the_weighted_sum_and_exact_at_the_ends(models: dict[str, Any]) -> None:
     tuned, base = models["tuned"].model, retention.weights_of(models["base"])
     whole = {name: value.clone() for name, value in tuned.state_dict().items()}
-    between = retention.Between(tuned, models["file"], base)
-    for alpha in (0.5, 0.0, 0.25, 1.0):  # in any order: each begins with the file's
+    between = retention.Between(tuned, base)
+    for alpha in (0.5, 0.0, 0.25, 1.0):  # in any order: none begins with the one before
         between.to(alpha)
         for name, value in tuned.state_dict().items():
             if name.startswith("coder.") or not value.is_floating_point():
@@ -210,12 +216,19 @@ def test_between_models_that_are_not_alike(models: dict[str, Any]) -> None:
     base = retention.weights_of(models["base"])
     tuned = models["tuned"].model
     with pytest.raises(CoderError, match="architecture: 1 weights differ in name or shape, such as positional_embedding"):
-        retention.Between(tuned, models["file"], {**base, "positional_embedding": torch.zeros(3, 3)})
+        retention.Between(tuned, {**base, "positional_embedding": torch.zeros(3, 3)})
     with pytest.raises(CoderError, match="such as ln_final.bias"):
-        retention.Between(tuned, models["file"], {name: value for name, value in base.items() if name != "ln_final.bias"})
-    with pytest.raises(CoderError, match="a run's folder or an export's"):
-        retention.Between(tuned, "weights.pt", base)
-    retention.Between(tuned, models["file"], {**base, "logit_bias": torch.zeros(())})
+        retention.Between(tuned, {name: value for name, value in base.items() if name != "ln_final.bias"})
+    retention.Between(tuned, {**base, "logit_bias": torch.zeros(())})
+
+
+def test_between_in_half_precision(models: dict[str, Any]) -> None:
+    """The sum is rounded once, when it is put into the model."""
+    base, tuned = retention.weights_of(models["base"]), copy.deepcopy(models["tuned"].model).bfloat16()
+    halves = retention.weights_of(tuned)
+    retention.Between(tuned, base).to(0.25)
+    name = "positional_embedding"
+    assert torch.equal(tuned.state_dict()[name], torch.lerp(base[name], halves[name].float(), 0.25).bfloat16())
 
 
 # the command
@@ -254,6 +267,20 @@ def rows(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[
     return found if isinstance(found, list) else [found]
 
 
+def test_between_is_of_the_model_as_opened_and_not_of_its_file(runs: Path, tmp_path: Path) -> None:
+    """A file in half precision rounds no weight of the base; nor are the file's image size and names what count."""
+    before, after = (runs / name / "export/last" for name in ("before", "after"))
+    half = Path(shutil.copytree(after, tmp_path / "half"))
+    save_file({name: value.bfloat16() for name, value in load_file(after / WEIGHTS).items()}, half / WEIGHTS)
+    for file, given in ((half, {}), (after, {"force_image_size": 32}), (after, {"force_custom_text": True})):
+        base, tuned = (open_trained(trained_config(each, given), device=torch.device("cpu")).model for each in (before, file))
+        ends = retention.weights_of(base), retention.weights_of(tuned)
+        between = retention.Between(tuned, ends[0])
+        for alpha in (0, 1):
+            between.to(alpha)
+            assert all(torch.equal(value, ends[alpha][name]) for name, value in retention.weights_of(tuned).items()), given
+
+
 def test_before_after_and_between(
     runs: Path, folder: str, few: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +297,10 @@ def test_before_after_and_between(
     assert alone[1]["rsum"] == got[3]["rsum"]
     named = rows([run, "--base", str(runs / "before"), *few], capsys)
     assert [row["rsum"] for row in named] == [got[0]["rsum"], got[3]["rsum"]] and "zero_shot" not in named[0]
+    # the fine-tuned model has a row where A does not name it
+    between = rows([run, *few, "--wise-ft", "0.5"], capsys)
+    assert [row["name"] for row in between] == [got[0]["name"], f"{run}, wise-ft 0.5", run]
+    assert [row["rsum"] for row in between] == [got[0]["rsum"], got[2]["rsum"], got[3]["rsum"]]
     # what was saved is an export, of the mean of both
     ends = [load_file(runs / name / "export/last" / WEIGHTS) for name in ("before", "after")]
     for name, value in load_file(half / WEIGHTS).items():
@@ -286,7 +317,36 @@ def test_a_run_that_began_with_nothing(runs: Path, folder: str, few: list[str], 
     assert main(["eval", str(runs / "before"), "--export", "last", "--wise-ft", "0.5"]) == 2
     assert "name it with --base" in capsys.readouterr().err
     got = rows([str(runs / "before"), "--base", str(runs / "after/export/last"), "--wise-ft", "0.5", *few], capsys)
-    assert len(got) == 2
+    assert len(got) == 3
+
+
+def test_weights_that_are_no_run(runs: Path, tiny_model: str, few: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [str(runs / name / "export/last" / WEIGHTS) for name in ("before", "after")]
+    flags = ["--model", tiny_model, "--base", ends[0], *few]
+    got = rows([*flags, "--pretrained", ends[1], "--wise-ft", "0.5"], capsys)
+    run = rows([str(runs / "after"), "--wise-ft", "0.5", *few], capsys)
+    assert [row["rsum"] for row in got] == [row["rsum"] for row in run]
+    assert main(["eval", *flags, "--wise-ft", "0.5"]) == 2
+    assert "which nothing names: give a run" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(
+    runs: Path, few: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [str(runs / "after"), "--export", "last", "--workers", "0", *few]
+    (tmp_path / "file").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "__call__", lambda *_: pytest.fail("encoded before the folder was made"))
+        for folder in (tmp_path / "file", tmp_path / "file" / "in it"):
+            assert main(["eval", *run, "--wise-ft-save", "0.5", str(folder)]) == 2
+            assert f"--wise-ft-save {folder}: cannot be made" in capsys.readouterr().err
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(retention, "export_model", full)
+    assert main(["eval", *run, "--wise-ft-save", "0.5", str(tmp_path / "new")]) == 2
+    assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
 
 
 def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +361,9 @@ def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert all(place["i2t"]["r10"] <= row["i2t_r10"] + 1e-9 for place in places)
     assert main(["eval", str(runs / "before"), "--export", "last", "--workers", "0", "--by", "place"]) == 0
     assert "glimpse" in capsys.readouterr().out
+    # data of somebody's, whatever their keys are
+    items = [Item(f"scenes/{number}", tuple("abcdefg"[: 6 - number]), lambda: None) for number in range(2)]
+    assert known_of(Sets(("place",)), ItemSource(items, name="scenes/captions.csv")).places is None
 
 
 def test_what_does_not_go_together(runs: Path, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

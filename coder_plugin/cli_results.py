@@ -96,6 +96,9 @@ def add_search(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--model", dest="model_folder", metavar="RUN", help="run or export, where the index's model has moved")
     parser.add_argument("--search-parameters", metavar="P", help="FAISS's, such as nprobe=16 or efSearch=64")
     parser.add_argument(
+        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU, where FAISS sees one [True]"
+    )
+    parser.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=True, help="compare the files' checksums first [True]"
     )
     parser.set_defaults(run=_search)

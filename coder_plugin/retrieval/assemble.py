@@ -6,7 +6,6 @@ Shape letters: N images, T captions, D dimensions, V embeddings of an image.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,33 +33,37 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
     """
     shutil.rmtree(folder / RERANK, ignore_errors=True)
     order = _Order(paths)
-    with tempfile.TemporaryDirectory(dir=folder / "parts") as scratch:
-        laid = _Laid(Path(scratch), order)
-        connection = records.create(folder / f".{manifest.RECORDS}.writing")
-        bad: list[str] = []
-        for path in paths:
-            part = parts.read(path)
-            bad += part.bad
-            _record(connection, part, *order.rows(part))
-            laid.add(part, *order.rows(part))
-        records.finish(connection)
-        put(folder / f".{manifest.RECORDS}.writing", folder / manifest.RECORDS)
-        files = [folder / manifest.RECORDS]
-        described = {}
-        for kind, array in laid.vectors.items():
-            files.append(folder / f"{kind}.faiss")
-            described[kind] = {"items": len(array), "views": array.shape[1], "dimensions": array.shape[2]}
-            vectors.write(files[-1], array, factory)
-        if laid.items:
-            (folder / RERANK).mkdir()
-            for name, array in laid.items.items():
-                array.flush()
-                files.append(folder / RERANK / f"{name}.npy")
-                shutil.move(str(array.filename), files[-1])
-        sizes = {"images": order.images, "captions": order.captions, "unreadable": len(bad), "unreadable_keys": bad[:100]}
-        made = {"made": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-        manifest.write_manifest(folder, {**content, **sizes, "vectors": described, **made}, files)
-        laid.close()
+    scratch = folder / "parts" / "laid"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    laid = _Laid(scratch, order)
+    connection = records.create(folder / f".{manifest.RECORDS}.writing")
+    bad: list[str] = []
+    for path in paths:
+        part = parts.read(path)
+        bad += part.bad
+        _record(connection, part, *order.rows(part))
+        laid.add(part, *order.rows(part))
+    records.finish(connection)
+    put(folder / f".{manifest.RECORDS}.writing", folder / manifest.RECORDS)
+    if not laid.vectors:
+        raise CoderError("there is nothing to make vectors of: the data hold no captions")
+    files = [folder / manifest.RECORDS]
+    described = {}
+    for kind, array in laid.vectors.items():
+        files.append(folder / f"{kind}.faiss")
+        described[kind] = {"items": len(array), "views": array.shape[1], "dimensions": array.shape[2]}
+        vectors.write(files[-1], array, factory)
+    if laid.items:
+        (folder / RERANK).mkdir()
+        for name, array in laid.items.items():
+            array.flush()
+            files.append(folder / RERANK / f"{name}.npy")
+            shutil.move(str(array.filename), files[-1])
+    sizes = {"images": order.images, "captions": order.captions, "unreadable": len(bad), "unreadable_keys": bad[:100]}
+    made = {"made": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    manifest.write_manifest(folder, {**content, **sizes, "vectors": described, **made}, files)
+    laid.close()
 
 
 class _Order:
@@ -69,9 +72,9 @@ class _Order:
     def __init__(self, paths: Sequence[Path]) -> None:
         positions, counts = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for path in paths:
-            part = parts.read(path)
+            part = parts.outline(path)
             positions.append(part.positions)
-            counts.append(torch.tensor([len(own) for own in part.captions], dtype=torch.int64))
+            counts.append(part.counts)
         self.positions, order = torch.cat(positions).sort()
         self.counts = torch.cat(counts)[order]
         self.first_caption = self.counts.cumsum(0) - self.counts

@@ -9,7 +9,10 @@ Shape letters: N images, T captions, D dimensions, V embeddings of an image.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,9 +25,11 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.data.item import Item
-from coder_plugin.data.source import BadImages
+from coder_plugin.data.pictures import Pictures
+from coder_plugin.data.source import BadImages, ItemSource
+from coder_plugin.data.tars import is_local, local_path
 from coder_plugin.errors import CoderError
-from coder_plugin.retrieval import manifest, parts
+from coder_plugin.retrieval import manifest, parts, vectors
 from coder_plugin.retrieval.assemble import assemble
 from coder_plugin.retrieval.thumbnails import Beside, thumbnail
 
@@ -47,6 +52,7 @@ def build_index(
     thumbnails: int = 128,
     rerank: bool = True,
     pictures: Any = None,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Encode a data set into an index, or go on with one that was stopped; the same files come out either way.
 
@@ -60,6 +66,7 @@ def build_index(
         thumbnails: pixels of the longer side of the small pictures, 0: none.
         rerank: keep what the model's fusion score needs, if it has one.
         pictures: a source of the pictures of images that are read as regions, in the same order: for thumbnails.
+        data: what else must be as it was where an index is gone on with: how the data are read, arithmetic, for JSON.
 
     Returns:
         The manifest.
@@ -75,9 +82,13 @@ def build_index(
     folder = Path(folder)
     head = encoder.reranking if rerank and what != "captions" else None
     encoder.model.eval()
+    vectors.check_factory(factory, encoder.text(["a picture"])[0].shape[1])
     plan = {
         "model": model["fingerprint"],
         "data": source.name,
+        **json.loads(json.dumps(data or {})),
+        "images": source.num_images,
+        "content": _content(source),
         "what": what,
         "batch size": encoder.batch_size,
         "ranks": distributed.world_size(),
@@ -88,17 +99,51 @@ def build_index(
         if (folder / manifest.MANIFEST).is_file():
             return _finished(folder, plan, factory)
         _begin(folder, plan)
-        distributed.barrier()
         job = _Job(encoder, source, what, head, thumbnails, pictures)
-        _encode(folder / PARTS, job)
-        distributed.barrier()
+        _on_all_ranks(lambda: _encode(folder / PARTS, job))
+        content = {"model": dict(model), "plan": plan, "factory": factory}
+        paths = sorted((folder / PARTS).glob("part-*.safetensors"))
+        _on_all_ranks(lambda: assemble(folder, paths, content, factory=factory) if distributed.rank() == 0 else None)
         if distributed.rank() == 0:
-            content = {"model": dict(model), "plan": plan, "factory": factory}
-            assemble(folder, sorted((folder / PARTS).glob("part-*.safetensors")), content, factory=factory)
-            shutil.rmtree(folder / PARTS)
-            (folder / manifest.BUILDING).unlink()
+            _tidy(folder)
         distributed.barrier()
     return manifest.read_manifest(folder, verify=False)
+
+
+def _content(source: Any) -> str | None:
+    """A digest of which images and captions a source holds, where telling costs little: of those in memory their keys and
+    texts, of local shards the files' sizes; else None."""
+    inner = getattr(source, "captions", source)  # of regions joined to captions, these
+    digest = hashlib.sha256()
+    if isinstance(inner, (ItemSource, Pictures)):
+        for _, item in inner.items():
+            digest.update(json.dumps([item.key, *item.captions]).encode())
+    elif all(map(is_local, getattr(inner, "shards", ["pipe:"]))):
+        for shard in inner.shards:
+            digest.update(json.dumps([os.path.basename(shard), os.path.getsize(local_path(shard))]).encode())
+    else:
+        return None
+    return digest.hexdigest()[:32]
+
+
+def _on_all_ranks(work: Callable[[], None]) -> None:
+    """Do it on each rank, and go on when all are done; where one fails all do, for the others would wait for it."""
+    fault: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        fault = error
+    told = distributed.gather_objects(None if fault is None else str(fault))
+    if fault is not None:
+        raise fault
+    if problem := next((each for each in told if each is not None), None):
+        raise CoderError(f"another process failed: {problem}")
+
+
+def _tidy(folder: Path) -> None:
+    """What an index is made of goes when it is made."""
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
+    (folder / manifest.BUILDING).unlink(missing_ok=True)
 
 
 class _Job(NamedTuple):
@@ -141,6 +186,8 @@ def _finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[str, 
     if other:
         raise CoderError(f"{folder} is a finished index of other options ({other}): choose another folder, or remove it")
     log.info("%s is finished already", folder)
+    if distributed.rank() == 0:
+        _tidy(folder)
     return found
 
 
@@ -152,11 +199,12 @@ def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
             other = _differences(manifest.read_json(note)["plan"], plan)
             if other:
                 problem = f"{folder} was begun with other options ({other}): give the same, choose another folder, or remove it"
-        elif others := sorted(each.name for each in folder.iterdir() if each.name != LOCK):
+        elif others := sorted(each.name for each in folder.iterdir() if each.name not in (LOCK, f".{note.name}.writing")):
             problem = f"{folder} is no index and not empty ({', '.join(others[:3])}): choose another folder"
         else:
-            (folder / PARTS).mkdir()
             manifest.write_json(note, {"plan": dict(plan)})
+        if problem is None:
+            (folder / PARTS).mkdir(exist_ok=True)
     problem = distributed.gather_objects(problem)[0]
     if problem is not None:
         raise CoderError(problem)
@@ -175,10 +223,10 @@ def _encode(folder: Path, job: _Job) -> None:
     rank, ranks = distributed.rank(), distributed.world_size()
     size = job.encoder.batch_size
     batches = max(1, PART // size)  # of a part
-    there = sorted(folder.glob(f"part-{rank:04d}-*.safetensors"))
+    there = _unbroken(folder, rank)
     bad = BadImages(job.source.name, job.encoder.max_bad)
     for path in there:
-        bad.restore(parts.read(path).bad)
+        bad.restore(parts.outline(path).bad)
     known = len(bad)
     rest = _Rest(job.source, len(there) * batches, ranks)
     number = len(there)
@@ -191,7 +239,7 @@ def _encode(folder: Path, job: _Job) -> None:
         number, known = number + 1, len(bad)
         gathered.clear()
 
-    total = job.source.num_images
+    total, shown = job.source.num_images, known
     made = sys.stderr.isatty() and rank == 0
     from tqdm import tqdm
 
@@ -204,9 +252,19 @@ def _encode(folder: Path, job: _Job) -> None:
             if beside is not None:
                 small = beside.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
             gathered.append((batch, small))
-            bar.update(len(batch.positions) * ranks)
+            bar.update(len(batch.positions) * ranks + len(bad) - shown)
+            shown = len(bad)
         if gathered or len(bad) > known or not number:
             write()
+
+
+def _unbroken(folder: Path, rank: int) -> list[Path]:
+    """A rank's parts from the first to the last before a gap; what is behind a gap goes, for it is made anew."""
+    there = sorted(folder.glob(f"part-{rank:04d}-*.safetensors"))
+    found = [path for number, path in enumerate(there) if path.stem == f"part-{rank:04d}-{number:08d}"]
+    for path in there[len(found) :]:
+        path.unlink()
+    return found
 
 
 def _batches(job: _Job, rest: _Rest, bad: BadImages) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from PIL import Image
 
 from coder_plugin.errors import CoderError
+from coder_plugin.retrieval.records import plain
 
 
 def index_command(arguments: argparse.Namespace) -> str:
@@ -21,7 +22,8 @@ def index_command(arguments: argparse.Namespace) -> str:
     from coder_plugin import distributed
     from coder_plugin.backbones.base import Backbone
     from coder_plugin.retrieval.build import build_index
-    from coder_plugin.training.config import OPENING, read_flags
+    from coder_plugin.training.config import OPENING, READING, read_flags
+    from coder_plugin.training.sources import check_data, example_of
     from coder_plugin.training.trained import open_trained, trained_config
 
     given = read_flags(arguments)
@@ -30,8 +32,10 @@ def index_command(arguments: argparse.Namespace) -> str:
     config = trained_config(arguments.run_folder, given, export=arguments.export)
     source, pictures = _data(config, arguments)
     trained = open_trained(config, name=arguments.run_folder)
-    if isinstance(trained.model, Backbone):
-        _check_regions(trained, source, arguments)
+    if arguments.what != "captions":
+        of_regions = isinstance(trained.model, Backbone)
+        example = example_of(source, config.max_bad_images, of_regions=of_regions)
+        check_data(trained.model, example, source.name, config)
     named = {name: given[name] for name in OPENING if name in given}
     spec = arguments.run_folder
     model = {
@@ -52,6 +56,12 @@ def index_command(arguments: argparse.Namespace) -> str:
         thumbnails=arguments.thumbnails,
         rerank=arguments.rerank_items,
         pictures=pictures,
+        data={
+            "data": _place(arguments.data),
+            "split": arguments.split,
+            "precision": config.precision,
+            **{name: _absolute(getattr(config, name)) for name in READING},
+        },
     )
     if distributed.rank() != 0:
         return ""
@@ -67,6 +77,12 @@ def _absolute(value: Any) -> Any:
     return os.path.abspath(value) if isinstance(value, str) and os.path.exists(value) else value
 
 
+def _place(data: str) -> str:
+    """The same name for the same data from whichever folder; a pattern's too, but not a command's or a server's."""
+    here = data == "scenes" or "::" in data or "://" in data or data.startswith("pipe:")
+    return data if here else os.path.abspath(data)
+
+
 def _data(config: Any, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The source, and that of the pictures behind regions where there is one."""
     from coder_plugin.data.pictures import Pictures, is_pictures
@@ -78,21 +94,17 @@ def _data(config: Any, arguments: argparse.Namespace) -> tuple[Any, Any]:
     return make_source(config, split=arguments.split), pictures_beside(config, arguments.split)
 
 
-def _check_regions(trained: Any, source: Any, arguments: argparse.Namespace) -> None:
-    from coder_plugin.training.sources import check_data, example_of
-
-    if arguments.what != "captions":
-        example = example_of(source, trained.config.max_bad_images, of_regions=True)
-        check_data(trained.model, example, source.name, trained.config)
-
-
 def search_command(arguments: argparse.Namespace) -> str:
     """Search an index; returns what to print, and writes the page that ``--html`` names."""
+    page = None if arguments.html is None else Path(arguments.html)
+    if page is not None and not page.parent.is_dir():
+        raise CoderError(f"--html {page}: there is no folder {page.parent}")
     searcher = open_searcher(
         arguments.index,
         model=arguments.model_folder,
         verify=arguments.verify,
         parameters=arguments.search_parameters,
+        gpu=arguments.gpu,
         need_model=bool(arguments.text or arguments.image),
     )
     queries = _queries(arguments, searcher)
@@ -101,12 +113,14 @@ def search_command(arguments: argparse.Namespace) -> str:
         for name, shown, query in queries
     ]
     lines = []
-    if arguments.html:
+    if page is not None:
         from coder_plugin.retrieval.page import results_page
 
-        page = results_page(searcher.index, found)
-        Path(arguments.html).write_text(page, encoding="utf-8")
-        print(f"page: {arguments.html}", file=sys.stderr)
+        try:
+            page.write_text(results_page(searcher.index, found), encoding="utf-8")
+        except OSError as error:
+            raise CoderError(f"--html {page} cannot be written: {error.strerror or error}") from error
+        print(f"page: {page}", file=sys.stderr)
     if arguments.json:
         rows = [
             {"query": name, "results": [_row(rank, hit, searcher.index.records) for rank, hit in enumerate(hits, 1)]}
@@ -124,6 +138,7 @@ def open_searcher(
     model: str | None = None,
     verify: bool = True,
     parameters: str | None = None,
+    gpu: bool = True,
     need_model: bool = True,
     device: Any = None,
 ) -> Any:
@@ -131,7 +146,7 @@ def open_searcher(
 
     Args:
         model: a run's or an export's folder, where that model has moved; None: as the manifest has it.
-        verify, parameters: as in :class:`~coder_plugin.retrieval.index.Index`.
+        verify, parameters, gpu: as in :class:`~coder_plugin.retrieval.index.Index`.
         need_model: whether anything will be encoded; else the model is not opened.
 
     Raises:
@@ -139,15 +154,17 @@ def open_searcher(
     """
     from coder_plugin.retrieval.index import Index
     from coder_plugin.retrieval.search import Searcher
+    from coder_plugin.training.config import OPENING
     from coder_plugin.training.trained import open_trained, trained_config
 
-    index = Index(folder, verify=verify, parameters=parameters)
+    index = Index(folder, verify=verify, parameters=parameters, gpu=gpu)
     of = index.manifest["model"]
     if not need_model and not index.manifest["plan"]["re-ranking"]:
         return Searcher(index, None)
     spec = model or of["spec"]
     try:
-        config = trained_config(spec, of["options"], export=of["export"])
+        options = {name: value for name, value in of["options"].items() if name in OPENING}
+        config = trained_config(spec, options, export=of["export"])
         trained = open_trained(config, name=str(spec or of["name"]), device=device)
     except CoderError as error:
         raise CoderError(f"{folder}: its model cannot be opened (--model says where it is now): {error}") from error
@@ -156,7 +173,7 @@ def open_searcher(
 
 def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, Any, Any]]:
     """What to call each query, the picture to show of it, and the query."""
-    texts = [text for given in arguments.text or [] for text in (_read_lines() if given == "-" else [given])]
+    texts = [plain(text) for given in arguments.text or [] for text in (_read_lines() if given == "-" else [given])]
     queries: list[tuple[str, Any, Any]] = []
     if blank := [text for text in texts if not text.strip()]:
         raise CoderError(f"--text {blank[0]!r}: there is nothing to search for")
@@ -164,8 +181,8 @@ def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, An
         queries += [(text, None, query) for text, query in zip(texts, searcher.text(texts), strict=True)]
     for path in arguments.image or []:
         loaded = _load(path)
-        queries += [(path, loaded, query) for query in searcher.image([loaded])]
-    queries += [(key, _small(searcher.index.records, key), searcher.key(key)) for key in arguments.key or []]
+        queries += [(plain(path), loaded, query) for query in searcher.image([loaded])]
+    queries += [(plain(key), _small(searcher.index.records, key), searcher.key(key)) for key in arguments.key or []]
     if not queries:
         raise CoderError("nothing to search for: give --text, --image or --key")
     return queries

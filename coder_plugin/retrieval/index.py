@@ -24,7 +24,7 @@ class Index:
         folder: of the index.
         verify: compare the files' checksums with the manifest's, which reads them once; else their sizes alone.
         parameters: of FAISS's parameter space, such as ``nprobe=16``.
-        gpu: copy the vectors to the GPUs that FAISS sees.
+        gpu: search on the first GPU, where FAISS sees one and has a form of this kind of index for it.
 
     Raises:
         CoderError: no index, an unfinished or a damaged one: says which file.
@@ -60,10 +60,16 @@ class Index:
 
     def items(self, kind: str, rows: np.ndarray) -> dict[str, Tensor]:
         """What re-ranking needs of images or captions [n, …]; empty where the index keeps nothing for it."""
-        side = "image" if kind == "images" else "text"
-        files = sorted((self.folder / RERANK).glob(f"{side}_*.npy"))
-        arrays = {file.stem.removeprefix(f"{side}_"): np.load(file, mmap_mode="r", allow_pickle=False) for file in files}
+        start = f"{RERANK}/{'image' if kind == 'images' else 'text'}_"
+        names = [name for name in self.manifest["files"] if name.startswith(start)]
+        arrays = {
+            name[len(start) : -len(".npy")]: np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in names
+        }
         return {name: torch.from_numpy(np.ascontiguousarray(array[rows])) for name, array in arrays.items()}
+
+    def close(self) -> None:
+        """Give up the file of records; the vectors stay until the object goes."""
+        self.records.close()
 
     def _of(self, kind: str) -> Vectors:
         if kind not in self.vectors:

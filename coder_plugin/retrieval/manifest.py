@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,23 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: list[Path]) 
     write_json(folder / MANIFEST, {**whole, "seal": seal(whole)})
 
 
+#: Fields that a reader relies on.
+_FIELDS = {"model", "plan", "factory", "images", "captions", "unreadable", "vectors", "files"}
+_RERANK = re.compile(r"rerank/(image|text)_[a-z_]+\.npy")
+
+
+def _check_names(path: Path, manifest: Mapping[str, Any]) -> None:
+    """That the files are those which an index has: no other is read, and none is followed out of the folder."""
+    if lacking := sorted(_FIELDS - manifest.keys()):
+        raise CoderError(f"{path} lacks {', '.join(lacking)}: it is of no index that coder-plugin index has made")
+    kinds = list(manifest["vectors"])
+    wanted = {RECORDS, *(f"{kind}.faiss" for kind in kinds)}
+    named = {name for name in manifest["files"] if not _RERANK.fullmatch(name)}
+    if named != wanted or not kinds or not set(kinds) <= set(KINDS):
+        other = ", ".join(sorted(named ^ wanted)) or "no vectors"
+        raise CoderError(f"{path} names {other}, which is not what an index consists of")
+
+
 def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     """The manifest of a whole index.
 
@@ -74,6 +92,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     said = {key: value for key, value in manifest.items() if key not in ("format", "version", "seal")}
     if seal(said) != manifest.get("seal"):
         raise CoderError(f"{path} is damaged: it has been changed since it was written")
+    _check_names(path, manifest)
     for name, expected in manifest["files"].items():
         file = folder / name
         if not file.is_file():

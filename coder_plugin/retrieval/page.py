@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-from coder_plugin.report.page import data_uri, render
+from coder_plugin.report.page import data_uri, jpeg_uri, render
 from coder_plugin.retrieval.index import Index
 from coder_plugin.retrieval.search import Hit
 
@@ -47,5 +46,5 @@ def _shown(index: Index, hit: Hit) -> dict[str, Any]:
         "key": hit.image.key,
         "caption": hit.text if hit.text is not None else next(iter(index.records.captions_of(hit.image.row)), ""),
         "score": score,
-        "picture": None if small is None else "data:image/jpeg;base64," + base64.b64encode(small).decode("ascii"),
+        "picture": None if small is None else jpeg_uri(small),
     }

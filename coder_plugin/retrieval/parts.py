@@ -80,6 +80,36 @@ def write(path: Path, part: Part) -> None:
     put(aside, path)
 
 
+class Outline(NamedTuple):
+    """What a part is of, without its vectors."""
+
+    positions: Tensor  # [n]
+    counts: Tensor  # [n] captions of each image
+    bad: list[str]
+
+
+def outline(path: Path) -> Outline:
+    """As :func:`read`, in a fraction of its time."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            names = _names(file.get_tensor("names"))
+            counts = torch.tensor([len(own) for own in names["captions"]], dtype=torch.int64)
+            return Outline(file.get_tensor("positions"), counts, names["bad"])
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def _names(text: Tensor) -> dict[str, Any]:
+    return json.loads(text.numpy().tobytes().decode("utf-8", "surrogatepass"))
+
+
+def _damaged(path: Path, error: Exception) -> CoderError:
+    """Whatever damage makes safetensors and json say."""
+    return CoderError(f"{path} is damaged ({error}): remove it, and the same command encodes it and what follows anew")
+
+
 def read(path: Path) -> Part:
     """A part as :func:`write` left it.
 
@@ -90,7 +120,7 @@ def read(path: Path) -> Part:
 
     try:
         tensors = load_file(path)
-        names = json.loads(tensors["names"].numpy().tobytes().decode("utf-8", "surrogatepass"))
+        names = _names(tensors["names"])
         thumbnails, at = [], 0
         content = tensors["thumbnails"].numpy()
         for size in tensors["thumbnail_sizes"].tolist():
@@ -108,8 +138,8 @@ def read(path: Path) -> Part:
             _items(tensors, _TEXT),
             names["bad"],
         )
-    except Exception as error:  # whatever damage makes safetensors and json say
-        raise CoderError(f"{path} is damaged ({error}): remove it, and the index goes on without it") from error
+    except Exception as error:
+        raise _damaged(path, error) from error
 
 
 def _items(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

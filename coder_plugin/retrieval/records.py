@@ -105,6 +105,9 @@ class Records:
         found = self._connection.execute("SELECT MIN(row) FROM images WHERE key = ?", (plain(key),)).fetchone()
         return found[0]
 
+    def close(self) -> None:
+        self._connection.close()
+
     def _select(self, query: str, rows: Sequence[int]) -> Iterator[Any]:
         for start in range(0, len(rows), _MANY):
             some = [int(row) for row in rows[start : start + _MANY]]

@@ -15,8 +15,8 @@ from coder_plugin.retrieval.index import Index
 from coder_plugin.retrieval.manifest import KINDS
 from coder_plugin.retrieval.records import Image
 
-#: Candidates that a fusion score puts in order where nothing else is said.
-SHORTLIST = 32
+#: Pairs that a fusion score is asked for at once.
+_PAIRS = 512
 
 
 class Hit(NamedTuple):
@@ -54,7 +54,10 @@ class Searcher:
 
     def __init__(self, index: Index, trained: Any) -> None:
         of = index.manifest["model"]
+        from coder_plugin.training.evaluate import shortlist_length
+
         self.index, self.trained, self.head = index, trained, None
+        self.shortlist: int | None = None  # candidates that the fusion score puts in order; None: all
         if trained is None:
             return
         if trained.fingerprint() != of["fingerprint"]:
@@ -63,12 +66,15 @@ class Searcher:
                 f"that mean something else. It was made with {of.get('name', 'one')} ({of.get('recipe', '')})"
             )
         self.encoder = trained.encoder()
-        self.head = self.encoder.reranking if index.manifest["plan"]["re-ranking"] else None
+        if index.manifest["plan"]["re-ranking"]:
+            self.head = self.encoder.reranking
+            self.shortlist = shortlist_length(trained.config.rerank, self.encoder)
 
     def text(self, texts: Sequence[str]) -> list[Query]:
         """Queries by text."""
-        vectors, item = self.encoder.text(list(texts), self.head)
-        return self._queries(vectors, item, "captions")
+        size = self.encoder.batch_size
+        found = [self.encoder.text(list(texts[at : at + size]), self.head) for at in range(0, len(texts), size)]
+        return [query for vectors, item in found for query in self._queries(vectors, item, "captions")]
 
     def image(self, loaded: Sequence[Any]) -> list[Query]:
         """Queries by pictures (PIL), or by what the model reads in their place: :class:`Regions`.
@@ -106,8 +112,9 @@ class Searcher:
 
         Args:
             among: images or captions; None: images for a text, captions for an image, as far as the index has them.
-            rerank: so many candidates are put in order by the fusion score, or "all"; 0: none. None: 32, or k if that is more,
-                where the model has such a score and the query is of the other kind.
+            rerank: so many candidates are put in order by the fusion score, or "all"; 0: none. None: where the model has such
+                a score and the query is of the other kind, as many as in its evaluation (32, and all where no term has trained
+                the towers' own features), or k if that is more.
 
         Raises:
             CoderError: no such vectors in the index; re-ranking where there is no score for it; k below 1.
@@ -140,7 +147,9 @@ class Searcher:
     def _depth(self, rerank: int | str | None, query: Query, among: str, k: int) -> int:
         able = self.head is not None and query.kind != among
         if rerank is None:
-            return max(SHORTLIST, k) if able else 0
+            if not able:
+                return 0
+            rerank = "all" if self.shortlist is None else max(self.shortlist, k)
         if rerank != "all" and not str(rerank).isdecimal():
             raise CoderError(f"--rerank must be a number of candidates, or all, got {rerank!r}")
         if str(rerank) != "0" and not able:
@@ -167,12 +176,15 @@ class Searcher:
     def _fused(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
         """Fusion scores [n] of the query with items of these rows; NaN is the worst."""
         assert query.item is not None and self.head is not None
-        theirs = self.index.items(among, rows)
-        images, texts = (theirs, query.item) if among == "images" else (query.item, theirs)
-        every, one = torch.arange(len(rows))[None], torch.zeros(1, 1, dtype=torch.int64)
-        scorer = self.head.scorer(images, texts)
-        found = scorer(every, one)[0, :, 0] if among == "images" else scorer(one, every)[0, 0]
-        return torch.nan_to_num(found.float(), nan=-torch.inf).cpu().numpy()
+        found = []
+        for start in range(0, len(rows), _PAIRS):
+            theirs = self.index.items(among, rows[start : start + _PAIRS])
+            every, one = torch.arange(len(rows[start : start + _PAIRS]))[None], torch.zeros(1, 1, dtype=torch.int64)
+            if among == "images":
+                found.append(self.head.scorer(theirs, query.item)(every, one)[0, :, 0])
+            else:
+                found.append(self.head.scorer(query.item, theirs)(one, every)[0, 0])
+        return torch.nan_to_num(torch.cat(found).float(), nan=-torch.inf).cpu().numpy()
 
     def _hits(self, rows: np.ndarray, scores: np.ndarray, fused: Sequence[float | None], among: str) -> list[Hit]:
         records = self.index.records

@@ -5,6 +5,7 @@ Shape letters: N items, D dimensions, V embeddings of an item, q queries, k resu
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,31 @@ import numpy as np
 from coder_plugin.errors import CoderError
 from coder_plugin.files import put
 
+log = logging.getLogger(__name__)
 _ROWS = 4096  # items whose vectors are given to FAISS at once
 #: Vectors that an index which has to be trained is trained on, at most.
 TRAINING = 262_144
+
+
+#: FAISS's GPU indexes give no more results than this.
+GPU_RESULTS = 2048
+
+
+def check_factory(factory: str, dimensions: int) -> Any:
+    """An empty index of a FAISS factory string, by inner products.
+
+    Raises:
+        CoderError: FAISS does not know it, or not for so many dimensions.
+    """
+    import faiss
+
+    try:
+        return faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
+    except (RuntimeError, AssertionError) as error:
+        raise CoderError(
+            f"FAISS knows no index factory {factory!r} for {dimensions} dimensions; write Flat, HNSW32, "
+            f"IVF1024,Flat, PQ64 or the like: {_short(error)}"
+        ) from error
 
 
 def write(path: Path, array: Any, factory: str) -> None:
@@ -29,13 +52,7 @@ def write(path: Path, array: Any, factory: str) -> None:
     import faiss
 
     items, views, dimensions = array.shape
-    try:
-        index = faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
-    except (RuntimeError, AssertionError) as error:
-        raise CoderError(
-            f"FAISS knows no index factory {factory!r} for {dimensions} dimensions; write Flat, HNSW32, "
-            f"IVF1024,Flat, PQ64 or the like: {_short(error)}"
-        ) from error
+    index = check_factory(factory, dimensions)
     try:
         if not index.is_trained:
             step = -(-items // max(1, TRAINING // views))
@@ -68,7 +85,7 @@ class Vectors:
     Args:
         path: a file that :func:`write` made. items: N. views: V.
         parameters: of FAISS's parameter space, such as ``nprobe=16`` or ``efSearch=64``.
-        gpu: copy it to the GPUs that FAISS sees.
+        gpu: search on the first GPU, where FAISS sees one and has a form of this index for it.
 
     Raises:
         CoderError: the file is no index, or not of so many vectors; unknown parameters.
@@ -92,8 +109,13 @@ class Vectors:
                 faiss.ParameterSpace().set_index_parameters(index, parameters)  # type: ignore[arg-type]
             except RuntimeError as error:
                 raise CoderError(f"{parameters!r} are no parameters of this index ({path.name}): {_short(error)}") from error
+        self.plain = index
         if gpu and faiss.get_num_gpus():
-            index = faiss.index_cpu_to_all_gpus(index)
+            try:
+                self._resources = faiss.StandardGpuResources()  # must live as long as the index
+                index = faiss.index_cpu_to_gpu(self._resources, 0, index)
+            except RuntimeError as error:
+                log.warning("%s is searched on the CPU: FAISS has no GPU form of it: %s", path.name, _short(error))
         self.faiss, self.items, self.views, self.dimensions = index, items, views, dimensions
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +135,8 @@ class Vectors:
         if not math.isfinite(queries.sum()) and not np.isfinite(queries).all():
             raise CoderError("a query's vector is not finite")
         k = min(k, self.items)
-        scores, rows = self.faiss.search(queries, k * self.views)
+        index = self.faiss if k * self.views <= GPU_RESULTS else self.plain
+        scores, rows = index.search(queries, k * self.views)
         if self.views > 1:
             return self._best(scores, rows, k)
         # counting is the quickest look: a search among a few thousand takes no longer than a dozen calls of numpy
@@ -143,10 +166,7 @@ class Vectors:
         Raises:
             CoderError: this kind of index does not keep them.
         """
-        import faiss
-
-        index = self.faiss if isinstance(self.faiss, faiss.Index) else faiss.index_gpu_to_cpu(self.faiss)
         try:
-            return index.reconstruct_n(row * self.views, self.views)
+            return self.plain.reconstruct_n(row * self.views, self.views)
         except RuntimeError as error:
             raise CoderError(f"this kind of index gives no vector back: {_short(error)}") from error

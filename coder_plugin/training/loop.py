@@ -36,6 +36,7 @@ from coder_plugin.retrieval import format_table
 from coder_plugin.training import checkpoint, setup
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.encode import Encoded
 from coder_plugin.training.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.training.export import export_heads, export_model
 from coder_plugin.training.log import RunLog, machine, versions
@@ -123,6 +124,7 @@ class Trainer:
         self.position: dict[str, Any] | None = None
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
+        self.encoded: Encoded | None = None
 
     def _default_name(self) -> str:
         stamp = distributed.gather_objects(time.strftime("%Y_%m_%d-%H_%M_%S"))[0]
@@ -284,7 +286,10 @@ class Trainer:
             if buffer.is_floating_point() and name not in state:
                 distributed.broadcast(buffer)  # BatchNorm's statistics: ranks evaluate one model, the exported one
         with self._averaged():
-            self.last = {**evaluate(self.encoder, self.val, rerank=self.config.rerank), "epoch": self.epoch, "step": self.step}
+            encoded = self.encoder(self.val)
+            result = evaluate(self.encoder, self.val, rerank=self.config.rerank, encoded=encoded)
+        self.last = {**result, "epoch": self.epoch, "step": self.step}
+        self.encoded = encoded if self.epoch == self.config.epochs else None  # for the report; before, they are only large
         shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
         self.log.write({f"val/{k}": v for k, v in {**self.last, **shortlist}.items() if k != "step"}, step=self.step)
         rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
@@ -345,20 +350,26 @@ class Trainer:
         distributed.barrier()
 
     def _report(self) -> None:
-        """The run as a page to open. The run is over and saved: a fault here is told of, and ends nothing."""
+        """The run as a page to open, written by the first rank. The run is over and saved: a fault here is told of, and ends
+        nothing."""
         from coder_plugin.report.pictures import pictures_beside
         from coder_plugin.report.run import write_report
 
         seen: dict[str, Any] = {"reason": "the run had no validation data, or --val-frequency 0"}
-        if self.val is not None and self.config.val_frequency:
-            seen = {"encoder": self.encoder, "source": self.val, "weights": f"the model after epoch {self.epoch}"}
-            seen["beside"] = pictures_beside(self.config, "val")
-        self.model.eval()
-        try:
-            with self._averaged():
+        with self._averaged():
+            if self.val is not None and self.config.val_frequency:
+                encoded = self.encoder(self.val) if self.encoded is None else self.encoded  # of all ranks, so outside the try
+                seen = {"encoder": self.encoder, "source": self.val, "encoded": encoded}
+                seen["weights"] = f"the model after epoch {self.epoch}"
+            if not self.log.main:
+                return
+            self.model.eval()
+            try:
+                if len(seen) > 1:
+                    seen["beside"] = pictures_beside(self.config, "val")
                 self.log.say(f"report: {write_report(self.folder, **seen)}")
-        except Exception:
-            logging.warning("no report could be written (coder-plugin report %s tries again)", self.folder, exc_info=True)
+            except Exception:
+                logging.warning("no report could be written (coder-plugin report %s tries again)", self.folder, exc_info=True)
 
     # -- resuming ------------------------------------------------------------------------------------------------
 

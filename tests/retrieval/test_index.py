@@ -11,6 +11,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -295,6 +296,98 @@ def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monke
     with pytest.raises(CoderError, match="must be one of both, images, captions, got 'sounds'"):
         build_index(tmp_path / "new", *make_encoder(data), model=MODEL, what="sounds")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_removed_part_is_made_again(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
+    """As the message about a damaged one tells a person to do."""
+    folder = tmp_path / "index"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(records, "finish", lambda *_: (_ for _ in ()).throw(Killed))
+        build_index(folder, *make_encoder(data), model=MODEL)
+    part = folder / "parts" / "part-0000-00000001.safetensors"
+    part.write_bytes(part.read_bytes()[:-20])
+    with pytest.raises(CoderError, match=r"part-0000-00000001.safetensors is damaged .*: remove it"):
+        build_index(folder, *make_encoder(data), model=MODEL)
+    part.unlink()
+    build_index(folder, *make_encoder(data), model=MODEL)
+    assert sums(folder) == sums(whole)
+
+
+def test_data_that_have_changed_are_refused(data: str, whole: Path, tmp_path: Path) -> None:
+    encoder, source = make_encoder(data)
+    items = [item for _, item in source.items()]
+    build_index(tmp_path / "index", encoder, ItemSource(items), model=MODEL, data={"precision": "fp32"})
+    for changed, text in (
+        (items[:-1], "images was 24, is 23"),
+        ([*items[:-1], Item("new", items[-1].captions, items[-1].load)], "content was"),
+        ([*items[:-1], Item(items[-1].key, ("another",), items[-1].load)], "content was"),
+    ):
+        with pytest.raises(CoderError, match=text):
+            build_index(tmp_path / "index", encoder, ItemSource(changed), model=MODEL, data={"precision": "fp32"})
+    with pytest.raises(CoderError, match="precision was fp32, is amp_bf16"):
+        build_index(tmp_path / "index", encoder, ItemSource(items), model=MODEL, data={"precision": "amp_bf16"})
+
+
+def test_nothing_is_left_behind(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
+    """Of a stop before the first note, between its parts, while arrays are laid out, and after the manifest."""
+    folder = tmp_path / "index"
+    for module, name in ((manifest, "put"), (vectors, "write"), (build, "_tidy")):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(Killed))
+            build_index(folder, *make_encoder(data), model=MODEL)
+    assert (folder / "parts").is_dir() and (folder / "manifest.json").is_file()
+    build_index(folder, *make_encoder(data), model=MODEL)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert sums(folder) == sums(whole)
+
+
+def test_captions_that_are_not_there(data: str, tmp_path: Path) -> None:
+    encoder, source = make_encoder(data)
+    items = [SimpleNamespace(key=i.key, captions=(), image_id=i.image_id, load=i.load) for _, i in source.items()]
+    bare = SimpleNamespace(name="bare", num_images=24, items=lambda *_, **__: enumerate(items))
+    with pytest.raises(CoderError, match="nothing to make vectors of: the data hold no captions"):
+        build_index(tmp_path / "index", encoder, bare, model=MODEL, what="captions")
+
+
+def failing_on_a_rank(data: str, folder: str) -> str:
+    build.PART = 5
+    encoder, source = make_encoder(data)
+    if distributed.rank() == 1:
+        encoder.max_bad, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
+        source = ItemSource(broken, name=source.name)
+    try:
+        build_index(folder, encoder, source, model=MODEL)
+    except CoderError as error:
+        return str(error)
+    return "made"
+
+
+def _broken() -> Any:
+    raise ValueError("broken")
+
+
+def test_a_fault_on_one_rank_is_told_on_all(data: str, tmp_path: Path) -> None:
+    first, second = gloo.run(failing_on_a_rank, data, str(tmp_path / "index"))
+    assert first.startswith("another process failed: ") and "cannot be decoded" in second and second in first
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"files": {}}, "names images.faiss, records.sqlite, which is not what an index consists of"),
+        ({"files": {"../records.sqlite": {}, "images.faiss": {}}}, r"names ../records.sqlite, records.sqlite, which is not"),
+        ({"vectors": {}}, "which is not what an index consists of"),
+        ({"plan": None}, "manifest.json lacks plan"),
+    ],
+)
+def test_a_manifest_of_other_files_is_refused(data: str, tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    build_index(tmp_path, *make_encoder(data), model=MODEL, what="images", rerank=False)
+    said = json.loads((tmp_path / "manifest.json").read_text())
+    content = {key: value for key, value in {**said, **change}.items() if key not in ("seal", "format", "version")}
+    content = {key: value for key, value in content.items() if value is not None}
+    manifest.write_json(tmp_path / "manifest.json", {**content, "seal": manifest.seal(content)})
+    with pytest.raises(CoderError, match=text):
+        Index(tmp_path)
 
 
 def test_thumbnails_of_regions_come_from_pictures_beside(data: str, tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, cap
         (["--text", "x", "--rerank=-1"], "must be a number of candidates, or all, got '-1'"),
         (["--key", "nobody"], "has no image 'nobody'"),
         (["--image", "nowhere.png"], "--image nowhere.png cannot be read"),
+        (["--text", "x", "--html", "nowhere/page.html"], "--html nowhere/page.html: there is no folder nowhere"),
         (["--text", "x", "--search-parameters", "nprobe=x"], "are no parameters of this index"),
     ],
 )
@@ -213,6 +214,44 @@ def test_regions_with_a_fusion_score(tmp_path: Path, capsys) -> None:
     Image.new("RGB", (9, 9)).save(tmp_path / "one.png")
     assert main(["search", str(tmp_path / "index"), "--image", str(tmp_path / "one.png")]) == 2
     assert "this index's model reads regions" in capsys.readouterr().err
+
+
+def test_candidates_are_as_many_as_in_evaluation(tmp_path: Path) -> None:
+    """All of them where the vectors were never trained: a shortlist by them would mean nothing."""
+    data = region_data.write_precomp(tmp_path)
+    words = build_vocabulary(caption for record in region_data.records("dev") for caption in record.captions)
+    options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
+    model = coder_plugin.create_model("region-bigru", recipe="ascl(similarity=fusion)", **options)
+    export_model(model, tmp_path / "export")
+    export_heads(model, tmp_path / "export")
+    flags = ["--data", data, "--split", "dev", "--workers", "0", "--output", str(tmp_path / "index")]
+    assert main(["index", str(tmp_path / "export"), *flags]) == 0
+    searcher = open_searcher(tmp_path / "index")
+    [query] = searcher.text(["a man and a dog"])
+    assert searcher.shortlist is None
+    found, every = searcher.search(query, 3), searcher.search(query, 3, rerank="all")
+    assert found == every and all(hit.fused is not None for hit in found)
+
+
+def test_many_candidates_are_scored_in_pieces(tmp_path: Path, monkeypatch) -> None:
+    from coder_plugin.retrieval import search
+
+    test_candidates_are_as_many_as_in_evaluation(tmp_path)
+    searcher = open_searcher(tmp_path / "index")
+    [query] = searcher.text(["a man and a dog"])
+    [key] = [searcher.key("dev_003")]
+    whole = [searcher.search(query, 24), searcher.search(key, 99)]
+    monkeypatch.setattr(search, "_PAIRS", 7)
+    for one, pieces in zip(whole, [searcher.search(query, 24), searcher.search(key, 99)], strict=True):
+        assert [hit.row for hit in one] == [hit.row for hit in pieces]
+        assert [hit.fused for hit in one] == pytest.approx([hit.fused for hit in pieces], abs=1e-5)
+
+
+def test_data_of_the_wrong_kind(export: Path, tmp_path: Path, capsys) -> None:
+    data = region_data.write_precomp(tmp_path)
+    flags = ["--data", data, "--split", "dev", "--workers", "0", "--output", str(tmp_path / "index")]
+    assert main(["index", str(export), *flags]) == 2
+    assert "the data are regions" in capsys.readouterr().err
 
 
 def test_a_query_of_several_vectors_counts_its_best(index: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from coder_plugin import __version__, cli_data, cli_results
 from coder_plugin.errors import CoderError
@@ -15,7 +18,9 @@ from coder_plugin.errors import CoderError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, or 2 with one line on standard error for a person's mistake."""
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _tell_of_unknown(getattr(arguments, "parser", parser), unknown)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         return arguments.run(arguments)
@@ -45,7 +50,26 @@ def build_parser() -> argparse.ArgumentParser:
     cli_results.add_share(commands)
     _add_plugins(commands)
     cli_data.add_doctor(commands)
+    _know_themselves(commands)
     return parser
+
+
+def _know_themselves(commands: argparse._SubParsersAction) -> None:
+    """A command's own parser tells of its slips: argparse would show the usage of the whole."""
+    for parser in commands.choices.values():
+        parser.set_defaults(parser=parser)
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                _know_themselves(action)
+
+
+def _tell_of_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    text = f"unrecognized arguments: {' '.join(unknown)}{hint}"
+    print(f"{parser.prog}: error: {text}; all flags: {parser.prog} --help", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -142,6 +166,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     from coder_plugin.training.evaluate import analyses_of, evaluate_command
     from coder_plugin.training.evaluation_sets import format_further
 
+    if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():
+        raise CoderError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
     results = evaluate_command(arguments)
     if not results:
         return 0  # another rank prints

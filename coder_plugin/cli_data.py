@@ -176,7 +176,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", nargs="*", help="a run's folder, an export's or an index's")
+    parser.add_argument("folder", nargs="*", help="a run's folder, an export's or an index's; hf-hub:OWNER/NAME, if cached")
     parser.add_argument("--vectors", metavar="FILE", help="word vectors, against the captions' words")
     parser.add_argument(
         "--samples", type=int, default=256, metavar="N", help="pictures decoded of a split of more than 10,000 images [256]"

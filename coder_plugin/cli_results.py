@@ -43,7 +43,7 @@ def add_index(commands: argparse._SubParsersAction) -> None:
         "accelerate launch -m coder_plugin.cli index ...",
         allow_abbrev=False,
     )
-    parser.add_argument("run_folder", nargs="?", metavar="RUN", help="a run's folder, or an export's; else --model")
+    parser.add_argument("run_folder", nargs="?", metavar="RUN", help="a run's, export's or shared folder; else --model")
     parser.add_argument("--data", required=True, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
     parser.add_argument("--output", required=True, metavar="INDEX", help="the folder to write")
     parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
@@ -86,7 +86,7 @@ def add_search(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--key", nargs="+", metavar="KEY", help="images of the index, by their keys")
     parser.add_argument("-k", type=int, default=10, help="results [10]")
     parser.add_argument(
-        "--among", choices=("images", "captions"), help="what to find [images for a text, captions for an image]"
+        "--among", choices=("images", "captions"), help="what to find [images for a text, captions for an image, if any]"
     )
     parser.add_argument(
         "--rerank", metavar="K", help="candidates that a fusion score puts in order, or all; 0: none [32, if the model has one]"

@@ -99,6 +99,18 @@ class ShardSource:
         """The tar files, as they were named."""
         return list(self._shards)
 
+    def local(self) -> ShardSource:
+        """The same, of the shards on this machine alone: reading it downloads nothing and runs no command."""
+        source = ShardSource(
+            list(filter(is_local, self._shards)),
+            name=self.name,
+            resampled=self._resampled,
+            caption_key=self._caption_key,
+            newline_captions=self._newline_captions,
+        )
+        source._labels = self._labels  # keys stay what they are
+        return source
+
     @cached_property
     def num_images(self) -> int | None:
         return self._count("draw")

@@ -45,7 +45,7 @@ def check_reading(split: Walked, max_bad: int) -> Iterator[Finding]:
     if split.left:
         text = f"only {len(split.items):,} images were looked at, not all: what is said of the split is said of them"
         yield note(f"{name}.partial", text, "--all looks at all")
-    if not split.items:
+    if not split.items and not split.remote:
         yield problem(f"{name}.empty", f"no image of {split.source.name} can be read", "see the findings before this one")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -30,7 +28,8 @@ def doctor_command(arguments: argparse.Namespace) -> int:
     """Check, tell, and return the exit status: 1 with a problem, or with ``--strict`` with a warning, else 0.
 
     Raises:
-        CoderError: options that are unknown or do not go together; a folder that is nothing of ours.
+        CoderError: options that are unknown or do not go together; a folder that is nothing of ours, a repository of the
+            hub that is not in its cache.
     """
     if arguments.samples < 1:
         raise CoderError(f"--samples is {arguments.samples}; it must be 1 or more")
@@ -51,26 +50,19 @@ def doctor_command(arguments: argparse.Namespace) -> int:
 
 def examine(arguments: argparse.Namespace) -> list[Finding]:
     """All findings. Nothing is downloaded, and nothing written."""
-    from coder_plugin.doctor import machine, run
+    from coder_plugin.doctor import machine, offline, run
 
     given = read_flags(arguments)
     config = TrainConfig.from_dict(given)
-    folders = [Path(folder) for folder in arguments.folder]
+    offline.stay_offline()
+    folders = [offline.folder_of(spec, config.cache_dir) for spec in arguments.folder]
     checks = [check for folder in folders for check in run.check_run(folder)]  # a slip is told of now
-    _stay_offline()
     found = _installation()
     found += guarded("machine", machine.check_gpus, config)
     found += guarded("machine", machine.check_room, config)
     for name, check, folder in checks:
         found += guarded(name, check, folder)
     return [*found, *check_training(config, given, arguments)]
-
-
-def _stay_offline() -> None:
-    """Before transformers and open_clip are imported, which ask a hub for files that are not in its cache."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-    if (hub := sys.modules.get("huggingface_hub")) is not None:
-        hub.constants.HF_HUB_OFFLINE = True
 
 
 def _installation() -> list[Finding]:
@@ -114,10 +106,8 @@ def check_training(config: TrainConfig, given: Mapping[str, Any], arguments: arg
 def _open(splits: dict[str, Any], name: str, config: TrainConfig, whole: bool) -> Iterator[Finding]:
     """Open and read a split into ``splits``."""
     from coder_plugin.doctor import captions, walk
-    from coder_plugin.training.sources import make_source, reading_options
 
-    reader = reading_options(config, getattr(config, f"{name}_data"))["kind"]
-    splits[name] = split = walk.walk(name, make_source(config, split=name), reader, most=None if whole else walk.MOST)
+    splits[name] = split = walk.walk_split(name, config, most=None if whole else walk.MOST)
     yield from captions.check_reading(split, config.max_bad_images)
 
 
@@ -125,10 +115,10 @@ def _recipe(config: TrainConfig, splits: Mapping[str, Any], made: Any) -> Iterat
     from coder_plugin.doctor.recipe import check_recipe
     from coder_plugin.training.sources import make_source
 
-    source = make_source(config, split="train") if config.on_scenes else None
+    whole = source = make_source(config, split="train") if config.on_scenes else None
     if (split := splits.get("train")) is not None and not split.shards and not split.samples and split.items:
-        source = split.source
-    yield from check_recipe(config, source, made)
+        whole, source = split.whole, split.source
+    yield from check_recipe(config, whole, source, made)
 
 
 def _images(splits: Mapping[str, Any], config: TrainConfig, made: Any, arguments: argparse.Namespace) -> list[Finding]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.doctor.findings import Finding, many, note, ok, problem, warning
+from coder_plugin.doctor.offline import is_absent
 from coder_plugin.errors import CoderError
 
 
@@ -21,10 +22,11 @@ class Made:
     region_dim: int | None = None
 
 
-def check_recipe(config: Any, source: Any, made: Made) -> Iterator[Finding]:
+def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[Finding]:
     """Make recipe, model and loss on the CPU, as :class:`~coder_plugin.training.loop.Trainer` does; fills in ``made``.
 
-    ``source``: the training data; None where they cannot be read, and then what depends on them is left out.
+    ``whole``: the training data, ``source``: what of them is on this machine; None where they cannot be read, and then what
+    depends on them is left out.
     """
     import torch
 
@@ -38,17 +40,20 @@ def check_recipe(config: Any, source: Any, made: Made) -> Iterator[Finding]:
     recipe = setup.make_recipe(config)
     heads = ", ".join(required_heads(recipe)) or "none"
     yield ok("recipe.loss", f'--loss "{config.loss}" is {recipe}; heads: {heads}')
-    samples = None if source is None else source.samples(config.captions, config.train_num_samples)
-    if samples is None:
-        do = "mend them first, then run doctor again: what the recipe takes from the data is not known"
+    if source is None:
+        do = "mend them, or run doctor where they are: what the recipe takes from the data is not known"
         yield note("recipe.data", "without training data the model is not checked", do)
         return
+    samples = whole.samples(config.captions, config.train_num_samples)
     recipe = setup.fit_recipe(recipe, config, samples_per_epoch=samples)
     offline, waived = _without_downloads(config)
     yield from waived
-    model = setup.make_model(offline, recipe, torch.device("cpu"), source)
+    trains = yield from _steps(config, samples)
+    model = yield from _unless_absent(config.model, setup.make_model, offline, recipe, torch.device("cpu"), source)
+    if model is None:
+        return
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    made.tokenizer = setup.make_tokenizer(offline, model)
+    made.tokenizer = yield from _unless_absent(f"the tokenizer of {config.model}", setup.make_tokenizer, offline, model)
     if isinstance(model, Backbone):
         made.region_dim = getattr(model.transform(), "region_dim", None)
         reads = "regions" if made.region_dim is None else f"regions of {made.region_dim} channels"
@@ -56,14 +61,26 @@ def check_recipe(config: Any, source: Any, made: Made) -> Iterator[Finding]:
         size = model.visual.image_size
         made.image_size = size if isinstance(size, int) else min(size)
         reads = f"pictures of {size} pixels" if isinstance(size, int) else f"pictures of {size[0]} x {size[1]} pixels"
-    width = made.tokenizer(["a"]).shape[1]
-    text = f"{config.model}: {type(model).__name__}, {parameters:,} parameters, reads {reads} and texts of {width} tokens"
-    yield ok("recipe.model", text)
+    texts = "" if made.tokenizer is None else f" and texts of {made.tokenizer(['a']).shape[1]} tokens"
+    yield ok("recipe.model", f"{config.model}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}")
     create_loss(recipe, model=model)
     setup.check_accumulation(model, config)
     setup.make_transforms(model, config)
     yield from _check_tagger(model, config)
-    yield from _steps(model, config, samples)
+    if trains:
+        yield from _sizes(model, config, trains)
+
+
+def _unless_absent(what: str, make: Callable[..., Any], *arguments: Any) -> Generator[Finding, None, Any]:
+    """What ``make`` gives; None, and a note, where only a hub has files for it."""
+    try:
+        return make(*arguments)
+    except CoderError as error:
+        if not is_absent(error):
+            raise
+        text = f"not looked at: {what} is downloaded when a run begins, for the hub's cache has it not, or not whole"
+        yield note("recipe.absent", text, "nothing, where the machine has a network; else download it beforehand")
+        return None
 
 
 def _names_model(config: Any) -> bool:
@@ -112,13 +129,14 @@ def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
             yield ok("recipe.tagger", f"the tagger {tags.tagger} loads")
 
 
-def _steps(model: Any, config: Any, samples: int) -> Iterator[Finding]:
+def _steps(config: Any, samples: int) -> Generator[Finding, None, int]:
+    """Returns how many samples the whole run trains on, on one process."""
     batch = config.batch_size * config.accum_freq
     steps = samples // config.batch_size // config.accum_freq
     if not steps:
         text = f"an epoch of {samples:,} samples holds no step of {batch:,} pairs"
         yield problem("recipe.steps", text, f"--batch-size {max(1, samples // config.accum_freq)} or less, or more data")
-        return
+        return 0
     left = samples - steps * batch
     total = f"{many(steps * config.epochs, 'step')} in {many(config.epochs, 'epoch')}, on one process"
     text = f"{samples:,} samples an epoch: {many(steps, 'step')} of {batch:,} pairs, {left:,} left over; {total}"
@@ -126,8 +144,12 @@ def _steps(model: Any, config: Any, samples: int) -> Iterator[Finding]:
     if left > samples / 4:
         text = f"{left:,} of {samples:,} samples are left over each epoch, for they do not fill a step"
         yield warning("recipe.left_over", text, "a smaller --batch-size")
+    return batch * steps * config.epochs
+
+
+def _sizes(model: Any, config: Any, samples: int) -> Iterator[Finding]:
     try:
-        model.coder.check(batch=batch, samples=batch * steps * config.epochs)
+        model.coder.check(batch=config.batch_size * config.accum_freq, samples=samples)
     except CoderError as error:
         yield problem("recipe.sizes", str(error), "set the option that it names")
     else:

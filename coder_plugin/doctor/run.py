@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.doctor.findings import Finding, note, ok, one_line, problem, warning
+from coder_plugin.doctor.offline import is_absent
 from coder_plugin.errors import CoderError
 from coder_plugin.retrieval.manifest import BUILDING, FORMAT, MANIFEST
 
@@ -97,10 +99,13 @@ def _check_export(folder: Path, place: Path) -> Iterator[Finding]:
         config = trained_config(folder, {"precision": "fp32"}, export=place.name) if run else trained_config(place, {})
         trained = open_trained(config, device=torch.device("cpu"))
     except CoderError as error:
+        if is_absent(error):
+            text = f"{place}: not looked at: its towers' configuration or tokenizer is the hub's, and not in its cache here"
+            yield note("run.export.absent", text, "nothing, where a network is; else run doctor where it was trained")
+            return
         yield problem("run.export", f"{place}: {one_line(error)}", "train or export it again; another export may be whole")
         return
-    bad = [name for name, value in trained.model.state_dict().items() if value.is_floating_point() and not _finite(value)]
-    if bad:
+    if bad := not_finite(trained.model.state_dict()):
         text = f"{place}: {len(bad)} tensors hold NaN or infinity, such as {bad[0]}"
         yield problem(
             "run.export.finite", text, "use an earlier checkpoint, and train with a lower --lr or --grad-clip-norm"
@@ -112,9 +117,9 @@ def _check_export(folder: Path, place: Path) -> Iterator[Finding]:
     yield ok("run.export", f"{place}: opens, {count:,} parameters, retrieval vectors of {vector.shape[1]} dimensions")
 
 
-def _finite(value: Any) -> bool:
-    """An attention mask holds -inf; nothing else that is not finite has its place."""
-    return not bool((value.isnan() | (value == math.inf)).any())
+def not_finite(state: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors that hold NaN or infinity; an attention mask has its -inf by right."""
+    return [name for name, value in state.items() if not (name.endswith("attn_mask") or value.isfinite().all())]
 
 
 def check_log(folder: Path) -> Iterator[Finding]:
@@ -242,10 +247,19 @@ def _finished(folder: Path, evaluated: Rows, trained: Rows) -> Iterator[Finding]
         do = "it can still be evaluated by its export and flags; --resume needs only the checkpoint"
         yield warning("run.config", f"{folder / 'config.json'} cannot be read: {one_line(error)}", do)
         return
-    done = max([row.get("val/epoch", 0) for row in evaluated] + [row.get("epoch", 0) for row in trained], default=0)
-    if done < epochs and not any(row.get("val/epoch") == epochs for row in evaluated):
-        text = f"the log ends in epoch {done:g} of {epochs}: it is still running, or was stopped"
+    # rows of training tell the epoch that they are in, from 0
+    rows = [row.get("val/epoch", 0) for row in evaluated] + [row.get("epoch", 0) for row in trained]
+    done = max([*rows, *_saved_epochs(folder)], default=0)
+    if done < epochs:
+        text = f"{done:g} of {epochs} epochs are done: it is still running, or was stopped"
         yield note("run.unfinished", text, f"if it was stopped: train … --name {folder.name} --resume latest")
+
+
+def _saved_epochs(folder: Path) -> Iterator[int]:
+    """How many epochs were done at each checkpoint; :func:`check_checkpoints` tells of damaged ones."""
+    for path in folder.glob("checkpoints/[!.]*/manifest.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            yield int(json.loads(path.read_text())["epoch"])
 
 
 def check_run(folder: Path) -> Sequence[tuple[str, Any, Path]]:

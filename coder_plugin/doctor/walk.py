@@ -21,8 +21,10 @@ from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import ShardSource
 from coder_plugin.data.source import decode_image
-from coder_plugin.data.tars import REGIONS, ImageField, has_features, is_local, local_path, members
+from coder_plugin.data.tars import REGIONS, ImageField, has_features, local_path, members
 from coder_plugin.errors import CoderError
+from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.sources import join_regions, make_source, reading_options
 
 #: So many images of a split are read at most, unless all are asked for.
 MOST = 200_000
@@ -38,7 +40,8 @@ class Walked:
         items: its images, in the data's order; of shards they read their file when they are loaded.
         shards: that cannot be read, or stop in the middle: why. samples: that the reader refuses: why.
         pictureless: keys of samples without a picture or regions.
-        remote: shards that are not on this machine, and were not looked at. left: shards beyond :data:`MOST` images.
+        whole: the source as a run has it, None: ``source``. remote: its shards that are not on this machine, which
+            ``source`` lacks. left: shards beyond :data:`MOST` images.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Walked:
     shards: list[str] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
     pictureless: list[str] = field(default_factory=list)
+    whole: Any = None
     remote: int = 0
     left: int = 0
 
@@ -63,6 +67,19 @@ class Walked:
         rng = random.Random(seed)
         bounds = [number * len(self.items) // size for number in range(size + 1)]
         return [self.items[rng.randrange(low, high)] for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+def walk_split(name: str, config: TrainConfig, *, most: int | None = MOST) -> Walked:
+    """Open and read a split as the configuration has it, less the shards that are not on this machine."""
+    source: Any = make_source(config, split=name, join=False)
+    whole, remote = source, 0
+    if isinstance(whole, ShardSource):
+        source = whole.local()
+        remote = len(whole.shards) - len(source.shards)
+    if config.regions is not None and not (remote and not source.shards):
+        source = join_regions(source, config, split=name)
+    reader = reading_options(config, getattr(config, f"{name}_data"))["kind"]
+    return replace(walk(name, source, reader, most=most), whole=whole, remote=remote)
 
 
 def walk(name: str, source: Any, reader: str = "", *, most: int | None = MOST) -> Walked:
@@ -83,11 +100,10 @@ def walk(name: str, source: Any, reader: str = "", *, most: int | None = MOST) -
 
 def _walk_shards(walked: Walked, source: ShardSource, most: int | None) -> None:
     """In a shuffled order, so that what is read before ``most`` is of all parts of the data; kept in the data's."""
-    local = [(number, shard) for number, shard in enumerate(source.shards) if is_local(shard)]
-    walked.remote = len(source.shards) - len(local)
-    random.Random(0).shuffle(local)
+    shards = list(enumerate(source.shards))
+    random.Random(0).shuffle(shards)
     read: dict[int, list[Item]] = {}
-    for number, shard in local:
+    for number, shard in shards:
         if most is not None and sum(map(len, read.values())) >= most:
             walked.left += 1
             continue

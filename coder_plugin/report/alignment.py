@@ -20,7 +20,7 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import Unusable, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import correspondence
-from coder_plugin.report.places import blank, grid_boxes, grid_of, seen
+from coder_plugin.report.places import blank, grid_boxes, grid_of, tower_picture
 from coder_plugin.report.words import Word, WordReader
 
 #: What ``create_model(..., catch=LOCALS)`` must catch, so that words and regions can be compared.
@@ -151,7 +151,7 @@ class Aligner:
         regions = _key(known, "image_locals")[0][valid].float()
         if not isinstance(self.model, Backbone):
             grid = grid_of(self.model, len(regions))
-            return Seen(known, regions, grid_boxes(*grid), grid, seen(image, self.model.visual.preprocess_cfg))
+            return Seen(known, regions, grid_boxes(*grid), grid, tower_picture(image, self.model.visual.preprocess_cfg))
         assert isinstance(loaded, Regions)
         boxes = loaded.fractions
         if boxes is None:

@@ -105,11 +105,12 @@ def histogram(
 
     Args:
         groups: a name to its finite values, one or more. least: the range is at least so wide: rounding is no spread.
-        top: the range ends there; greater values are in the last bin.
+        top: the range ends there; greater values are in the last bin, which says so.
         whole: the values are integers, and a bin is of equally many of them.
     """
     everything = [value for values in groups.values() for value in values]
     low, high = min(everything), max(everything)
+    beyond = top is not None and high > top
     if top is not None:
         high = min(high, top)
     if whole:
@@ -128,11 +129,12 @@ def histogram(
     for number, (name, each) in enumerate(counts.items()):
         colour = f"var(--c{number % _COLOURS})"
         path = f"M{_n(frame.across(edges[0]))},{_n(frame.up(0))}"
-        for count, start, stop in zip(each, edges, edges[1:], strict=False):
+        for nth, (count, start, stop) in enumerate(zip(each, edges, edges[1:], strict=False), 1):
             path += f"V{_n(frame.up(count))}H{_n(frame.across(stop))}"
             place = f'x="{_n(frame.across(start))}" y="{_TOP}" width="{_n(frame.across(stop) - frame.across(start))}"'
             first, last = (start + 0.5, stop - 0.5) if whole else (start, stop)
-            tip = escape(f"{name}: {count} from {format_number(first)} to {format_number(last)}")
+            until = "up" if beyond and nth == bins else f"to {format_number(last)}"
+            tip = escape(f"{name}: {count} from {format_number(first)} {until}")
             if count:
                 size = f'height="{HEIGHT - _TOP - _BOTTOM}" fill="transparent"'
                 parts.append(f"<rect {place} {size}><title>{tip}</title></rect>")

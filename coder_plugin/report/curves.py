@@ -17,7 +17,7 @@ _HEALTH = {
     "momentum/text_spread": "variance of the text keys about their mean: 0 where they have collapsed, 1 at most",
     "momentum/drift": "distance of the momentum towers from the model, over the model's norm",
     "prototypes/filled": "share of the centres that are filled; the term is silent below 1",
-    "prototypes/idle": "share of the filled centres that few pairs have chosen lately",
+    "prototypes/idle": "share of the filled centres that none of the last patience · K / 2 pairs chose",
     "prototypes/reseeded": "centres reseeded so far, over all centres",
     "prototypes/used": "perplexity of the centres' sizes over their number: 1 where all are as large",
 }

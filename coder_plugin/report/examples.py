@@ -22,11 +22,15 @@ _PAIRS = 1024
 
 @dataclass(frozen=True)
 class Hit:
-    """One candidate of a query: its place in the data, its score, and whether it is right."""
+    """One candidate of a query: its place in the data, its score, and whether it is right.
+
+    ``behind``: a fusion score has put a shortlist in order, and this one lies behind it: its score is the vectors' product.
+    """
 
     index: int
     score: float
     right: bool
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,24 +69,26 @@ def best_and_worst(
     ]
 
 
-def example(encoded: Encoded, way: Way, query: int, rows: Callable[[int], tuple[Tensor, Tensor]], first: int) -> Example:
+def example(encoded: Encoded, way: Way, query: int, rows: Callable[[int], tuple[Tensor, Tensor, int]], first: int) -> Example:
     """A query's candidates in the order in which recall counts them: at equal scores, wrong before right."""
-    candidates, scores = rows(query)
+    candidates, scores, ordered = rows(query)
     if way == "i2t":
         right = encoded.image_of_text[candidates] == query
     else:
         right = candidates == encoded.image_of_text[query]
-    hits = [Hit(*each) for each in zip(candidates.tolist(), scores.tolist(), right.tolist(), strict=True)]
+    behind = (torch.arange(len(scores)) >= ordered).tolist()
+    hits = [Hit(*each) for each in zip(candidates.tolist(), scores.tolist(), right.tolist(), behind, strict=True)]
     place = next(number for number, hit in enumerate(hits) if hit.right)
     return Example(query, place, tuple(hits[:first]), hits[place])
 
 
-def _rows(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Of a query all candidates [C] in order, and their scores [C]."""
+def _rows(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], tuple[Tensor, Tensor, int]]:
+    """Of a query all candidates [C] in order, their scores [C], and how many of the first have the score that orders them all
+    or, of a model that re-ranks, the shortlist."""
     items = encoded.items
     scorer = None if items is None else items.head.scorer(items.images, items.texts)
 
-    def row(query: int) -> tuple[Tensor, Tensor]:
+    def row(query: int) -> tuple[Tensor, Tensor, int]:
         if way == "i2t":
             scores, right = similarity(encoded.images[query][None], encoded.texts)[0], encoded.image_of_text == query
         else:
@@ -90,12 +96,12 @@ def _rows(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], tupl
             right = torch.arange(len(scores)) == encoded.image_of_text[query]
         order = _ordered(scores, right)
         if scorer is None:
-            return order, scores[order]
+            return order, scores[order], len(order)
         shortlist = order[:depth].sort().values
         fused = torch.cat([_fused(scorer, way, query, part) for part in shortlist.split(_PAIRS)])
         within = _ordered(fused, right[shortlist])
         behind = order[len(shortlist) :]
-        return torch.cat([shortlist[within], behind]), torch.cat([fused[within], scores[behind]])
+        return torch.cat([shortlist[within], behind]), torch.cat([fused[within], scores[behind]]), len(shortlist)
 
     return row
 

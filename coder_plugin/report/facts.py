@@ -95,7 +95,7 @@ def _listed(options: Mapping[str, Any]) -> str:
 
 def _model(plan: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     name = str(plan.get("model") or config.get("model") or "")
-    if "parameters" in plan:
+    if "parameters" in plan and "trainable" in plan:
         name += f"; {plan['trainable']:,} of {plan['parameters']:,} parameters train"
     if frozen := plan.get("frozen because no term reads them"):
         name += f"; frozen, for no term reads them: {', '.join(frozen)}"
@@ -119,13 +119,14 @@ def _data(data: Mapping[str, Any] | None) -> str:
 def _batch(batch: Mapping[str, Any] | None) -> str:
     if not batch:
         return ""
-    return f"{batch['global per step']:,} pairs a step, {batch['per rank and forward']:,} of a rank in a forward"
+    said = {"global per step": "pairs a step", "per rank and forward": "of a rank in a forward"}
+    return ", ".join(f"{batch[key]:,} {text}" for key, text in said.items() if key in batch)
 
 
 def _length(run: Run) -> str:
     plan, manifest = run.plan or {}, run.manifest or {}
     parts = []
-    if "steps per epoch" in plan:
+    if "epochs" in plan and "steps per epoch" in plan:
         parts.append(f"{plan['epochs']} epochs of {plan['steps per epoch']:,} steps")
     if manifest:
         parts.append(f"{manifest['step']:,} steps ({manifest.get('epoch', 0)} epochs) done")

@@ -19,10 +19,12 @@ def state_blocks(run: Run) -> list[dict[str, Any]]:
     """
     if run.checkpoint is None:
         raise CoderError("no whole checkpoint: nothing to read banks and centres from")
-    batch = ((run.plan or {}).get("batch") or {}).get("global per step") or (run.config or {}).get("batch_size") or 1
+    batch = run.pairs_per_step
+    if batch is None:
+        raise CoderError("neither plan.json nor the checkpoint's options tell how many pairs a step had")
     heads = ((run.manifest or {}).get("recipe") or {}).get("heads", {})
     patience = float(heads.get("prototypes", {}).get("patience", 30.0))
-    found = read_state(run.checkpoint, pairs_per_step=int(batch), patience=patience)
+    found = read_state(run.checkpoint, pairs_per_step=batch, patience=patience)
     if not found:
         raise CoderError("the recipe keeps no banks and no centres")
     return [_bank(each) if isinstance(each, Bank) else _centres(each) for each in found]
@@ -50,7 +52,7 @@ def _centres(centres: Centres) -> dict[str, Any]:
     tiles = [
         (f"{centres.filled:,}", f"of {centres.clusters:,} centres are filled"),
         (f"{centres.clusters - centres.filled:,}", "are empty"),
-        (f"{centres.idle:,}", "filled ones that few pairs chose lately"),
+        (f"{centres.idle:,}", f"filled ones that none of the last {centres.window:,} pairs chose"),
         (f"{centres.reseeded:,}", "reseeded so far"),
     ]
     figures = []
@@ -60,6 +62,8 @@ def _centres(centres: Centres) -> dict[str, Any]:
         top = sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]
         chart = histogram({"centres": sizes}, label="Sizes of the clusters", x_label="pairs assigned", top=top, whole=True)
         note = f"median {format_number(middle)}, largest {format_number(sizes[-1])}, of {centres.seen:,} pairs seen"
+        if sizes[-1] > top:
+            note += f"; the last bar is of {format_number(top)} and more"
         norms = histogram({"centres": centres.norms}, label="Norms of the centres", x_label="norm", least=0.02)
         figures = [
             Figure("Sizes of the clusters", chart, note),

@@ -40,7 +40,12 @@ def data_uri(picture: Image.Image, size: int = 160, *, quality: int = 78) -> str
     small.thumbnail((size, size), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     small.save(file, "JPEG", quality=quality, optimize=True)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+    return jpeg_uri(file.getvalue())
+
+
+def jpeg_uri(content: bytes) -> str:
+    """A JPEG file's content for ``<img src>``."""
+    return "data:image/jpeg;base64," + base64.b64encode(content).decode("ascii")
 
 
 @lru_cache(maxsize=1)

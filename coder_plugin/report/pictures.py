@@ -13,6 +13,7 @@ from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from coder_plugin.report.alignment import Aligner, Alignment
 from coder_plugin.report.alignment_plot import write_alignments
+from coder_plugin.report.attention import load_picture
 from coder_plugin.report.plots import check_figures
 from coder_plugin.report.tsne import Points, TooFew, collect_points, frequent_words, plot_tsne
 
@@ -87,7 +88,7 @@ def collect(wanted: Asked, encoder: Any, source: Any, pictures: Any | None = Non
         beside = iter(()) if pictures is None else pictures.items()
         for _, item in source.items():
             under = next(beside, (0, None))[1]
-            seen = aligner.see(item, _picture(under, item.key))
+            seen = aligner.see(item, load_picture(under if under is not None and under.key == item.key else None))
             if seen is None:
                 continue
             found.append(aligner.align(item.key, item.captions[0], seen))
@@ -127,16 +128,3 @@ def format_measured(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
         f"silhouette {each['silhouette']:.3f} (-1 to 1)"
         for name, each in measured.items()
     ]
-
-
-def _picture(item: Any, key: str) -> Any | None:
-    """What lies under an image's regions, or None."""
-    from PIL.Image import Image
-
-    if item is None or item.key != key:
-        return None
-    try:
-        picture = item.load()
-    except (OSError, ValueError):
-        return None
-    return picture if isinstance(picture, Image) else None

@@ -50,7 +50,7 @@ def grid_boxes(rows: int, columns: int) -> np.ndarray:
     return np.stack([column / columns, row / rows, (column + 1) / columns, (row + 1) / rows], 1).astype(np.float32)
 
 
-def seen(image: Tensor, preprocess: Any) -> np.ndarray:
+def tower_picture(image: Tensor, preprocess: Any) -> np.ndarray:
     """The picture that a tower saw: [3, H, W] as transformed -> uint8 [H, W, 3].
 
     Args:

@@ -15,6 +15,8 @@ from typing import Any
 from coder_plugin.errors import CoderError
 
 Record = dict[str, Any]
+#: What a plan holds as objects.
+_OBJECTS = ("batch", "heads", "options", "training data", "validation data", "versions")
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,16 @@ class Run:
         """The recipe's heads with the numbers of their parameters."""
         return (self.plan or {}).get("heads", {})
 
-    def term(self, name: str) -> Mapping[str, Any] | None:
-        """What is set of a loss term, or None: the recipe has no such term."""
-        for source in ((self.manifest or {}).get("recipe"), (self.plan or {}).get("options")):
-            for term in (source or {}).get("terms", ()):
-                if term["name"] == name:
-                    return term["options"]
-        return None
+    @property
+    def pairs_per_step(self) -> int | None:
+        """The global batch; None: neither the plan nor a checkpoint, which knows the ranks, tells."""
+        planned = ((self.plan or {}).get("batch") or {}).get("global per step")
+        if planned is not None:
+            return int(planned)
+        config = self.config or {}
+        if self.manifest is None or not config.get("batch_size"):
+            return None
+        return int(config["batch_size"]) * int(config.get("accum_freq", 1)) * int(self.manifest["world_size"])
 
 
 def read_run(folder: str | Path) -> Run:
@@ -74,6 +79,7 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     faults: list[str] = []
     config, plan = (_read_json(folder / name, faults) for name in ("config.json", "plan.json"))
+    plan = plan and _objects(plan, faults)
     train, val = _read_metrics(folder / "metrics.jsonl", faults)
     found = checkpoint.checkpoints(folder / "checkpoints")
     if not (config or plan or train or val or found):
@@ -141,6 +147,13 @@ def _read_metrics(path: Path, faults: list[str]) -> tuple[list[Record], list[Rec
     if unread:
         faults.append(f"{path.name}: {unread} line{'s' * (unread > 1)} cannot be read")
     return train.records, val.records
+
+
+def _objects(plan: Record, faults: list[str]) -> Record:
+    """A plan without what should be an object and is none."""
+    wrong = [name for name in _OBJECTS if not isinstance(plan.get(name, {}), dict)]
+    faults += [f"plan.json: its {name!r} is no object" for name in wrong if plan[name] is not None]
+    return {name: value for name, value in plan.items() if name not in wrong}
 
 
 def _is_number(value: Any) -> bool:

@@ -44,7 +44,8 @@ def write_report(
     images: int = 6,
     reason: str = "no model and no validation data were given",
 ) -> Path:
-    """Write a run's report. Every rank calls this, for encoding is shared; the first one writes.
+    """Write a run's report on the first rank. Without ``encoded`` every rank calls this, for encoding is shared; with it, or
+    without a model, the ranks have nothing to do together, and the others return at once.
 
     Args:
         folder: the run's.
@@ -125,28 +126,30 @@ def _values(run: Run, model: Content, images: int) -> dict[str, Any]:
     """What the template reads."""
     measured = _attempt(model, seen.measure, run)
     known = measured.value or {}
+    own = Content(run)
     return {
         "run": run,
         "name": run.folder.resolve().name,
         "version": __version__,
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "facts": facts.described(run),
-        "terms": facts.terms_of(run),
-        "heads": facts.heads_of(run),
-        "commands": _commands(run),
+        "facts": _attempt(own, facts.described),
+        "terms": _attempt(own, facts.terms_of),
+        "heads": _attempt(own, facts.heads_of),
+        "commands": _attempt(own, _commands),
         "columns": facts.RECALL_COLUMNS,
-        "summary": _tiles(run, known),
-        "recalls": _recall_rows(run, known, model.value),
+        "summary": _attempt(own, _tiles, known),
+        "recalls": _attempt(own, _recall_rows, known, model.value),
         "lengths": known.get("lengths"),
         "sweeps": known.get("sweeps", []),
         "measured": measured,
-        "objective": curves.objective(run),
-        "curves": curves.recalls(run),
-        "health": curves.health(run),
-        "state": _attempt(Content(run), state_blocks),
+        "objective": _attempt(own, curves.objective),
+        "curves": _attempt(own, curves.recalls),
+        "health": _attempt(own, curves.health),
+        "state": _attempt(own, state_blocks),
         "diversity": _attempt(model, seen.diversity, run),
+        "reranks": model.value is not None and model.value.encoded.items is not None,
         "examples": _attempt(model, seen.examples, known, images),
-        "map": _attempt(model, seen.map),
+        "map": _attempt(model, seen.both_sides),
         "concepts": _attempt(model, seen.concepts, images),
         "alignments": _attempt(model, seen.alignments, run, images),
         "options": sorted((run.config or {}).items()),
@@ -185,12 +188,12 @@ def _tiles(run: Run, known: Mapping[str, Any]) -> list[tuple[str, str]]:
     tiles = []
     if "rsum" in figures:
         tiles.append((f"{figures['rsum']:.1f}", f"R@sum ({kind})"))
-        tiles.append((f"{figures['i2t_r1']:.1f} %", "image to text R@1"))
-        tiles.append((f"{figures['t2i_r1']:.1f} %", "text to image R@1"))
+        first = {"i2t_r1": "image to text R@1", "t2i_r1": "text to image R@1"}
+        tiles += [(f"{figures[key]:.1f} %", what) for key, what in first.items() if key in figures]
         if "images" in figures:
             tiles.append((f"{figures['images']:,.0f}", "validation images"))
     plan, manifest = run.plan or {}, run.manifest or {}
-    if "trainable" in plan:
+    if "trainable" in plan and "parameters" in plan:
         tiles.append((_millions(plan["trainable"]), f"trained parameters of {_millions(plan['parameters'])}"))
     if manifest:
         tiles.append((f"{manifest['step']:,}", "steps"))
@@ -201,7 +204,8 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
 
 
-def _recall_rows(run: Run, known: Mapping[str, Any], model: Evaluated | None) -> list[tuple[str, Mapping[str, Any]]]:
+def _recall_rows(run: Run, known: Mapping[str, Any], model: Evaluated | None) -> list[tuple[str, list[str]]]:
+    """Of each row its name, and the texts of the columns."""
     rows: list[tuple[str, Mapping[str, Any]]] = []
     for name, figures in (("best", run.best), ("last", run.last)):
         if "rsum" in figures:
@@ -209,7 +213,8 @@ def _recall_rows(run: Run, known: Mapping[str, Any], model: Evaluated | None) ->
             rows += _with_shortlist(when, figures)
     if "result" in known and model is not None:
         rows += _with_shortlist(f"now: {model.weights}", known["result"])
-    return rows
+    columns = facts.RECALL_COLUMNS.values()
+    return [(name, [f"{figures[key]:.1f}" if key in figures else "–" for key in columns]) for name, figures in rows]
 
 
 def _with_shortlist(name: str, figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

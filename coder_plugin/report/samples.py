@@ -12,14 +12,25 @@ from coder_plugin.report.page import data_uri
 from coder_plugin.training.encode import Encoded
 
 
-def items_of(source: Any, ids: Collection[int]) -> dict[int, Item]:
-    """The items of these image ids; the data are read no further than the last of them."""
+def items_of(source: Any, encoded: Encoded, rows: Collection[int]) -> dict[int, Item]:
+    """By row of ``encoded.images``, of these rows their items, in order; the data are read no further than the last of them.
+
+    Several images may have one key, and so one id: rows are found in the data's order, in which images that could not be read
+    are left out, by id and captions.
+    """
+    captions: list[list[str]] = [[] for _ in encoded.image_ids]
+    for caption, row in zip(encoded.captions, encoded.image_of_text.tolist(), strict=True):
+        captions[row].append(caption)
+    expected = zip(encoded.image_ids.tolist(), captions, strict=True)
     found: dict[int, Item] = {}
+    row, last, wanted = 0, max(rows, default=-1), next(expected, None)
     for _, item in source.items():
-        if item.image_id in ids:
-            found.setdefault(item.image_id, item)
-            if len(found) == len(ids):
-                break
+        if row > last or wanted is None:
+            break
+        if (item.image_id, list(item.captions)) == wanted:
+            if row in rows:
+                found[row] = item
+            row, wanted = row + 1, next(expected, None)
     return found
 
 
@@ -45,20 +56,20 @@ def shown(
 ) -> list[dict[str, Any]]:
     """The best and the worst of each direction (``t2i``, ``i2t``), in blocks with a title and queries.
 
-    A query has ``image`` (of :func:`_picture`'s kind) or ``caption``, ``rank`` (1-based), ``hits``, each with ``image`` or
-    ``caption``, ``score``, ``right``, and ``truth``, where it is not among the hits.
+    A query has ``image`` (of :func:`_image`'s kind) or ``caption``, ``rank`` (1-based), ``hits``, each with ``image`` or
+    ``caption``, ``score``, ``right``, ``behind``, and ``truth``, where it is not among the hits.
     """
     wanted: set[int] = set()
     for way, sides in examples.items():
         for each in (example for side in sides for example in side):
             wanted.update([each.query] if way == "i2t" else [hit.index for hit in (*each.hits, each.truth)])
-    items = items_of(source, {int(encoded.image_ids[index]) for index in wanted})
+    items = items_of(source, encoded, wanted)
     pictures = beside_of(beside, {item.key for item in items.values()})
-    made = {index: _picture(encoded, index, items, pictures) for index in sorted(wanted)}
+    made = {index: _image(index, items.get(index), pictures) for index in sorted(wanted)}
 
     def hit(way: str, each: Hit) -> dict[str, Any]:
         what = {"caption": encoded.captions[each.index]} if way == "i2t" else {"image": made[each.index]}
-        return {**what, "score": each.score, "right": each.right}
+        return {**what, "score": each.score, "right": each.right, "behind": each.behind}
 
     def query(way: str, each: Example) -> dict[str, Any]:
         what = {"image": made[each.query]} if way == "i2t" else {"caption": encoded.captions[each.query]}
@@ -74,9 +85,8 @@ def shown(
     ]
 
 
-def _picture(encoded: Encoded, index: int, items: Mapping[int, Item], beside: Mapping[str, Item]) -> dict[str, Any]:
+def _image(index: int, item: Item | None, beside: Mapping[str, Item]) -> dict[str, Any]:
     """An image's ``uri`` (None: no picture), its ``key``, and its first caption, which says what it shows."""
-    item = items.get(int(encoded.image_ids[index]))
     if item is None:
         return {"uri": None, "key": f"image {index}", "alt": ""}
     return {"uri": small(beside.get(item.key, item)), "key": item.key, "alt": item.captions[0]}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coder_plugin import registry
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
+from coder_plugin.recipe import Recipe
 from coder_plugin.report import samples
 from coder_plugin.report.attention import alignment_figures, concept_attention
 from coder_plugin.report.charts import Series, bars, format_number, histogram, lines, scatter
 from coder_plugin.report.curves import Figure
 from coder_plugin.report.examples import best_and_worst
 from coder_plugin.report.records import Run
-from coder_plugin.report.state import anchor_diversity
+from coder_plugin.report.state import anchor_diversity, instance_level
 from coder_plugin.report.vectors_map import place_vectors
 from coder_plugin.training.encode import Encoded, Encoder
+from coder_plugin.training.sweep import Layout, layout_of, reweighed
 
 #: Images up to which recall is measured under other weights of the score's parts.
 _SWEEP = 5000
@@ -53,12 +57,10 @@ def measure(seen: Evaluated, run: Run) -> dict[str, Any]:
 def _sweeps(seen: Evaluated) -> list[Figure]:
     """R@sum against the weights of the score's parts, where the score has any."""
     from coder_plugin.retrieval import recall_from_embeddings
-    from coder_plugin.training.sweep import layout_of, reweighed
 
-    heads = {name: head for name, head in seen.encoder.model.coder.heads.items() if head.scores}
-    if len(seen.encoded.images) > _SWEEP or heads.keys() - {"concepts", "contexts"} or seen.encoder.reranking is not None:
+    layout = _layout(seen)
+    if layout is None or len(seen.encoded.images) > _SWEEP or seen.encoder.reranking is not None:
         return []
-    layout = layout_of(heads)
 
     def rsum(**weights: float) -> float:
         other = reweighed(seen.encoded, layout, **weights)
@@ -77,6 +79,12 @@ def _sweeps(seen: Evaluated) -> list[Figure]:
     return found
 
 
+def _layout(seen: Evaluated) -> Layout | None:
+    """How the vectors are put together; None: a head of others has a part of them."""
+    heads = {name: head for name, head in seen.encoder.model.coder.heads.items() if head.scores}
+    return None if heads.keys() - {"concepts", "contexts"} else layout_of(heads)
+
+
 def _sweep(name: str, weights: list[float], values: list[float], said: str) -> Figure:
     best = max(values)
     note = f"{said}; highest {format_number(best)} at {weights[values.index(best)]:g}"
@@ -90,17 +98,36 @@ def aligns(run: Run) -> bool:
 
 
 def diversity(seen: Evaluated, run: Run) -> Figure:
-    batch = int(((run.plan or {}).get("batch") or {}).get("global per step") or 128)
-    options = run.term("dcl") or {}
-    epsilon = float(options.get("epsilon", 0.1))
-    kind = str(options.get("diversity", "std"))
-    values = anchor_diversity(seen.encoded, batch=batch, kind=kind, epsilon=epsilon)
+    term, options = _weighing(seen.encoder.model.coder.recipe)
+    layout, batch = _layout(seen), run.pairs_per_step
+    if layout is None:
+        raise CoderError("heads of other packages have a part in the vectors: the towers' features cannot be told in them")
+    if batch is None:
+        raise CoderError("neither plan.json nor a checkpoint tells how many pairs a step had")
+    kind, epsilon = options["diversity"], options["epsilon"]
+    values = anchor_diversity(instance_level(seen.encoded, layout), batch=batch, kind=kind, epsilon=epsilon)
     chart = histogram(values, label="Diversity of validation anchors", x_label="diversity", least=0.02)
     means = ", ".join(f"{name} {sum(each) / len(each):.3f}" for name, each in values.items())
     anchors = len(values["image to text"])
     batch = min(batch, anchors)
-    note = f"{anchors:,} anchors of each direction against {batch - 1:,} negatives; means: {means} ({kind}, ε = {epsilon:g})"
+    note = (
+        f"{anchors:,} anchors of each direction against the {batch - 1:,} other pairs of their batch, by the towers' own "
+        f"features, which {term} compares; means: {means} ({kind}, ε = {epsilon:g})"
+    )
+    if options["diversity_over"] == "batch+bank":
+        note += f". {term} takes the mean of this and of the diversity over the bank, which is not shown"
     return Figure("Diversity of validation anchors", chart, note)
+
+
+def _weighing(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """The first term that weighs its anchors by their diversity over the batch, and all its options."""
+    for term in recipe.terms:
+        if term.name in ("dcl", "m_dcl") and term.source is None:
+            parameters = inspect.signature(registry.load("losses", term.name)).parameters
+            options = {name: each.default for name, each in parameters.items()} | dict(term.options)
+            if options["diversity"] != "none" and "batch" in options["diversity_over"]:
+                return term.name, options
+    raise CoderError("no term weighs pairs by their diversity over the batch (dcl, m_dcl)")
 
 
 def examples(seen: Evaluated, known: Mapping[str, Any], images: int) -> list[dict[str, Any]]:
@@ -114,7 +141,7 @@ def examples(seen: Evaluated, known: Mapping[str, Any], images: int) -> list[dic
     return samples.shown(seen.encoded, seen.source, seen.beside, found)
 
 
-def map(seen: Evaluated) -> Figure:
+def both_sides(seen: Evaluated) -> Figure:
     placed = place_vectors(seen.encoded)
     captions = [seen.encoded.captions[number] for number in placed.text_index]
     images = [(float(x), float(y), f"image of: {text}") for (x, y), text in zip(placed.images, captions, strict=True)]
@@ -128,10 +155,8 @@ def map(seen: Evaluated) -> Figure:
 def _sample_items(seen: Evaluated, images: int) -> list[Item]:
     """Items spread evenly over the data."""
     count = len(seen.encoded.image_ids)
-    places = sorted({round(number * (count - 1) / max(1, images - 1)) for number in range(images)})
-    ids = [int(seen.encoded.image_ids[place]) for place in places]
-    items = samples.items_of(seen.source, set(ids))
-    return [items[each] for each in ids if each in items]
+    places = {round(number * (count - 1) / max(1, images - 1)) for number in range(images)}
+    return list(samples.items_of(seen.source, seen.encoded, places).values())
 
 
 def concepts(seen: Evaluated, images: int) -> list[dict[str, Any]]:

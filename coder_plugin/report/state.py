@@ -15,7 +15,9 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import diversity
+from coder_plugin.functional.similarity import unit
 from coder_plugin.training.encode import Encoded
+from coder_plugin.training.sweep import Layout
 
 #: Anchors whose diversity is measured at most.
 _ANCHORS = 5000
@@ -46,7 +48,7 @@ class Centres:
 
     Args:
         clusters: K. filled, idle, reseeded: as in :meth:`coder_plugin.heads.prototypes.Prototypes.health`, not divided by K;
-            idle counts those that no pair of the last ``patience * K / 2`` chose.
+            idle counts those that no pair of the last ``window``, which is ``patience * K / 2``, chose.
         sizes: pairs that each filled centre has had. norms: of the filled centres.
     """
 
@@ -54,6 +56,7 @@ class Centres:
     clusters: int
     filled: int
     idle: int
+    window: int
     reseeded: int
     seen: int
     sizes: list[float]
@@ -93,9 +96,26 @@ def entry_ages(pointer: int, count: int, size: int, pairs_per_step: int) -> Tens
     return (pointer - 1 - places) % size // pairs_per_step
 
 
+def instance_level(encoded: Encoded, layout: Layout) -> Encoded:
+    """The features [.., D] that towers or aggregators give, of unit length: what ``dcl`` compares (METHODS 1, 2). They come
+    first in a retrieval vector.
+
+    Raises:
+        CoderError: the score has nothing of them.
+    """
+    if layout.concepts == 1:
+        raise CoderError("the score is of the concepts alone (beta = 0): the towers' features are not in the vectors")
+
+    def cut(vectors: Tensor) -> Tensor:
+        width = (vectors.shape[-1] - layout.width) // (1 if layout.concepts is None else 2)
+        return unit(vectors[..., :width])
+
+    return encoded._replace(images=cut(encoded.images), texts=cut(encoded.texts))
+
+
 def anchor_diversity(encoded: Encoded, *, batch: int, kind: Any = "std", epsilon: float = 0.1) -> dict[str, list[float]]:
-    """Diversity of images and captions against the others of their batch, as training weighs them: each image with its first
-    caption, in batches of ``batch`` pairs, a smaller last one left out.
+    """Diversity of images and captions against the others of their batch: each image with its first caption, in batches of
+    ``batch`` pairs, a smaller last one left out. As training weighs them where ``encoded`` is :func:`instance_level`.
 
     Returns:
         ``image to text`` and ``text to image``: a number in (0.5, 1] for each anchor, of 5,000 at most.
@@ -146,11 +166,13 @@ def _bank(file: Any, owner: str, head: str, pairs_per_step: int) -> Bank:
 def _centres(file: Any, owner: str, head: str, patience: float) -> Centres:
     filled, seen, reseeded = (int(file.get_tensor(f"{owner}.{each}")) for each in ("filled", "seen", "reseeded"))
     centres, last_seen = file.get_tensor(f"{owner}.centres"), file.get_tensor(f"{owner}.last_seen")[:filled]
+    window = patience * len(centres) / 2
     return Centres(
         head.removesuffix(".centres"),
         len(centres),
         filled,
-        int((seen - last_seen > patience * len(centres) / 2).sum()),
+        int((seen - last_seen > window).sum()),
+        int(window),
         reseeded,
         seen,
         file.get_tensor(f"{owner}.counts")[:filled].double().tolist(),

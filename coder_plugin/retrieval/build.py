@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -233,17 +234,24 @@ def _encode(folder: Path, job: _Job) -> None:
     beside = Beside(job.pictures) if job.pictures is not None and job.thumbnails else None
     gathered: list[tuple[Any, list[bytes]]] = []
 
+    started = time.monotonic()
+
     def write() -> None:
-        nonlocal number, known
+        nonlocal number, known, started
         parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _part(gathered, bad.keys[known:], job.what))
         number, known = number + 1, len(bad)
         gathered.clear()
+        if rank == 0 and not made and time.monotonic() - started > 10:
+            started = time.monotonic()
+            print(f"{bar.n:,} of {total:,} images" if total else f"{bar.n:,} images", file=sys.stderr, flush=True)
 
     total, shown = job.source.num_images, known
     made = sys.stderr.isatty() and rank == 0
     from tqdm import tqdm
 
     with tqdm(total=total, initial=min(number * batches * size * ranks, total or 0), unit="img", disable=not made) as bar:
+        if number and rank == 0:
+            print(f"going on after {len(there)} parts of about {batches * size} images", file=sys.stderr, flush=True)
         for batch in _batches(job, rest, bad):
             block = int(batch.positions[0]) // size // ranks
             while block >= (number + 1) * batches:  # a part whose images could none be read is there all the same

@@ -27,6 +27,8 @@ def index_command(arguments: argparse.Namespace) -> str:
     from coder_plugin.training.trained import open_trained, trained_config
 
     given = read_flags(arguments)
+    if arguments.run_folder is None and "model" not in given:
+        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     # evaluation's data are what is read here; the training data of a run are not
     given.update(train_data=arguments.data, val_data=arguments.data)
     config = trained_config(arguments.run_folder, given, export=arguments.export)

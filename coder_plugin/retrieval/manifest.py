@@ -86,7 +86,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         if (folder / BUILDING).is_file():
-            raise CoderError(f"{folder} is an index that is not finished: the coder-plugin index command that began it goes on")
+            raise CoderError(f"{folder} is an index that is not finished: run the coder-plugin index command of it once more")
         raise CoderError(f"{folder} is no index: it has no {MANIFEST} (coder-plugin index makes one)")
     manifest = read_json(path)
     said = {key: value for key, value in manifest.items() if key not in ("format", "version", "seal")}

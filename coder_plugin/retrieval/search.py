@@ -100,7 +100,9 @@ class Searcher:
         """
         row = self.index.records.row_of(key)
         if row is None:
-            raise CoderError(f"{self.index.folder} has no image {key!r}")
+            first = self.index.records.images(range(min(2, self.index.manifest["images"])))
+            known = ", ".join(repr(each.key) for each in first)
+            raise CoderError(f"{self.index.folder} has no image {key!r}; here they are called {known}, …")
         vectors = torch.from_numpy(self.index.vector(row))
         item = self.index.items("images", np.array([row])) if self.head is not None else None
         return Query(vectors, "images", item)

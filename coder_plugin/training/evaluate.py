@@ -33,7 +33,9 @@ __all__ = ["Encoded", "Encoder", "analyses_of", "ensemble", "evaluate", "evaluat
 SHORTLIST = 32
 
 
-def evaluate(encoder: Encoder, source: Any, *, folds: int = 0, rerank: int | str | None = None) -> dict[str, Any]:
+def evaluate(
+    encoder: Encoder, source: Any, *, folds: int = 0, rerank: int | str | None = None, encoded: Encoded | None = None
+) -> dict[str, Any]:
     """Recall over the whole set, and with ``folds`` also their mean (COCO's 1K protocol) under ``folds``.
 
     Of a model with a fusion score, recall is that of the re-ranked shortlists; ``rerank`` says how long these were, and
@@ -42,12 +44,13 @@ def evaluate(encoder: Encoder, source: Any, *, folds: int = 0, rerank: int | str
     Args:
         rerank: how many candidates of each query the fusion score re-orders, or "all": it scores every pair, as the paper
             does. None: 32, and all where no term has trained the towers' own features, which make the shortlist.
+        encoded: what the encoder gives of the source, where it is at hand.
 
     Raises:
         CoderError: ``rerank`` is neither, or the model has no fusion score.
     """
     depth = shortlist_length(rerank, encoder)
-    return _result(_Row("", encoder(source), depth), folds, Sets())
+    return _result(_Row("", encoder(source) if encoded is None else encoded, depth), folds, Sets())
 
 
 def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
@@ -223,8 +226,9 @@ def _tuned_rows(arguments: Any, run: str | None, tuning: retention.Asked, sets: 
         return _Row(name, encoder(source), shortlist_length(rerank, encoder), known, accuracy)
 
     before = retention.open_base(run, _given(arguments), config, source, tuning, export=arguments.export)
-    weights = None
+    weights, base = None, ""
     if before is not None:
+        base = before.name.removeprefix("before: ")
         yield row(before.name, before.encoder(), None)
         weights = retention.weights_of(before.model) if tuning.alphas else None
     del before
@@ -236,7 +240,7 @@ def _tuned_rows(arguments: Any, run: str | None, tuning: retention.Asked, sets: 
     for alpha in tuning.alphas:
         between.to(alpha)
         if tuning.save is not None and alpha == tuning.save[0] and distributed.rank() == 0:
-            retention.save(one.encoder, tuning.save[1])
+            retention.save(one.encoder, tuning.save[1], alpha=alpha, tuned=one.name, base=base)
         yield row(f"{one.name}, wise-ft {alpha:g}", one.encoder, one.rerank)
     if 1.0 not in tuning.alphas:
         between.to(1.0)

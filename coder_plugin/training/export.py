@@ -200,6 +200,9 @@ def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
     aside = path.with_name(f".{path.name}.writing")
     own = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}  # safetensors shares nothing
     save_file(own, aside, metadata={"format": "pt", **metadata})
+    umask = os.umask(0)
+    os.umask(umask)
+    aside.chmod(0o666 & ~umask)  # safetensors makes its files private, against the user's umask
     os.replace(aside, path)
 
 

@@ -16,7 +16,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.encode import Encoder
 from coder_plugin.training.export import export_heads, export_model, exported, plain_state
-from coder_plugin.training.shared import is_on_hub
+from coder_plugin.training.shared import WISE_FT, is_on_hub
 from coder_plugin.training.trained import Trained, open_trained, trained_config
 
 #: Options of a run that say nothing of the plain CLIP that it began with.
@@ -159,8 +159,8 @@ class Between:
             live[name].copy_(torch.lerp(self.base[name].float(), tuned.float(), alpha))
 
 
-def save(encoder: Encoder, folder: Path) -> None:
-    """The model as it now is, as a run exports it.
+def save(encoder: Encoder, folder: Path, **made: Any) -> None:
+    """The model as it now is, as a run exports it, and of what it was ``made``, which a model card tells.
 
     Raises:
         CoderError: it cannot be written.
@@ -170,5 +170,6 @@ def save(encoder: Encoder, folder: Path) -> None:
     try:
         export_model(encoder.model, folder, tokenizer=encoder.tokenizer)
         export_heads(encoder.model, folder)
+        (folder / WISE_FT).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CoderError(f"--wise-ft-save {folder}: cannot be written: {error}") from error

@@ -20,8 +20,10 @@ HUB = "hf-hub:"
 #: What was run, and the files' sizes and checksums.
 RECORD = "coder_run.json"
 CARD = "README.md"
+#: In an export whose weights lie between two models' (WiSE-FT): ``alpha``, and the names ``tuned`` and ``base``.
+WISE_FT = "wise_ft.json"
 #: The run's options that say how a model is read, computed and scored, and that its weights and configuration do not hold.
-_KEPT = ("max_regions", "rerank", "channels_last")
+_KEPT = {"max_regions": int, "rerank": str, "channels_last": bool}
 #: What a model is opened with; of a repository these are downloaded, and what its record lists.
 _FILES = ["*.json", "*.txt", "*.model", "coder*.safetensors", "concepts.safetensors", "open_clip_model.safetensors"]
 _OLDER = [*OLDER]  # in most repositories the same weights a second time
@@ -142,5 +144,13 @@ def kept_options(folder: Path) -> dict[str, Any]:
 
 
 def kept_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that go with a model, of all that a record holds."""
-    return {name: record["options"][name] for name in _KEPT if record["options"].get(name) is not None}
+    """The options that go with a model, of all that a record holds.
+
+    Raises:
+        CoderError: a value of another kind.
+    """
+    kept = {name: record["options"][name] for name in _KEPT if record["options"].get(name) is not None}
+    for name, value in kept.items():
+        if not isinstance(value, _KEPT[name]):
+            raise CoderError(f"{RECORD}: {name} must be {_KEPT[name].__name__}, got {value!r}")
+    return kept

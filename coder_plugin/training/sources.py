@@ -30,8 +30,9 @@ _READER_FLAGS = {
 _OF_PICTURES = ("coco", "csv", "karpathy")
 
 
-def make_source(config: TrainConfig, *, split: str) -> Any | None:
-    """The data of a split; without any training data named, the built-in scenes."""
+def make_source(config: TrainConfig, *, split: str, join: bool = True) -> Any | None:
+    """The data of a split; without any training data named, the built-in scenes. ``join`` them with ``--regions``, if given:
+    of shards that reads the first."""
     spec = config.train_data if split == "train" else config.val_data
     kind = config.dataset_type
     if spec is None:
@@ -46,8 +47,11 @@ def make_source(config: TrainConfig, *, split: str) -> Any | None:
             raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {reading['kind']!r}")
         reading["resampled"] = True
     source = open_source(spec, split=split, **reading)
-    if config.regions is None:
-        return source
+    return join_regions(source, config, split=split) if join and config.regions is not None else source
+
+
+def join_regions(source: Any, config: TrainConfig, *, split: str) -> RegionSource:
+    """A data set's items with the features that ``--regions`` has of them."""
     return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_images)
 
 

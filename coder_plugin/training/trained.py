@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,8 @@ def _loaded(image: Any) -> Any:
 
 
 def _parts(items: Iterable[Any], size: int, what: str) -> list[list[Any]]:
-    if isinstance(items, (str, Path, Regions)) or not isinstance(items, (Iterable, Tensor)):
-        raise ValueError(f"{what} must be a list, also of one: [{items!r}]")
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise ValueError(f"{what} must be a list, also of one, and not a {type(items).__name__}")
     items = list(items)
     if not items:
         raise ValueError(f"no {what}")
@@ -157,7 +157,7 @@ def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export:
     """
     if spec is not None:
         folder = fetch(spec, cache_dir=given.get("cache_dir"))
-        given = {**_options_of(folder, given, export), **given, **_weights_of(folder, export)}
+        given = {**_options_of(folder, given), **given, **_weights_of(folder, export)}
     return TrainConfig.from_dict({**given, **_OF_TRAINING}).resolved()
 
 
@@ -172,7 +172,7 @@ def _weights_of(folder: Path, export: str) -> dict[str, Any]:
     weights, configuration = exported(place)
     if weights is None:
         there = [name for name in ("best", "last") if exported(folder / "export" / name)[0] is not None]
-        hint = f" (it has --export {there[0]})" if there else ""
+        hint = f" (it has --export {there[0]})" if there else "" if folder.exists() else " (there is no such folder)"
         raise CoderError(f"{folder} is neither an export nor a run with one in export/{export}{hint}")
     found: dict[str, Any] = {"pretrained": str(weights)}
     if configuration is not None:
@@ -188,7 +188,7 @@ def _configuration_gone(run: Path) -> bool:
     return model.endswith(".json") and not Path(model).is_file()
 
 
-def _options_of(folder: Path, given: Mapping[str, Any], export: str) -> dict[str, Any]:
+def _options_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """What a run was trained with; of other data, how the run's were read says nothing. What came with a shared folder."""
     if not _is_run(folder):
         return kept_options(folder)

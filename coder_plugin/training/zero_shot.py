@@ -61,6 +61,8 @@ def read_classes(folder: str, classnames: str | None = None, templates: str = "o
     depths = {os.path.relpath(path, folder).count(os.sep) for path, _ in found.samples}
     if 1 not in depths:
         raise CoderError(f"--zeroshot {folder}: no class folder has pictures of its own: name that of one split, such as val")
+    if len(found.classes) < 2:
+        raise CoderError(f"--zeroshot {folder}: one class is nothing to tell apart: it wants FOLDER/CLASS/*.jpg")
     beside = os.path.join(folder, _NAMES)
     named = _read_names(classnames or beside) if classnames or os.path.isfile(beside) else {}
     if named and (missing := [each for each in found.classes if each not in named]):

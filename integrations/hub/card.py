@@ -146,8 +146,8 @@ def _made(record: Mapping[str, Any]) -> str:
     """How it came to be, as far as that is known."""
     if mixed := record.get("wise_ft"):
         return (
-            f", its weights between those of two models (WiSE-FT, arXiv:2109.01903): {mixed.get('alpha')} of the fine-tuned one, "
-            f"`{mixed.get('tuned')}`, and the rest of the one before, `{mixed.get('base')}`"
+            f", its weights between those of two models (WiSE-FT, arXiv:2109.01903): {_of(mixed, 'alpha')} of the fine-tuned "
+            f"one, `{_of(mixed, 'tuned')}`, and the rest of the one before, `{_of(mixed, 'base')}`"
         )
     return " trained with coder_plugin" if record["run"] or record["recipe"] else ""
 
@@ -211,7 +211,7 @@ def _limits(record: Mapping[str, Any], license: str | None) -> str:
     lines = ["## Limits", ""]
     if isinstance(images, int) and images < _SMALL:
         lines.append(f"- {images:,} training images are few: things, scenes and wordings outside them were hardly seen.")
-    if record["recipe"] or run:
+    if (record["recipe"] or run) and not record.get("wise_ft"):
         lines.append("- One run with one seed: a difference of a point of R@1 to another model may be chance.")
     lines.append("- Not known: other data, other languages, fairness between groups of people, harmful or private content.")
     if model["re-ranks"]:

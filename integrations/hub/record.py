@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.training import checkpoint
+from coder_plugin.training.shared import WISE_FT
 
 #: Options of a run that say where it ran or what it was called, and not what was run.
 _OF_PLACE = ("logs", "name", "resume", "cache_dir", "report_to", "wandb_project_name", "dry_run")
+#: The end of the path of a run's export, which is called as the run is.
+_EXPORT = re.compile(r"[/\\]export[/\\](best|last)([/\\][^/\\]*)?$")
 #: What of a plan is of interest to others.
 _PLANNED = ("steps per epoch", "epochs", "batch", "precision", "device", "ranks", "versions")
 
@@ -32,6 +35,12 @@ def run_record(run: Path | None, export: str) -> dict[str, Any]:
         "run": {**data, **{name: plan[name] for name in _PLANNED if name in plan}} if plan else {},
         "results": {} if run is None else results_of(run, export),
     }
+
+
+def read_wise_ft(folder: Path) -> dict[str, Any]:
+    """``alpha``, ``tuned`` and ``base`` of weights between two models' that ``eval --wise-ft-save`` wrote; else empty."""
+    found = {key: value for key, value in _read(folder / WISE_FT).items() if key in ("alpha", "tuned", "base")}
+    return {key: bare(_EXPORT.sub("", value)) if isinstance(value, str) else value for key, value in found.items()}
 
 
 def results_of(run: Path, export: str) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
+from torch import Tensor
 
 from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
@@ -19,13 +23,16 @@ from coder_plugin.errors import CoderError
 from coder_plugin.files import digest
 from coder_plugin.integrations.hub import sentence_transformers as st
 from coder_plugin.integrations.hub.card import card_text
-from coder_plugin.integrations.hub.record import bare, bare_recipe, run_record, without_paths
+from coder_plugin.integrations.hub.folder import check_replaceable, swap
+from coder_plugin.integrations.hub.record import bare, bare_recipe, read_wise_ft, run_record, without_paths
 from coder_plugin.training.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_heads, export_model, exported
 from coder_plugin.training.shared import CARD, HUB, RECORD, fetch, hub_error, is_on_hub, kept_of, read_record
 from coder_plugin.training.trained import Trained, open_trained, trained_config
 
-#: Files of ours that an earlier push may have left in a repository, and that would be read with the new ones.
-_STALE = [WEIGHTS, *OLDER, HEADS, "concepts.*", own.WEIGHTS, own.CONFIG, "open_clip_config.json", *st.FILES, "text/*"]
+#: Files of another model that would be read instead of the new ones or with them.
+_STALE = (WEIGHTS, *OLDER, "open_clip_config.json", HEADS, VOCABULARY, own.WEIGHTS, own.CONFIG)
+#: What two models that are the same give the same vectors of.
+_TEXTS = ["a picture", "two red apples and a green bottle on the table to the left of the window"]
 
 
 class _Source(NamedTuple):
@@ -58,17 +65,21 @@ def save_pretrained(
     Raises:
         CoderError: nothing to share there, or the folder holds something else.
     """
-    folder = Path(folder)
-    _check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.writing-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
+    if is_on_hub(folder):
+        raise CoderError(f"{folder} is a repository: push_to_hub (--repo {str(folder).removeprefix(HUB)}) writes there")
+    named, folder = Path(folder), Path(folder).resolve()
+    aside = folder.with_name(f".{folder.name or 'model'}.writing-{os.getpid()}")
     try:
-        _write(run_or_export, aside, str(folder.name), export, license=license, base_model=base_model, datasets=datasets)
-        _swap(aside, folder)
+        check_replaceable(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        _write(run_or_export, aside, folder.name, export, license=license, base_model=base_model, datasets=datasets)
+        swap(aside, folder)
+    except OSError as error:
+        raise CoderError(f"{named}: nothing was shared: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return folder
+    return named
 
 
 def push_to_hub(
@@ -109,19 +120,33 @@ def push_to_hub(
                 raise CoderError(f"{repo_id} is public already: make it private on its page first, or leave out private")
             if revision is not None and not create_pr:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
+            earlier = _earlier(api, repo_id, None if create_pr else revision, Path(made) / "earlier")
             commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
                 commit_message=commit_message,
                 revision=revision,
                 create_pr=create_pr,
-                delete_patterns=_STALE,
+                delete_patterns=[glob.escape(name) for name in earlier],
             )
         except CoderError:
             raise
         except Exception as error:  # the hub's errors, its HTTP client's, and the disk's
             raise hub_error(repo_id, error) from error
     return commit.pr_url or commit.commit_url
+
+
+def _earlier(api: Any, repo_id: str, revision: str | None, folder: Path) -> list[str]:
+    """A repository's files that are an earlier model's: those that its record lists, and weights that would be read."""
+    if not api.file_exists(repo_id, RECORD, revision=revision):
+        return [*_STALE]
+    api.hf_hub_download(repo_id, RECORD, revision=revision, local_dir=folder)
+    try:
+        record = read_record(folder)
+    except CoderError as error:
+        logging.warning("%s: other files of the model that was there may stay: %s", repo_id, error)
+        record = None
+    return [*_STALE, *(record or {"files": {}})["files"]]
 
 
 def share_command(arguments: Any) -> str:
@@ -160,6 +185,8 @@ def _write(spec: str | Path, aside: Path, name: str, export: str, **stated: Any)
         given = " and ".join(option for option, value in stated.items() if value)
         raise CoderError(f"{card} is kept as it is: write {given} there, or share the run anew")
     record = source.record or run_record(source.run, source.place.name if source.run else export)
+    if source.record is None and (mixed := read_wise_ft(source.place)):
+        record["wise_ft"] = mixed
     stated = {option: value or record.get("stated", {}).get(option) or value for option, value in stated.items()}
     kept = kept_of(record)
     trained = open_trained(trained_config(source.place, kept), device=torch.device("cpu"))
@@ -176,6 +203,7 @@ def _write(spec: str | Path, aside: Path, name: str, export: str, **stated: Any)
     written = {
         "format": 1,
         **{key: record[key] for key in ("recipe", "terms", "options", "run", "results")},
+        **({"wise_ft": record["wise_ft"]} if "wise_ft" in record else {}),
         "model": facts,
         "stated": stated,
         "written by": {"coder-plugin": version("coder-plugin")},
@@ -184,7 +212,13 @@ def _write(spec: str | Path, aside: Path, name: str, export: str, **stated: Any)
     if card is not None:
         shutil.copyfile(card, aside / CARD)
     else:
-        (aside / CARD).write_text(card_text(name, written, sizes, on_hub="/" in name, **stated), encoding="utf-8")
+        try:
+            text = card_text(name, written, sizes, on_hub="/" in name, **stated)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if source.record is None:
+                raise
+            raise CoderError(f"{source.place / RECORD} does not say what a card is made of: {error!r}") from error
+        (aside / CARD).write_text(text, encoding="utf-8")
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     written["files"] = {
         path.relative_to(aside).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files
@@ -262,34 +296,20 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _check_same(trained: Trained, folder: Path) -> None:
     again = open_trained(trained_config(folder, {}), device=trained.device)
-    if again.fingerprint() != trained.fingerprint():
+    before, after = _vectors(trained), _vectors(again)
+    if not all(each.isfinite().all() for each in before):
+        raise CoderError(f"{trained.name} gives vectors with NaN or infinity: nothing was shared; share another export")
+    equal = all(map(torch.equal, before, after))
+    if not equal or again.fingerprint() != trained.fingerprint():
         raise CoderError(f"{folder} opens as another model than {trained.name}: nothing was shared; please report this")
 
 
-def _check_replaceable(folder: Path) -> None:
-    """CoderError where a folder holds what sharing did not write, or what was changed since."""
-    if is_on_hub(str(folder)):
-        raise CoderError(f"{folder} is a repository: push_to_hub (--repo {str(folder).removeprefix(HUB)}) writes there")
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not folder.is_dir():
-        raise CoderError(f"{folder} is a file: name a folder")
-    record = read_record(folder)
-    if record is None:
-        raise CoderError(f"{folder} is there and holds something else: name a new folder, or one that was shared")
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if path.is_dir() or name == RECORD:
-            continue
-        if name not in record["files"]:
-            raise CoderError(f"{folder} holds {name}, which sharing did not write: move it away, or name a new folder")
-        if path.suffix != ".safetensors" and digest(path) != record["files"][name]["sha256"]:
-            raise CoderError(f"{path} was changed since it was shared: move it away, or name a new folder")
-
-
-def _swap(aside: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(aside, folder)
-    shutil.rmtree(old, ignore_errors=True)
+def _vectors(trained: Trained) -> list[Tensor]:
+    """Of two texts and of a made-up picture or its regions: settings that are in no weights show in these."""
+    if isinstance(trained.model, Backbone):
+        with torch.no_grad():
+            image = trained.model.embed_image(trained.model.example_image(1))
+    else:
+        pixels = torch.randint(0, 256, (97 * 61 * 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        image = trained.encode_images([Image.frombytes("RGB", (97, 61), pixels.numpy().tobytes())])
+    return [image, trained.encode_texts(_TEXTS)]

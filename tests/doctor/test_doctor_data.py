@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,20 @@ def test_remote_shards_are_not_fetched(tmp_path: Path) -> None:
     local = made.write_split(tmp_path, "train", 0).replace("{0..1}", "0")
     found = amiss(examine(train_data=f"{local}::https://example.org/more-0.tar"))
     assert list(found) == ["train.shards.remote"] and "1 shard " in found["train.shards.remote"].text
+    assert list(amiss(examine(train_data="https://example.org/more-{0..1}.tar"))) == ["train.shards.remote"]
+
+
+def test_commands_are_not_run(tmp_path: Path, tiny_model: str) -> None:
+    """Nor are they for the model, whose making looks at the first image."""
+    local = made.write_split(tmp_path, "train", 0).replace("{0..1}", "0")
+    train = f"pipe:touch {tmp_path}/ran; cat {local}::{local}"
+    flags = {"train_data": train, "model": tiny_model, "loss": "clip", "batch_size": 4}
+    found = examine(**flags, train_num_samples=24)
+    assert amiss(found).keys() == {"train.shards.remote"} and not (tmp_path / "ran").exists()
+    (steps,) = (each.text for each in found if each.name == "recipe.steps")
+    assert steps.startswith("24 samples an epoch: 6 steps"), "of all the data"
+    found = examine(**flags)
+    assert "give --train-num-samples" in amiss(found)["recipe.refused"].text, "as a run would say"
 
 
 def test_other_readers_speak_for_themselves(tmp_path: Path) -> None:
@@ -244,6 +259,24 @@ def test_other_readers_speak_for_themselves(tmp_path: Path) -> None:
     found = examine(train_data=str(table), val_data=str(table))
     assert "--image-root" in amiss(found)["train.pictures.unreadable"].do
     assert not any(each.name == "leak.pictures" for each in found), "nothing was compared"
+
+
+@pytest.mark.parametrize("part", [4096, 7])
+def test_each_of_many_copies_is_told_of_once(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """All pairs of a series grow with its square."""
+    from coder_plugin.data.item import Item
+
+    monkeypatch.setattr("coder_plugin.doctor.copies._COLUMNS", part)
+    monkeypatch.setattr("coder_plugin.doctor.copies._AT_ONCE", part)
+    shades = [Image.eval(picture(5), lambda value, n=n: value // 2 + n) for n in range(60)]  # type: ignore[misc]
+    items = [Item(str(n), ("x",), lambda image=image: image) for n, image in enumerate([picture(6), *shades])]
+    series = [look for look in pictures.look_at(items, "") if isinstance(look, pictures.Look)]
+    same, near = copies(series)
+    assert same == [] and [(a.key, b.key) for a, b in near] == [("1", str(n)) for n in range(2, 61)]
+    val = [dataclasses.replace(look, pixels=look.pixels + b"x") for look in series]
+    assert [(a.key, b.key) for a, b in copies(series, val)[1]] == [("0", "0"), *(("1", str(n)) for n in range(1, 61))]
+    assert copies([dataclasses.replace(look, key="one") for look in series])[1] == [], "of one key"
+    assert [(a.key, b.key) for a, b in copies(series, series[1:3])[1]] == [("2", "1"), ("1", "2")], "not with itself"
 
 
 def test_pictures_of_one_colour_are_no_copies_of_each_other() -> None:

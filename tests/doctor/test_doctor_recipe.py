@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.doctor import words
 from coder_plugin.doctor.findings import Finding
+from tests.conftest import TINY
 from tests.doctor import made
 from tests.doctor.made import amiss, examine
 from tests.training import region_data
@@ -59,6 +61,31 @@ def test_a_tag_is_not_downloaded(train: str, monkeypatch: pytest.MonkeyPatch) ->
     found = amiss(examine(train_data=train, model="RN50-quickgelu", pretrained="openai", loss="clip", batch_size=4))
     assert "were not looked at" in found.pop("recipe.pretrained").text
     assert found.keys() == {"train.pictures.small"}  # for 224 pixels
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("text", [{"hf_model_name": "nobody/nothing"}, {"hf_tokenizer_name": "nobody/nothing"}])
+def test_what_a_hub_has_is_not_looked_at(train: str, tmp_path: Path, offline: None, text: dict[str, str]) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "text_cfg": {**TINY["text_cfg"], **text}}))
+    flags = {"train_data": train, "loss": "clip", "batch_size": 4, "cache_dir": str(tmp_path)}
+    found = examine(**flags, model=str(tmp_path / "tiny.json"))
+    assert amiss(found).keys() == {"recipe.absent"}, "the run would not stop"
+    tokenizer_alone = "hf_tokenizer_name" in text
+    assert ("the tokenizer of" in amiss(found)["recipe.absent"].text) == tokenizer_alone
+    told = {each.name for each in found}
+    assert "recipe.steps" in told and ("recipe.model" in told) == tokenizer_alone
+    assert amiss(examine(**flags, model="hf-hub:nobody/nothing")).keys() == {"recipe.absent"}
+
+
+def test_an_encoder_that_no_hub_has_is_refused(tmp_path: Path, offline: None) -> None:
+    flags = {"train_data": write_regions(tmp_path / "a"), "model": "region-bert", "loss": "dcl", "batch_size": 4}
+    flags["cache_dir"] = str(tmp_path)
+    assert amiss(examine(**flags, model_kwargs=["text=nobody/nothing"])).keys() == {"recipe.absent"}
+    assert amiss(examine(**flags, model_kwargs=[f"text={tmp_path}/absent"])).keys() == {"recipe.refused"}
 
 
 def test_data_that_cannot_be_read_leave_the_model_aside(tmp_path: Path, tiny_model: str) -> None:
@@ -177,6 +204,16 @@ def test_regions_from_another_file(tmp_path: Path) -> None:
     assert found.keys() == {"train.said", "train.regions.unreadable"}
     assert "train_047" in found["train.said"].text and "train_047" in found["train.regions.unreadable"].text
     assert list(amiss(examine(**flags, max_bad_images=0))) == ["train.refused"]
+
+
+def test_regions_of_shards_elsewhere(tmp_path: Path) -> None:
+    """What finds regions by the first images looks at those that are here."""
+    regions = write_regions(tmp_path / "a")
+    local = regions.replace("*", "000000")
+    command = f"pipe:touch {tmp_path}/ran; cat {local}"
+    for train in (f"{command}::{local}", command):
+        assert amiss(examine(train_data=train, regions=regions)).keys() == {"train.shards.remote"}
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_region_model_for_other_regions(tmp_path: Path) -> None:

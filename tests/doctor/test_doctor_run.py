@@ -84,10 +84,37 @@ def test_damaged_exports(copy: Path) -> None:
     assert amiss(guarded("run", run.check_exports, copy)).keys() == {"run.exports"}
 
 
-def test_an_attention_mask_is_no_damage() -> None:
-    masked = torch.tensor([0.0, -torch.inf])
-    assert run._finite(masked) and not run._finite(torch.tensor([torch.nan, -torch.inf]))
-    assert not run._finite(torch.tensor([torch.inf]))
+def test_an_attention_mask_alone_holds_infinity() -> None:
+    masked, sound = torch.tensor([0.0, -torch.inf]), torch.arange(3)
+    assert run.not_finite({"attn_mask": masked, "text.attn_mask": masked, "ids": sound}) == []
+    lost = {"ln.weight": masked, "bias": -masked, "scale": torch.tensor(torch.nan), "ids": sound}
+    assert run.not_finite(lost) == ["ln.weight", "bias", "scale"]
+
+
+def test_an_export_that_asks_a_hub(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def ask(*arguments: Any, **options: Any) -> Any:
+        try:
+            raise LocalEntryNotFoundError("offline")
+        except LocalEntryNotFoundError as error:
+            raise CoderError("cannot be made") from error
+
+    monkeypatch.setattr("coder_plugin.training.trained.open_trained", ask)
+    found = amiss(guarded("run", run.check_exports, copy))
+    assert found.keys() == {"run.export.absent"} and found["run.export.absent"].level == "note"
+
+
+def test_a_finished_run_without_validation(copy: Path) -> None:
+    """Rows of training tell the epoch that they are in; the checkpoints, how many are done."""
+    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    kept = [row for row in rows if "val/epoch" not in row]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert amiss(guarded("run", run.check_log, copy)).keys() == {"run.recall"}
+    for path in (copy / "checkpoints").glob("*/manifest.json"):
+        path.write_text(json.dumps({"epoch": 1}) if path.parent.name.endswith("3") else "damaged")
+    found = amiss(guarded("run", run.check_log, copy))
+    assert found.keys() == {"run.recall", "run.unfinished"} and "1 of 2 epochs" in found["run.unfinished"].text
 
 
 def log(folder: Path, rows: list[dict[str, Any]], epochs: int = 3) -> dict[str, Finding]:
@@ -193,6 +220,28 @@ def test_the_command(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (copy / "metrics.jsonl").write_text("")
     assert main(["doctor", str(copy), "--json", str(tmp_path / "found.json")]) == 0
     assert any(each["name"] == "run.export" for each in json.loads((tmp_path / "found.json").read_text()))
+
+
+def test_a_shared_model_is_taken_from_the_cache_alone(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("coder_plugin.doctor.installation._plugins", lambda: iter(()))
+    for name, export in (("whole", trained / "export" / "best"), ("begun", None)):
+        repository = tmp_path / f"models--owner--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        if export is not None:
+            shutil.copytree(export, repository / "snapshots" / ("0" * 40))
+        else:
+            (repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    cache = ["--cache-dir", str(tmp_path)]
+    assert main(["doctor", "hf-hub:owner/whole", *cache]) == 0
+    assert "opens, " in capsys.readouterr().out
+    for name in ("begun", "absent"):
+        assert main(["doctor", f"hf-hub:owner/{name}", *cache]) == 2
+        said = capsys.readouterr().err
+        assert f"no whole copy in the hub's cache here, and doctor downloads nothing: hf download owner/{name}" in said
+    assert main(["doctor", "hf-hub:not a name", *cache]) == 2 and "OWNER/NAME" in capsys.readouterr().err
 
 
 def test_a_run_s_configuration_names_its_data_and_recipe(

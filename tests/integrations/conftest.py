@@ -1,6 +1,8 @@
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,3 +43,18 @@ def hub_models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Sim
     for name, run in runs.items():
         assert coder_plugin.save_pretrained(run, shared / name, export="last") == shared / name
     return SimpleNamespace(runs=runs, shared=shared, known=hub_runs.known(runs, tmp_path_factory.mktemp("pictures")))
+
+
+@pytest.fixture(scope="session")
+def runs(hub_models: SimpleNamespace) -> dict[str, Path]:
+    return hub_models.runs
+
+
+@pytest.fixture(scope="session")
+def shared(hub_models: SimpleNamespace) -> Path:
+    return hub_models.shared
+
+
+@pytest.fixture(scope="session")
+def known(hub_models: SimpleNamespace) -> dict[str, Any]:
+    return hub_models.known

@@ -154,6 +154,39 @@ def test_an_export_without_its_run_knows_the_recipe_of_its_heads(tmp_path: Path,
     assert json.loads((whole / "coder_run.json").read_text())["results"] == {}
 
 
+def test_the_middle_of_two_models_is_not_called_trained(tmp_path: Path, tiny_model: str) -> None:
+    """Nor is a plain CLIP, of which nobody knows where it is from."""
+    torch.manual_seed(0)
+    model = coder_plugin.create_model(tiny_model, recipe="dcl + concept_dcl").eval()
+    export_model(model, tmp_path / "export")
+    plain = (coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "plain") / "README.md").read_text()
+    assert "an open_clip model (CLIP). Texts" in plain and "trained with" not in plain and "one seed" not in plain
+    export_heads(model, tmp_path / "export")
+    trained = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "trained") / "README.md"
+    assert "an open_clip model (CLIP) trained with coder_plugin. Texts" in trained.read_text()
+    made = {"alpha": 0.5, "tuned": "/home/janedoe/logs/tuned/", "base": "/home/janedoe/logs/base/export/last"}
+    (tmp_path / "export" / "wise_ft.json").write_text(json.dumps(made))
+    first = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "first")
+    for folder in (first, coder_plugin.save_pretrained(first, tmp_path / "second")):
+        text = (folder / "README.md").read_text()
+        assert "WiSE-FT, arXiv:2109.01903): 0.5 of the fine-tuned one, `tuned`, and the rest of the one before, `base`" in text
+        assert "- recipe, that of the fine-tuned model: `dcl + concept_dcl`" in text and "trained with" not in text
+        assert "one seed" not in text and "janedoe" not in (folder / "coder_run.json").read_text()
+
+
+def test_a_card_says_what_is_known() -> None:
+    """Of a plan of another version, and of figures that are not all there."""
+    run = {"training data": {"name": "train.tar"}, "epochs": 3, "validation data": {"name": "val.tar"}}
+    made = card(record(run=run, results={"rsum": 24.0, "i2t_r1": None}))
+    for said in (
+        "`train.tar`, an unknown number of images, captions: unknown",
+        "3 epochs of unknown steps, unknown pairs a step, precision unknown, unknown x unknown, seed 7",
+        "| vectors | – | – | – | – | – | – | 24.00 |",
+    ):
+        assert said in made.content, said
+    assert [result.metric_name for result in made.data.eval_results] == ["R@sum"] and "versions" not in made.content
+
+
 def write_run(folder: Path, *, best: dict | None, last: dict | None, step: int, metrics: list[dict]) -> Path:
     from coder_plugin.training import checkpoint
 
@@ -202,7 +235,16 @@ def test_figures_without_a_checkpoint_or_without_any(tmp_path: Path) -> None:
         ("/a/janedoe/x.tsv::/b/janedoe/y.tsv", "x.tsv::y.tsv"),
         ("text=/home/janedoe/bert", "text=bert"),
         ("/home/janedoe/a=b/x.csv", "x.csv"),
-        ("pipe:cat /home/janedoe/{0..9}.tar", "{0..9}.tar"),
+        ("pipe:cat /home/janedoe/{0..9}.tar", "a command"),
+        ("train_data=pipe:curl https://h.example/y.tar -H 'Authorization: Bearer SECRET'", "train_data=a command"),
+        ("pipe:curl -u me:SECRET https://h.example/d/y.tar::/b/janedoe/z.tar", "a command::z.tar"),
+        ("{pipe:curl -u me:SECRET a,pipe:curl -u me:SECRET b}", "a command"),
+        ("https://h.example/d/y-{0..3}.tar?X-Amz-Signature=SEC/RET#SECRET", "y-{0..3}.tar"),
+        ("val_data=https://me:SECRET@h.example/d/y.tar", "val_data=y.tar"),
+        ("{https://h.example/a.tar?s=SECRET,https://h.example/b.tar?s=SECRET}", "a.tar"),
+        ("s3://bucket/d/y.tar?s=SECRET::/b/janedoe/z.tar", "y.tar::z.tar"),
+        ("https://me:SECRET@h.example/?token=SECRET", "an address"),
+        ("https://me:SEC#RET@h.example/y.tar", "an address"),
         ("hf-hub:group/name", "hf-hub:group/name"),
         ("ViT-B-32", "ViT-B-32"),
         ("scenes", "scenes"),
@@ -232,10 +274,14 @@ def test_a_runs_options_lose_their_places(tmp_path: Path) -> None:
     plan = {"recipe": "dcl", "options": {"terms": [], "heads": heads}, "run": "/home/janedoe/logs/janedoe-1"}
     plan["training data"] = {"name": "/home/janedoe/f30k/train.tar", "images": None, "captions": "all"}
     plan["validation data"] = None
+    config["regions"] = "https://h.example/f30k/regions.tar?X-Amz-Signature=janedoe"
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     found = run_record(tmp_path, "best")
-    assert "janedoe" not in json.dumps(found)
+    assert "janedoe" not in json.dumps(found) and found["options"]["regions"] == "regions.tar"
+    plan["training data"]["name"] = "https://me:janedoe@h.example/train.tar?sig=janedoe::pipe:curl -u me:janedoe h.example"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert run_record(tmp_path, "best")["run"]["training data"]["name"] == "train.tar::a command"
     assert found["options"]["loss"] == "coder/table2-1" and found["options"]["train_data"] == "train.tar"
     assert found["options"]["set"] == ["concepts.vocabulary=c.safetensors", "dcl.mu=0.07"]
     assert found["terms"]["heads"]["concepts"] == {"vocabulary": "c.safetensors", "beta": 0.9}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,23 +16,9 @@ from huggingface_hub.utils import filter_repo_objects
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
+from coder_plugin.files import digest
 from coder_plugin.training.trained import open_trained, trained_config
 from tests.integrations import hub_runs
-
-
-@pytest.fixture(scope="module")
-def runs(hub_models: SimpleNamespace) -> dict[str, Path]:
-    return hub_models.runs
-
-
-@pytest.fixture(scope="module")
-def shared(hub_models: SimpleNamespace) -> Path:
-    return hub_models.shared
-
-
-@pytest.fixture(scope="module")
-def known(hub_models: SimpleNamespace) -> dict[str, Any]:
-    return hub_models.known
 
 
 class Hub:
@@ -59,6 +46,13 @@ class Hub:
 
     def create_branch(self, repo_id: str, *, branch: str, exist_ok: bool) -> None:
         self.calls.append(("branch", branch, exist_ok))
+
+    def file_exists(self, repo_id: str, filename: str, *, revision: str | None) -> bool:
+        return (self.folder / repo_id / filename).is_file()
+
+    def hf_hub_download(self, repo_id: str, filename: str, *, revision: str | None, local_dir: Path) -> None:
+        local_dir.mkdir(parents=True)
+        shutil.copyfile(self.folder / repo_id / filename, local_dir / filename)
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, delete_patterns: list[str], **options: Any) -> Any:
         self.calls.append(("upload", options))
@@ -129,6 +123,48 @@ def test_the_pushs_options(hub: Hub, shared: Path) -> None:
     with pytest.raises(CoderError, match="group/lora is public already"):
         coder_plugin.push_to_hub(shared / "lora", "group/lora", private=True)
     assert [call[0] for call in hub.calls[count:]] == ["token"]
+
+
+def test_a_push_removes_the_earlier_models_files_and_no_others(
+    hub: Hub, shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coder_plugin.push_to_hub(shared / "bert", "group/model")
+    place = hub.folder / "group/model"
+    assert {"tokenizer.json", "text/config.json"} <= _names(place)
+    (place / "text" / "notes.md").write_text("mine")
+    (place / "concepts.md").write_text("mine")
+    coder_plugin.push_to_hub(shared / "bigru", "group/model")
+    assert _names(place) == _names(shared / "bigru") | {"text/notes.md", "concepts.md"}
+    # without a record that can be read, weights at least that would be opened instead
+    (place / "coder_run.json").write_text("{")
+    coder_plugin.push_to_hub(shared / "lora", "group/model")
+    assert _names(place) == _names(shared / "lora") | {"text/notes.md", "concepts.md"}
+    assert "group/model: other files of the model that was there may stay" in caplog.text
+    (place / "coder_run.json").unlink()
+    shutil.copyfile(shared / "coder" / "coder.safetensors", place / "coder.safetensors")
+    coder_plugin.push_to_hub(shared / "lora", "group/model")
+    assert _names(place) == _names(shared / "lora") | {"text/notes.md", "concepts.md"}
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_a_record_lists_is_downloaded(hub: Hub, shared: Path) -> None:
+    """Whatever a tokenizer's files are called, and nothing beside."""
+    place = hub.folder / "group/lora"
+    shutil.copytree(shared / "lora", place)
+    record = json.loads((place / "coder_run.json").read_text())
+    for name in ("vocab.bpe", "chat[1].jinja", "other.bin", "chat1.jinja"):
+        (place / name).write_text(name)
+        if name in ("vocab.bpe", "chat[1].jinja"):
+            record["files"][name] = {"bytes": len(name), "sha256": digest(place / name)}
+    (place / "coder_run.json").write_text(json.dumps(record))
+    coder_plugin.from_pretrained("group/lora")
+    assert _names(hub.folder / "cache/group/lora") == record["files"].keys() - {"README.md"} | {"coder_run.json"}
+    (place / "coder_run.json").write_text(json.dumps({**record, "files": {"../x": {"bytes": 1, "sha256": "x"}}}))
+    with pytest.raises(CoderError, match="lists '../x', which is no file of its folder"):
+        coder_plugin.from_pretrained("group/lora")
 
 
 def test_a_local_folder_stands_before_a_repository(hub: Hub, shared: Path, tmp_path: Path) -> None:

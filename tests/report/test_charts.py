@@ -63,7 +63,10 @@ def test_a_histogram_counts_everything_once() -> None:
     counted = re.findall(r"<title>(\w+): (\d+) from", svg)
     assert sum(int(count) for name, count in counted if name == "images") == len(values)
     assert sum(int(count) for name, count in counted if name == "texts") == 1
-    assert "images: 2 from 0.9 to 1" in svg  # the greatest in the last bin
+    assert "images: 2 from 0.9 up" in svg  # the greatest in the last bin
+    assert "texts: 1 from 0.2 to 0.3" in svg
+    capped = histogram({"sizes": [1, 2, 3, 1000]}, label="x", x_label="pairs", top=10, whole=True)
+    assert "sizes: 1 from 10 up" in capped and "up" not in histogram({"a": [1, 9]}, label="x", x_label="v", top=9)
     legend = [text.text for text in parsed(svg).iter("text")]
     assert "images" in legend and "texts" in legend and svg.count("stroke-dasharray") == 2  # not by colour alone
 

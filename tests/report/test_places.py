@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coder_plugin import create_model
 from coder_plugin.errors import CoderError
-from coder_plugin.report.places import blank, brightness, grid_boxes, grid_of, seen
+from coder_plugin.report.places import blank, brightness, grid_boxes, grid_of, tower_picture
 
 TEXT = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
 TOWERS = {  # image size (height, width), its configuration, its grid
@@ -85,7 +85,7 @@ def test_the_picture_is_what_went_in() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
     mean, std = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
     image = torch.from_numpy((pixels / 255 - mean) / std).permute(2, 0, 1)
-    np.testing.assert_array_equal(seen(image, {"mean": mean, "std": std}), pixels)
+    np.testing.assert_array_equal(tower_picture(image, {"mean": mean, "std": std}), pixels)
 
 
 def test_a_canvas_has_the_images_aspect() -> None:

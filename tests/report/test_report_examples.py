@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import sys
 from typing import Any
 
@@ -32,6 +34,33 @@ def test_images_without_pictures_are_called_by_name() -> None:
     assert shown[0]["queries"][0]["image"]["uri"].startswith("data:image/jpeg")
 
 
+def test_images_of_one_key_keep_their_own_pictures() -> None:
+    """As they have in shards with equal names; one cannot be read, so that it is not among the vectors."""
+
+    def broken() -> Any:
+        raise OSError("gone")
+
+    items = [
+        Item("a", ("gone",), broken),
+        *(Item("a", (colour, "b"), lambda colour=colour: Image.new("RGB", (9, 9), colour)) for colour in ("red", "blue")),
+        Item("b", ("green",), lambda: Image.new("RGB", (9, 9), "lime")),
+    ]
+    captions = [caption for item in items[1:] for caption in item.captions]
+    ids = torch.tensor([item.image_id for item in items[1:]])
+    owner = torch.tensor([0, 0, 1, 1, 2])
+    encoded = Encoded(torch.eye(3), torch.eye(3)[owner], owner, ids, captions)
+    source = ItemSource(items)
+    found = samples.items_of(source, encoded, {2, 1})
+    assert {row: item.captions[0] for row, item in found.items()} == {1: "blue", 2: "green"}
+    best = {"t2i": best_and_worst(encoded, "t2i", torch.zeros(5, dtype=torch.int64), count=3)}
+    for query in samples.shown(encoded, source, None, best)[0]["queries"]:  # type: ignore[arg-type]
+        [match] = [hit["image"] for hit in query["hits"] if hit["right"]]
+        assert match["alt"] == query["caption"]
+        content = base64.b64decode(match["uri"].split(",")[1])
+        bands = Image.open(io.BytesIO(content)).resize((1, 1)).getpixel((0, 0))
+        assert bands.index(max(bands)) == ("red", "green", "blue").index(query["caption"])  # type: ignore[union-attr, arg-type]
+
+
 class Reversed:
     """Scores a pair by minus its product."""
 
@@ -55,8 +84,12 @@ def test_a_fusion_score_orders_what_recall_says_it_orders(depth: int | None, mon
             order = row.argsort(descending=True)
             shortlist, behind = order[:depth], order[len(order[:depth]) :]
             expected = torch.cat([shortlist[row[shortlist].argsort()], behind])
-            candidates, values = rows(query)
+            candidates, values, ordered = rows(query)
             assert candidates.tolist() == expected.tolist()
+            shown = examples.example(encoded, way, query, rows, first=20)  # type: ignore[arg-type]
+            assert ordered == len(shortlist) and [hit.behind for hit in shown.hits] == [
+                number >= len(shortlist) for number in range(len(row))
+            ]
             torch.testing.assert_close(values, torch.cat([-row[expected[: len(shortlist)]], row[behind]]))
 
 

@@ -22,11 +22,15 @@ from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
+from coder_plugin.recipe import Recipe
+from coder_plugin.report import seen
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.records import curve, keys_of, read_run
 from coder_plugin.report.run import write_report
 from coder_plugin.retrieval import recall_from_embeddings
+from coder_plugin.training import recalls
 from coder_plugin.training.config import TrainConfig
+from coder_plugin.training.encode import Items
 from coder_plugin.training.loop import Trainer
 
 SECTIONS = ("run", "recall", "curves", "examples", "concepts", "regions", "map", "state")
@@ -39,7 +43,7 @@ def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(scenes.DEFAULT_COUNTS, "val", IMAGES)
-        options = ["prototypes.clusters=6", "momentum.bank_size=64", "alignment.prototypes=16"]
+        options = ["prototypes.clusters=6", "momentum.bank_size=64", "alignment.prototypes=16", "dcl.epsilon=0.05"]
         config = TrainConfig(
             model=tiny_model,
             loss="coder + selfalign",
@@ -173,6 +177,36 @@ def test_truths_are_where_brute_force_has_them(made: dict[str, Any], tmp_path: P
         assert high == sorted(high, reverse=True) and high[0] == int(every.max())
 
 
+class Minus(torch.nn.Module):
+    """A head that orders a shortlist the other way round."""
+
+    def scorer(self, images: dict[str, torch.Tensor], texts: dict[str, torch.Tensor]) -> Any:
+        return recalls._Known(-images["x"] @ texts["x"].T)
+
+
+def test_scores_of_two_kinds_are_told_apart(made: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("coder_plugin.training.evaluate.SHORTLIST", 3)
+    trainer = made["trainer"]
+    encoded = trainer.encoder(trainer.val)
+    encoded = encoded._replace(items=Items(Minus(), {"x": encoded.images}, {"x": encoded.texts}))
+    path = write_report(
+        made["folder"], encoder=trainer.encoder, source=trainer.val, encoded=encoded, output=tmp_path / "x.html", images=2
+    )
+    text = path.read_text(encoding="utf-8")
+    recall, shown = section(text, "recall"), section(text, "examples")
+    assert "Rows that begin with “now” were measured" in recall
+    assert "now: model at the end, re-ranked 3<" in recall and "now: model at the end, shortlist<" in recall
+    lists = re.findall(r'<ol class="hits.*?</ol>', shown, re.S)
+    assert len(lists) == 8 and "Here that is the fusion score" in " ".join(shown.split())
+    for each in lists:
+        scores = re.findall(r'<span class="score">(product )?([-\d.]+)</span>', each)
+        assert [bool(product) for product, _ in scores[:5]] == [False] * 3 + [True] * 2
+        # in the order of the products the shortlist, turned round, is before the rest
+        values = [float(score) for _, score in scores[:5]]
+        assert values[0] >= values[1] >= values[2] and -values[0] >= values[3] >= values[4]
+    assert "product" not in section(made["text"], "examples")
+
+
 def test_the_trainers_own_model_gives_every_section(made: dict[str, Any], tmp_path: Path) -> None:
     """As it is at the end of a run: in memory, with training heads and no further keys to catch."""
     trainer = made["trainer"]
@@ -182,6 +216,65 @@ def test_the_trainers_own_model_gives_every_section(made: dict[str, Any], tmp_pa
     assert "could not be made" not in text and "Not shown" not in text
     assert "now: model at the end" in text
     assert not list(path.parent.glob(".*"))  # nothing is left aside
+
+
+def test_diversity_is_of_the_features_that_dcl_compares(made: dict[str, Any], monkeypatch: Any) -> None:
+    trainer, given = made["trainer"], []
+    monkeypatch.setattr(seen, "anchor_diversity", lambda encoded, **_: given.append(encoded) or {"image to text": [0.9, 0.8]})
+    model = seen.Evaluated(trainer.encoder, trainer.val, trainer.encoder(trainer.val), "x")
+    figure = seen.diversity(model, read_run(made["folder"]))
+    trainer.model.eval()
+    with torch.no_grad():
+        images = torch.stack([trainer.encoder.transform(item.load()) for _, item in trainer.val.items()])
+        expected = trainer.model.describe_image(images)["image_features"]
+        texts = trainer.model.describe_text(trainer.tokenizer(list(model.encoded.captions)))["text_features"]
+    torch.testing.assert_close(given[0].images, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(given[0].texts, texts, atol=1e-5, rtol=1e-5)
+    assert model.encoded.images.shape[1] > expected.shape[1]  # concepts and contexts are in the score
+    assert "which dcl compares" in figure.note and "(std, ε = 0.05)" in figure.note
+    assert "the diversity over the bank, which is not shown" in figure.note
+    assert "(std, ε = 0.05)" in section(made["text"], "state")  # of the export, too
+
+
+@pytest.mark.parametrize(
+    ("loss", "term"),
+    [
+        ("clip", None),
+        ("dcl(diversity=none)", None),
+        ("dcl@concepts + concept_dcl", None),
+        ("m_dcl(diversity_over=bank)", None),
+        ("dcl@concepts + dcl(epsilon=0.3)", ("dcl", "batch", 0.3)),
+        ("clip + m_dcl", ("m_dcl", "batch+bank", 0.1)),
+    ],
+)
+def test_recipes_that_weigh_by_diversity(loss: str, term: tuple[str, str, float] | None) -> None:
+    recipe = Recipe.parse(loss)
+    if term is None:
+        with pytest.raises(CoderError, match="no term weighs"):
+            seen._weighing(recipe)
+    else:
+        name, options = seen._weighing(recipe)
+        assert (name, options["diversity_over"], options["epsilon"]) == term
+
+
+def test_what_is_encoded_leaves_the_ranks_nothing_to_do_together(
+    made: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    trainer = made["trainer"]
+    given = {"encoder": trainer.encoder, "source": trainer.val, "encoded": trainer.encoder(trainer.val), "images": 2}
+
+    def collective(*_: Any, **__: Any) -> None:
+        raise AssertionError("the other ranks are not here")
+
+    monkeypatch.setattr("coder_plugin.distributed.world_size", lambda: 2)
+    for name in ("gather", "gather_objects", "barrier", "broadcast"):
+        monkeypatch.setattr(f"coder_plugin.distributed.{name}", collective)
+    text = write_report(trainer.folder, output=tmp_path / "x.html", **given).read_text(encoding="utf-8")
+    assert "could not be made" not in text and "Not shown" not in text
+    monkeypatch.setattr("coder_plugin.distributed.rank", lambda: 1)
+    monkeypatch.setattr("coder_plugin.report.run.read_run", collective)
+    write_report(trainer.folder, output=tmp_path / "y.html", **given)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.html"]
 
 
 def test_other_ranks_encode_and_write_nothing(made: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
@@ -243,6 +336,42 @@ def test_damaged_parts_cost_their_sections_alone(made: dict[str, Any], tmp_path:
     assert main(["report", str(folder), "--output", str(tmp_path / "y.html"), "--images", "2"]) == 0  # the export that there is
     assert "now: export/last" in (tmp_path / "y.html").read_text(encoding="utf-8")
     assert "y.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "metrics"),
+    [
+        ({"batch": {"per rank": 3}}, None),
+        ({"batch": [3], "heads": ["a"], "training data": "x", "versions": 1}, None),
+        ({"epochs": None, "model": None, "parameters": None}, None),
+        ({"trainable": None, "options": None}, None),
+        ({"parameters": "many", "heads": {"a": "few"}, "options": {"terms": [{}]}, "ranks": "two"}, None),
+        ({}, [{"step": 5, "val/rsum": 1.0}]),
+        ({}, [{"step": 5, "val/i2t_r1": 1.0}]),
+    ],
+)
+def test_a_plan_of_another_kind_ends_no_report(
+    made: dict[str, Any], tmp_path: Path, change: dict[str, Any], metrics: list[dict[str, Any]] | None
+) -> None:
+    plan = {**json.loads((made["folder"] / "plan.json").read_text()), **change}
+    (tmp_path / "plan.json").write_text(json.dumps({name: value for name, value in plan.items() if value is not None}))
+    shutil.copy(made["folder"] / "config.json", tmp_path)
+    if metrics is None:
+        shutil.copy(made["folder"] / "metrics.jsonl", tmp_path)
+    else:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    for name in SECTIONS:
+        section(text, name)
+    assert "Commands" in text and ("<svg" in section(text, "curves"))
+    if isinstance(change.get("batch"), list):
+        for name in ("batch", "heads", "training data", "versions"):
+            assert f"plan.json: its &#39;{name}&#39; is no object" in text
+        assert "Validation data" in section(text, "run")
+    if "parameters" in change and change["parameters"]:
+        assert section(text, "run").count("Not shown: this part could not be made") == 4  # facts, terms, heads, commands
+    if metrics and "val/rsum" in metrics[0]:
+        assert "R@sum (last)" in text or "R@sum (best" in text
 
 
 def test_a_persons_mistakes(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

@@ -17,8 +17,16 @@ from coder_plugin.functional import diversity
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.kmeans import OnlineKMeans
 from coder_plugin.report import commands
-from coder_plugin.report.records import curve, keys_of, read_run
-from coder_plugin.report.state import Bank, Centres, anchor_diversity, entry_ages, first_captions, read_state
+from coder_plugin.report.records import Run, curve, keys_of, read_run
+from coder_plugin.report.state import (
+    Bank,
+    Centres,
+    anchor_diversity,
+    entry_ages,
+    first_captions,
+    instance_level,
+    read_state,
+)
 from coder_plugin.training.config import TrainConfig, read_config
 from coder_plugin.training.encode import Encoded
 from coder_plugin.training.sweep import Layout, reweighed
@@ -130,7 +138,7 @@ def test_state_is_the_checkpoints(tmp_path: Path) -> None:
     assert one.ages.tolist() == [2] * 6 + [1] * 6 + [0] * 6
     assert (other.head, other.clusters, other.filled, other.seen) == ("prototypes", 8, 8, 18)
     assert other.sizes == centres.counts.double().tolist() and other.idle == int((18 - centres.last_seen > 8).sum())
-    assert other.norms == pytest.approx([1.0] * 8, abs=1e-6)
+    assert other.norms == pytest.approx([1.0] * 8, abs=1e-6) and other.window == 8
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CoderError, match="cannot be read"):
         read_state(tmp_path, pairs_per_step=6)
@@ -154,6 +162,31 @@ def test_diversity_is_the_losses_of_batches_of_the_trainings_size() -> None:
     assert len(anchor_diversity(encoded, batch=500)["image to text"]) == 11
     views = encoded._replace(images=torch.stack([images, -images], 1))
     assert len(anchor_diversity(views, batch=4)["text to image"]) == 8
+
+
+@pytest.mark.parametrize("context", [0.0, 2.0])
+@pytest.mark.parametrize("beta", [None, 0.9, 0.3])
+def test_the_instance_level_is_cut_from_the_vectors(beta: float | None, context: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sides = []
+    for shape in ((6, 2), (6,)):  # an image of several features; each level of unit length
+        sides.append([torch.nn.functional.normalize(torch.randn(*shape, n, generator=generator), dim=-1) for n in (8, 8, 4)])
+    own, concepts = (1.0, 0.0) if beta is None else (beta, 1 - beta)
+    weights = [weight**0.5 for weight in (own, concepts, context)]
+    vectors = [torch.cat([w * part for w, part in zip(weights, side, strict=True) if w], -1) for side in sides]
+    encoded = made_encoded(*vectors, list(range(6)))
+    found = instance_level(encoded, Layout(concepts or None, context, 4 if context else 0))
+    for got, side in zip((found.images, found.texts), sides, strict=True):
+        torch.testing.assert_close(got, side[0])
+    with pytest.raises(CoderError, match="concepts alone"):
+        instance_level(encoded, Layout(1.0, 0.0, 0))
+
+
+def test_the_global_batch_is_the_plans_or_all_ranks() -> None:
+    config = {"batch_size": 8, "accum_freq": 3}
+    assert Run(Path("x"), config, {"batch": {"global per step": 7}}).pairs_per_step == 7
+    assert Run(Path("x"), config, {"batch": {}}, manifest={"world_size": 2}).pairs_per_step == 48
+    assert Run(Path("x"), config).pairs_per_step is None  # of how many ranks?
 
 
 def test_first_captions_are_of_images_that_have_some() -> None:

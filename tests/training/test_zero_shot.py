@@ -307,6 +307,8 @@ def test_before_after_and_between(
         torch.testing.assert_close(value, (ends[0][name] + ends[1][name]) / 2, msg=name)
     [again] = rows([str(half), *few], capsys)
     assert again["rsum"] == got[2]["rsum"]
+    made = {"alpha": 0.5, "tuned": run, "base": str(runs / "before/export/last")}
+    assert json.loads((half / "wise_ft.json").read_text()) == made
     assert main(["eval", run, "--wise-ft", "0.5", "--wise-ft-save", "1", str(half)]) == 2
     assert "something already" in capsys.readouterr().err
 

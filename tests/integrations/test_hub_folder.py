@@ -1,0 +1,191 @@
+"""A folder of a shared model: replaced whole or not at all, and refused by name where it is not what was shared."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import coder_plugin
+from coder_plugin.cli import main
+from coder_plugin.errors import CoderError
+
+
+def test_a_shared_folder_is_replaced_by_another_and_nothing_else_is(
+    shared: Path, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(shared / "gpo", tmp_path / "folder")
+    coder_plugin.save_pretrained(runs["lora"], folder, export="last")
+    assert not (folder / "coder.safetensors").exists() and [path.name for path in tmp_path.iterdir()] == ["folder"]
+    (folder / "mine.txt").write_text("notes")
+    with pytest.raises(CoderError, match="mine.txt, which sharing did not write"):
+        coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
+    (folder / "mine.txt").unlink()
+    (folder / "README.md").write_text("my own card")
+    with pytest.raises(CoderError, match="README.md was changed"):
+        coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    with pytest.raises(CoderError, match="holds something else"):
+        coder_plugin.save_pretrained(runs["gpo"], tmp_path / "other", export="last")
+    with pytest.raises(CoderError, match="is a file"):
+        coder_plugin.save_pretrained(runs["gpo"], folder / "README.md", export="last")
+    assert (folder / "README.md").read_text() == "my own card" and not (folder / "coder.safetensors").exists()
+
+
+def test_what_was_there_comes_back_where_a_folder_cannot_be_replaced(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coder_plugin.integrations.hub import folder as folders
+
+    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
+    card, really, refused = (folder / "README.md").read_text(), os.replace, [".writing-"]
+
+    def refuse(old: Path, new: Path) -> None:
+        if Path(new) == folder and any(part in str(old) for part in refused):
+            raise OSError("the disk")
+        really(old, new)
+
+    monkeypatch.setattr(folders.os, "replace", refuse)
+    with pytest.raises(CoderError, match="folder: nothing was shared: the disk"):
+        coder_plugin.save_pretrained(shared / "gpo", folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
+    refused.append(".replaced-by-share")
+    with pytest.raises(CoderError, match=r"what was there is in .*/\.folder\.replaced-by-share: move it back \(the disk\)"):
+        coder_plugin.save_pretrained(shared / "gpo", folder)
+    assert [path.name for path in tmp_path.iterdir()] == [".folder.replaced-by-share"]
+    # as after a process that was killed there: the next one puts it back before it looks at anything else
+    monkeypatch.setattr(folders.os, "replace", really)
+    with pytest.raises(CoderError, match="neither an export nor a run"):
+        coder_plugin.save_pretrained(tmp_path, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
+    shutil.copytree(folder, tmp_path / ".folder.replaced-by-share")
+    coder_plugin.save_pretrained(shared / "gpo", folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "coder.safetensors").exists()
+
+
+def test_a_place_that_cannot_be_written_is_said_in_one_line(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["share", str(shared / "lora"), "--to", str(tmp_path / "file" / "in it")]) == 2
+    assert "in it: nothing was shared: " in (said := capsys.readouterr().err) and said.count("\n") == 1
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    for place in (".", "..", str(tmp_path / "here")):
+        with pytest.raises(CoderError, match="is the working directory, or above it"):
+            coder_plugin.save_pretrained(shared / "lora", place)
+    made = coder_plugin.save_pretrained(shared / "lora", "../named")
+    assert made == Path("../named") and "# named" in (tmp_path / "here" / "named" / "README.md").read_text()
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["below", "named"]
+
+
+def test_nothing_is_left_of_a_share_that_fails(
+    runs: dict[str, Path], shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was shared before is still there."""
+    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
+    monkeypatch.setattr("coder_plugin.integrations.hub.sharing.export_heads", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and coder_plugin.from_pretrained(folder)
+    monkeypatch.setattr("coder_plugin.integrations.hub.sharing.export_heads", lambda *_: logging.info("forgotten"))
+    with pytest.raises(CoderError, match="opens as another model"):
+        coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
+
+
+@pytest.mark.parametrize(
+    "name", ["coder.safetensors", "concepts.safetensors", "text/config.json", "open_clip_model.safetensors"]
+)
+def test_a_folder_that_is_not_whole_is_refused_by_name(shared: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(shared / ("bert" if name.startswith("text") else "coder"), tmp_path / "folder")
+    (folder / name).unlink()
+    with pytest.raises(CoderError, match=f"not whole: {name} is missing"):
+        coder_plugin.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["coder.safetensors", "concepts.safetensors", "open_clip_model.safetensors"])
+@pytest.mark.parametrize("record", [True, False])
+def test_damaged_weights_are_refused_by_name(shared: Path, tmp_path: Path, name: str, record: bool) -> None:
+    """A flipped bit where checksums came along, a cut file also where they did not: an export's."""
+    folder = shutil.copytree(shared / "coder", tmp_path / "folder")
+    data = bytearray((folder / name).read_bytes())
+    data[-5] ^= 64
+    (folder / name).write_bytes(data if record else data[: len(data) // 2])
+    if not record:
+        (folder / "coder_run.json").unlink()
+    with pytest.raises(CoderError) as caught:
+        coder_plugin.from_pretrained(folder)
+    assert str(folder) in str(caught.value) and ("is damaged, or not the file" in str(caught.value)) == record
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "coder/open_clip_config.json",
+        "coder/concepts.json",
+        "bert/tokenizer.json",
+        "bert/text/config.json",
+        "bigru/coder_model.json",
+    ],
+)
+def test_a_changed_description_is_refused_by_name(shared: Path, tmp_path: Path, name: str) -> None:
+    """Also one that can be read: with another activation it is another model."""
+    kind, _, file = name.partition("/")
+    folder = shutil.copytree(shared / kind, tmp_path / "folder")
+    found = json.loads((folder / file).read_text())
+    found.get("model_cfg", found)["quick_gelu"] = True
+    (folder / file).write_text(json.dumps(found))
+    with pytest.raises(CoderError, match=f"{file} is damaged, or not the file that was shared"):
+        coder_plugin.from_pretrained(folder)
+    (folder / file).write_bytes((shared / kind / file).read_bytes())
+    (folder / "README.md").write_text("a card of one's own")
+    assert coder_plugin.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"files": {"x.safetensors": 5}}, "x.safetensors has no size and checksum"),
+        ({"files": {"x.safetensors": {"bytes": 1}}}, "x.safetensors has no size and checksum"),
+        ({"files": []}, "files is no object"),
+        ({"options": None}, "options is no object"),
+        ({"stated": []}, "stated is no object"),
+        *(
+            ({"files": {name: {"bytes": 1, "sha256": "x"}}}, "which is no file of its folder")
+            for name in ("../secret", "/etc/hostname", "a/../../b", "a\\..\\b", "C:/x", "text/", ".", "")
+        ),
+        ({"options": {"max_regions": "x"}}, "max_regions"),
+    ],
+)
+def test_a_record_of_strangers_is_refused_by_name(shared: Path, tmp_path: Path, changed: dict, match: str) -> None:
+    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
+    record = json.loads((folder / "coder_run.json").read_text())
+    (folder / "coder_run.json").write_text(json.dumps({**record, **changed}))
+    with pytest.raises(CoderError, match=match):
+        coder_plugin.from_pretrained(folder)
+
+
+def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(shared / "lora", tmp_path / "folder")
+    record = json.loads((folder / "coder_run.json").read_text())
+    (folder / "coder_run.json").write_text(json.dumps({"files": record["files"], "options": {}}))
+    assert "recipe: not known" in (coder_plugin.save_pretrained(folder, tmp_path / "next") / "README.md").read_text()
+    (folder / "coder_run.json").write_text(json.dumps({**record, "run": {"batch": 5}}))
+    with pytest.raises(CoderError, match="coder_run.json does not say what a card is made of"):
+        coder_plugin.save_pretrained(folder, tmp_path / "last")
+    (folder / "coder_run.json").write_text("5")
+    with pytest.raises(CoderError, match="it is no object"):
+        coder_plugin.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["coder_run.json", "open_clip_config.json", "concepts.json"])
+def test_damaged_descriptions_are_refused_by_name(shared: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(shared / "coder", tmp_path / "folder")
+    (folder / name).write_text((folder / name).read_text()[:40])
+    with pytest.raises(CoderError, match=name):
+        coder_plugin.from_pretrained(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
+from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
@@ -27,6 +28,12 @@ def train_command(config: Mapping[str, Any], *, ranks: int = 1) -> str:
     if ranks > 1:
         start = f"accelerate launch --num_processes {ranks} -m coder_plugin.cli train"
     return _joined(start, [_flag(name, value) for name, value in needed(config).items()])
+
+
+def resume_command(config: Mapping[str, Any], folder: Path, *, ranks: int = 1) -> str:
+    """The command that goes on with a run that has not come to its end."""
+    place = {"logs": str(folder.parent), "name": folder.name, "resume": "latest"}
+    return _joined(train_command(config, ranks=ranks), [_flag(name, value) for name, value in place.items()])
 
 
 def eval_command(folder: str) -> str:

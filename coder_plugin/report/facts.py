@@ -129,7 +129,8 @@ def _length(run: Run) -> str:
     if "epochs" in plan and "steps per epoch" in plan:
         parts.append(f"{plan['epochs']} epochs of {plan['steps per epoch']:,} steps")
     if manifest:
-        parts.append(f"{manifest['step']:,} steps ({manifest.get('epoch', 0)} epochs) done")
+        epochs = manifest.get("epoch", 0)
+        parts.append(f"{manifest['step']:,} steps ({epochs} epoch{'s' * (epochs != 1)}) done")
     return "; ".join(parts)
 
 

@@ -174,11 +174,14 @@ def _commands(run: Run) -> list[tuple[str, str]]:
     folder = str(run.folder)
     found = [("evaluate", commands.eval_command(folder)), ("write this report", commands.report_command(folder))]
     if run.config is not None:
+        ranks = int((run.plan or {}).get("ranks", 1))
         try:
-            train = commands.train_command(run.config, ranks=int((run.plan or {}).get("ranks", 1)))
+            found.insert(0, ("train", commands.train_command(run.config, ranks=ranks)))
+            if (run.manifest or {}).get("epoch", 0) < (run.config.get("epochs") or 0):
+                going = commands.resume_command(run.config, run.folder.resolve(), ranks=ranks)
+                found.insert(1, ("go on with the run, which has not come to its last epoch", going))
         except CoderError as error:
-            train = f"# {error}"
-        found.insert(0, ("train", train))
+            found.insert(0, ("train", f"# {error}"))
     return found
 
 

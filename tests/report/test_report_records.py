@@ -79,6 +79,13 @@ CONFIGS = [
 ]
 
 
+def test_the_command_that_goes_on_names_the_run(tmp_path: Path) -> None:
+    command = commands.resume_command(asdict(TrainConfig(epochs=2).resolved()), tmp_path / "a run", ranks=1)
+    flags = shlex.split(command.replace("\\\n", " "))
+    assert flags[-6:] == ["--logs", str(tmp_path), "--name", "a run", "--resume", "latest"]
+    assert flags[:4] == ["coder-plugin", "train", "--epochs", "2"]
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_train_command_gives_the_same_options_and_no_more(config: TrainConfig) -> None:
     resolved = config.resolved()

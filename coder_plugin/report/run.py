@@ -99,6 +99,7 @@ def report_command(arguments: Any) -> Path:
     given = read_flags(arguments)
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # not the built-in scenes
+    named = bool(given.get("val_data"))
     found: dict[str, Any] = {}
     try:
         export = arguments.export or _export_of(run)
@@ -112,6 +113,8 @@ def report_command(arguments: Any) -> Path:
         found = {"encoder": trained.encoder(), "source": source, "beside": beside, "weights": f"export/{export}"}
         found["encoded"] = found["encoder"](source)
     except (CoderError, OSError) as error:
+        if named:
+            raise CoderError(str(error)) from error  # a slip; and a fuller report may be there already
         log.warning("the report shows no results of the model: %s", error)
         found = {"reason": str(error)}
     return write_report(run.folder, output=arguments.output, images=arguments.images, **found)

@@ -379,8 +379,8 @@ def test_a_persons_mistakes(made: dict[str, Any], tmp_path: Path, capsys: Any) -
     assert "no training run's folder" in capsys.readouterr().err
     assert main(["report", str(made["folder"]), "--images", "0"]) == 2
     absent = ["--val-data", str(tmp_path / "absent.csv"), "--output", str(tmp_path / "x")]
-    assert main(["report", str(made["folder"]), *absent]) == 0
-    assert "absent.csv" in section((tmp_path / "x").read_text(encoding="utf-8"), "examples")
+    assert main(["report", str(made["folder"]), *absent]) == 2  # named on the command line: a slip, and no poorer report
+    assert "absent.csv" in capsys.readouterr().err and not (tmp_path / "x").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(CoderError, match="cannot be written"):
         write_report(made["folder"], output=tmp_path / "file" / "x.html")

@@ -20,7 +20,8 @@ def from_pretrained(
     cache_dir: str | Path | None = None,
     token: str | bool | None = None,
 ) -> Trained:
-    """A trained model with what it reads: ``encode_images`` and ``encode_texts`` give vectors whose product is the score.
+    """A trained model with what it reads: ``encode_images`` and ``encode_texts`` give vectors whose product is the score, in
+    float32 whatever a run was trained in, so that a run and what was shared of it give the same.
 
     Args:
         repo_id_or_folder: a folder that was shared, an export's or a run's; where there is none of that name, a repository of
@@ -41,5 +42,5 @@ def from_pretrained(
         folder = fetch(name, revision=revision, cache_dir=cache_dir, token=token)
     elif revision is not None:
         raise CoderError(f"{name} is a folder, which has no revisions: leave out revision={revision!r}")
-    given = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
+    given = {"precision": "fp32", **({} if cache_dir is None else {"cache_dir": str(cache_dir)})}
     return open_trained(trained_config(folder, given), name=name, device=torch.device(device or "cpu"))

@@ -59,6 +59,20 @@ def test_a_fresh_process_has_the_same_vectors_to_the_bit(
             assert torch.equal(plain[name][side], towers[side]), (name, side)
 
 
+def test_a_run_in_half_precision_and_what_was_shared_of_it_agree(
+    shared: Path, runs: dict[str, Path], known: dict[str, Any], tmp_path: Path
+) -> None:
+    """To the bit: from_pretrained computes in float32 whatever the run was trained in."""
+    run = shutil.copytree(runs["coder"], tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "precision": "amp_bf16"}))
+    made = [coder_plugin.from_pretrained(place) for place in (run, shared / "coder")]
+    one, other = (each.encode_texts(["a red circle", "two stars"]) for each in made)
+    assert torch.equal(one, other)
+    half = open_trained(trained_config(run, {}), device=torch.device("cpu"))  # as a command opens it
+    assert not torch.equal(half.encode_texts(["a red circle", "two stars"]), one)
+
+
 def test_nothing_shared_tells_where_it_was_made(shared: Path) -> None:
     files = [path for path in shared.rglob("*") if path.is_file()]
     assert len(files) > 30

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import sys
@@ -39,7 +38,6 @@ LOCK = ".lock"
 #: Images of a part, about: so many are encoded anew after a stop, at most.
 PART = 512
 WHAT = ("both", "images", "captions")
-log = logging.getLogger(__name__)
 
 
 def build_index(
@@ -186,8 +184,8 @@ def _finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[str, 
     other = _differences({**found["plan"], "factory": found["factory"]}, {**plan, "factory": factory})
     if other:
         raise CoderError(f"{folder} is a finished index of other options ({other}): choose another folder, or remove it")
-    log.info("%s is finished already", folder)
     if distributed.rank() == 0:
+        print(f"{folder} is finished already, made {found.get('made', '')}: nothing to do", file=sys.stderr)
         _tidy(folder)
     return found
 
@@ -233,25 +231,15 @@ def _encode(folder: Path, job: _Job) -> None:
     number = len(there)
     beside = Beside(job.pictures) if job.pictures is not None and job.thumbnails else None
     gathered: list[tuple[Any, list[bytes]]] = []
-
-    started = time.monotonic()
+    progress = _Progress(job.source.num_images, number * batches * size * ranks, shown=rank == 0)
 
     def write() -> None:
-        nonlocal number, known, started
+        nonlocal number, known
         parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _part(gathered, bad.keys[known:], job.what))
         number, known = number + 1, len(bad)
         gathered.clear()
-        if rank == 0 and not made and time.monotonic() - started > 10:
-            started = time.monotonic()
-            print(f"{bar.n:,} of {total:,} images" if total else f"{bar.n:,} images", file=sys.stderr, flush=True)
 
-    total, shown = job.source.num_images, known
-    made = sys.stderr.isatty() and rank == 0
-    from tqdm import tqdm
-
-    with tqdm(total=total, initial=min(number * batches * size * ranks, total or 0), unit="img", disable=not made) as bar:
-        if number and rank == 0:
-            print(f"going on after {len(there)} parts of about {batches * size} images", file=sys.stderr, flush=True)
+    with contextlib.closing(progress):
         for batch in _batches(job, rest, bad):
             block = int(batch.positions[0]) // size // ranks
             while block >= (number + 1) * batches:  # a part whose images could none be read is there all the same
@@ -260,10 +248,37 @@ def _encode(folder: Path, job: _Job) -> None:
             if beside is not None:
                 small = beside.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
             gathered.append((batch, small))
-            bar.update(len(batch.positions) * ranks + len(bad) - shown)
-            shown = len(bad)
+            progress.to((block + 1) * size * ranks)
         if gathered or len(bad) > known or not number:
             write()
+
+
+class _Progress:
+    """How many images have been met: a bar on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, total: int | None, done: int, *, shown: bool) -> None:
+        from tqdm import tqdm
+
+        self.total, self.lines = total, shown and not sys.stderr.isatty()
+        self.done = min(done, total or done)
+        self.bar = tqdm(total=total, initial=self.done, unit="img", disable=not shown or self.lines)
+        self.told = time.monotonic()
+        if done and self.lines:
+            self._say("going on after ")
+
+    def to(self, done: int) -> None:
+        before, self.done = self.done, min(done, self.total or done)
+        self.bar.update(self.done - before)
+        if self.lines and time.monotonic() - self.told > 10:
+            self._say("")
+
+    def _say(self, start: str) -> None:
+        self.told = time.monotonic()
+        of = f" of {self.total:,}" if self.total else ""
+        print(f"{start}{self.done:,}{of} images", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self.bar.close()
 
 
 def _unbroken(folder: Path, rank: int) -> list[Path]:

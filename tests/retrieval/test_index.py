@@ -298,6 +298,19 @@ def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monke
     assert not (tmp_path / "new").exists()
 
 
+def test_progress_is_told_where_there_is_no_terminal(capsys, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(build.time, "monotonic", lambda: now[0])
+    progress = build._Progress(1000, 512, shown=True)
+    for done in (600, 700, 1024):
+        now[0] += 6
+        progress.to(done)
+    progress.close()
+    assert capsys.readouterr().err.splitlines() == ["going on after 512 of 1,000 images", "700 of 1,000 images"]
+    build._Progress(None, 0, shown=False).to(5)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_removed_part_is_made_again(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
     """As the message about a damaged one tells a person to do."""
     folder = tmp_path / "index"

@@ -12,18 +12,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.records import Run
 
-RECALL_COLUMNS = {
-    "i2t R@1": "i2t_r1",
-    "i2t R@5": "i2t_r5",
-    "i2t R@10": "i2t_r10",
-    "t2i R@1": "t2i_r1",
-    "t2i R@5": "t2i_r5",
-    "t2i R@10": "t2i_r10",
-    "R@sum": "rsum",
-    "i2t MedR": "i2t_medr",
-    "t2i MedR": "t2i_medr",
-}
-
 
 class Part(NamedTuple):
     """A term or a head of the recipe.

@@ -20,6 +20,7 @@ from coder_plugin.report.health import state_blocks
 from coder_plugin.report.page import render
 from coder_plugin.report.records import Run, read_run
 from coder_plugin.report.seen import Evaluated
+from coder_plugin.retrieval.metrics import RECALL_COLUMNS
 from coder_plugin.training.encode import Encoded, Encoder
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def _values(run: Run, model: Content, images: int) -> dict[str, Any]:
         "terms": _attempt(own, facts.terms_of),
         "heads": _attempt(own, facts.heads_of),
         "commands": _attempt(own, _commands),
-        "columns": facts.RECALL_COLUMNS,
+        "columns": RECALL_COLUMNS,
         "summary": _attempt(own, _tiles, known),
         "recalls": _attempt(own, _recall_rows, known, model.value),
         "lengths": known.get("lengths"),
@@ -219,7 +220,7 @@ def _recall_rows(run: Run, known: Mapping[str, Any], model: Evaluated | None) ->
             rows += _with_shortlist(when, figures)
     if "result" in known and model is not None:
         rows += _with_shortlist(f"now: {model.weights}", known["result"])
-    columns = facts.RECALL_COLUMNS.values()
+    columns = RECALL_COLUMNS.values()
     return [(name, [f"{figures[key]:.1f}" if key in figures else "–" for key in columns]) for name, figures in rows]
 
 

@@ -42,8 +42,9 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
     for path in paths:
         part = parts.read(path)
         bad += part.bad
-        _record(connection, part, *order.rows(part))
-        laid.add(part, *order.rows(part))
+        rows = order.rows(part)
+        _record(connection, part, *rows)
+        laid.add(part, *rows)
     records.finish(connection)
     put(folder / f".{manifest.RECORDS}.writing", folder / manifest.RECORDS)
     if not laid.vectors:

@@ -29,7 +29,8 @@ from coder_plugin.errors import CoderError
 _TILE = 2**22  # scores held at once where the caller gives no chunk: 16 MiB in float32, and about that again to count
 _RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 _METRICS = (*_RECALLS, "rsum", "i2t_medr", "t2i_medr", "i2t_meanr", "t2i_meanr")
-_COLUMNS = {
+#: Of a table of recall: the heading of each column, and its figure's name.
+RECALL_COLUMNS = {
     "i2t R@1": "i2t_r1",
     "i2t R@5": "i2t_r5",
     "i2t R@10": "i2t_r10",
@@ -165,12 +166,12 @@ def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     Args:
         rows: name to what `recall`, `recall_from_embeddings` or `recall_folds` returned.
     """
-    lines = [["name", *_COLUMNS]]
+    lines = [["name", *RECALL_COLUMNS]]
     for name, row in rows.items():
-        missing = [key for key in _COLUMNS.values() if key not in row]
+        missing = [key for key in RECALL_COLUMNS.values() if key not in row]
         if missing:
             raise CoderError(f"row {name!r} lacks {', '.join(missing)}: rows are what recall() returns")
-        lines.append([str(name), *(f"{float(row[key]):.1f}" for key in _COLUMNS.values())])
+        lines.append([str(name), *(f"{float(row[key]):.1f}" for key in RECALL_COLUMNS.values())])
     return align(lines)
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from coder_plugin.errors import CoderError
     from coder_plugin.integrations.hub import from_pretrained, push_to_hub, save_pretrained
     from coder_plugin.model import create_loss, create_model
+    from coder_plugin.pretrained.open import load_model
     from coder_plugin.registry import list_plugins
-    from coder_plugin.training.trained import load_model
 
 _HOME = {
     "CoderError": "errors",

@@ -27,7 +27,7 @@ MODULES = (
     "coder_plugin.losses.base",
     "coder_plugin.negatives.base",
     "coder_plugin.registry",
-    "coder_plugin.retrieval",
+    "coder_plugin.evaluation",
 )
 COMMANDS = ("train", "eval", "concepts", "plugins", "share", "regions extract", "regions convert")
 
@@ -53,7 +53,7 @@ PROMISED = {
         "cra(global_context, local_context, local_mask, *, temperature=0.7, hard_negatives=512, image_ids=None)",
         "triplet(similarity, *, margin=0.2, hardest=True, image_ids=None, reduction='mean')",
     ),
-    "coder_plugin.retrieval": ("recall(similarity, image_of_text)",),
+    "coder_plugin.evaluation": ("recall(similarity, image_of_text)",),
 }
 
 

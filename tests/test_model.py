@@ -29,9 +29,9 @@ from coder_plugin.backbones import clip as backbone
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.losses.base import Term
+from coder_plugin.pretrained.export import export_model, plain_state
+from coder_plugin.pretrained.open import load_model
 from coder_plugin.recipe import Recipe
-from coder_plugin.training.export import export_model, plain_state
-from coder_plugin.training.trained import load_model
 
 B, T, VOCABULARY, EOT = 3, 16, 120, 119
 TOKEN_KEYS = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")

@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import normalize
 
 from coder_plugin import registry
+from coder_plugin.config import TrainConfig
 from coder_plugin.functional import dcl
 from coder_plugin.model import required_heads
 from coder_plugin.recipe import Recipe
-from coder_plugin.training.config import TrainConfig
 
 OURS = [p.name for p in registry.list_plugins("recipes") if p.distribution == "coder-plugin"]
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}

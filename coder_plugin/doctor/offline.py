@@ -22,7 +22,7 @@ def folder_of(spec: str, cache_dir: str | None = None) -> Path:
     Raises:
         CoderError: no copy there, or no whole one.
     """
-    from coder_plugin.training.shared import HUB, fetch, is_on_hub
+    from coder_plugin.pretrained.hub_cache import HUB, fetch, is_on_hub
 
     try:
         return fetch(spec, cache_dir=cache_dir)

@@ -31,13 +31,13 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
     import torch
 
     from coder_plugin.model import create_loss, required_heads
-    from coder_plugin.training import setup
+    from coder_plugin.pretrained import build
 
     if config.model is None and not config.on_scenes and not _names_model(config):
         yield note("recipe.model", "no --model: recipe and model were not checked", "--model NAME, as train has it")
         return
     config = config.resolved()
-    recipe = setup.make_recipe(config)
+    recipe = build.make_recipe(config)
     heads = ", ".join(required_heads(recipe)) or "none"
     yield ok("recipe.loss", f'--loss "{config.loss}" is {recipe}; heads: {heads}')
     if source is None:
@@ -45,15 +45,15 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
         yield note("recipe.data", "without training data the model is not checked", do)
         return
     samples = whole.samples(config.captions, config.train_num_samples)
-    recipe = setup.fit_recipe(recipe, config, samples_per_epoch=samples)
+    recipe = build.fit_recipe(recipe, config, samples_per_epoch=samples)
     offline, waived = _without_downloads(config)
     yield from waived
     trains = yield from _steps(config, samples)
-    model = yield from _unless_absent(config.model, setup.make_model, offline, recipe, torch.device("cpu"), source)
+    model = yield from _unless_absent(config.model, build.make_model, offline, recipe, torch.device("cpu"), source)
     if model is None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    made.tokenizer = yield from _unless_absent(f"the tokenizer of {config.model}", setup.make_tokenizer, offline, model)
+    made.tokenizer = yield from _unless_absent(f"the tokenizer of {config.model}", build.make_tokenizer, offline, model)
     if isinstance(model, Backbone):
         made.region_dim = getattr(model.transform(), "region_dim", None)
         reads = "regions" if made.region_dim is None else f"regions of {made.region_dim} channels"
@@ -64,8 +64,8 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
     texts = "" if made.tokenizer is None else f" and texts of {made.tokenizer(['a']).shape[1]} tokens"
     yield ok("recipe.model", f"{config.model}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}")
     create_loss(recipe, model=model)
-    setup.check_accumulation(model, config)
-    setup.make_transforms(model, config)
+    build.check_accumulation(model, config)
+    build.make_transforms(model, config)
     yield from _check_tagger(model, config)
     if trains:
         yield from _sizes(model, config, trains)
@@ -118,10 +118,10 @@ def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
 
 
 def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
-    from coder_plugin.training import setup
+    from coder_plugin.pretrained import build
 
     try:
-        tags = setup.make_tags(model, config)
+        tags = build.make_tags(model, config)
     except CoderError as error:
         yield problem("recipe.tagger", str(error), "install or name the pipeline, as it says")
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from coder_plugin.doctor.findings import Finding, note, ok, one_line, problem, warning
 from coder_plugin.doctor.offline import is_absent
 from coder_plugin.errors import CoderError
-from coder_plugin.retrieval.manifest import BUILDING, FORMAT, MANIFEST
+from coder_plugin.index.manifest import BUILDING, FORMAT, MANIFEST
 
 #: Of a bank's keys: below it they are nearly one point.
 SPREAD = 0.05
@@ -41,7 +41,7 @@ def is_index(folder: Path) -> bool:
 
 def check_index(folder: Path) -> Iterator[Finding]:
     """Whether its files are those of its manifest, and FAISS reads them."""
-    from coder_plugin.retrieval.index import Index
+    from coder_plugin.index.index import Index
 
     try:
         index = Index(folder, gpu=False)
@@ -79,7 +79,7 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
 
 def check_exports(folder: Path) -> Iterator[Finding]:
     """Whether the exports open, embed a text, and hold numbers."""
-    from coder_plugin.training.export import exported
+    from coder_plugin.pretrained.export import exported
 
     places = [folder] if exported(folder)[0] is not None else [folder / "export" / tag for tag in ("best", "last")]
     there = [place for place in places if exported(place)[0] is not None]
@@ -92,7 +92,7 @@ def check_exports(folder: Path) -> Iterator[Finding]:
 def _check_export(folder: Path, place: Path) -> Iterator[Finding]:
     import torch
 
-    from coder_plugin.training.trained import open_trained, trained_config
+    from coder_plugin.pretrained.open import open_trained, trained_config
 
     try:
         run = place != folder
@@ -264,7 +264,7 @@ def _saved_epochs(folder: Path) -> Iterator[int]:
 
 def check_run(folder: Path) -> Sequence[tuple[str, Any, Path]]:
     """The checks that are for this folder, by name; CoderError where it is nothing of ours."""
-    from coder_plugin.training.export import exported
+    from coder_plugin.pretrained.export import exported
 
     if is_index(folder):
         return [("index", check_index, folder)]

@@ -107,7 +107,7 @@ class Aligner:
     """Describes images and captions with a model that gives :data:`LOCALS`.
 
     Args:
-        encoder: a :class:`~coder_plugin.training.encode.Encoder`: the model with its tokenizer, evaluation transform, device
+        encoder: a :class:`~coder_plugin.pretrained.encode.Encoder`: the model with its tokenizer, evaluation transform, device
             and autocast.
 
     Raises:

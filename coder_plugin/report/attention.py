@@ -32,7 +32,7 @@ def concept_attention(encoder: Any, items: Sequence[Item], *, first: int = 6) ->
     """Of each image that can be read, and of its first caption.
 
     Args:
-        encoder: :class:`~coder_plugin.training.encode.Encoder` of a model with the head ``concepts``.
+        encoder: :class:`~coder_plugin.pretrained.encode.Encoder` of a model with the head ``concepts``.
     """
     model, head = encoder.model, encoder.model.coder.heads["concepts"]
     training = model.training

@@ -8,8 +8,8 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
-from coder_plugin.training.config import TrainConfig
 
 #: Where a run is kept and how it was called: another is somewhere else.
 _OF_PLACE = ("logs", "name", "resume", "dry_run")

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.state import similarity
-from coder_plugin.training.encode import Encoded
 
 Way = Literal["i2t", "t2i"]
 #: Pairs that a fusion score is asked for at once.

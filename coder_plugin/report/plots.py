@@ -1,4 +1,4 @@
-"""The figures of `coder_plugin.retrieval.analyses`, as AsCL draws them in figures 4 and 5.
+"""The figures of `coder_plugin.evaluation.analyses`, as AsCL draws them in figures 4 and 5.
 
 Figures are matplotlib objects of their own: nothing here touches pyplot, its global state or its choice of a display.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.retrieval.analyses import HISTOGRAM_BINS, length_labels
+from coder_plugin.evaluation.analyses import HISTOGRAM_BINS, length_labels
 
 SUFFIXES = ("png", "svg")
 

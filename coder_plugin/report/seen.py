@@ -10,6 +10,8 @@ from typing import Any
 from coder_plugin import registry
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.sweep import Layout, layout_of, reweighed
+from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.recipe import Recipe
 from coder_plugin.report import samples
 from coder_plugin.report.attention import alignment_figures, concept_attention
@@ -19,8 +21,6 @@ from coder_plugin.report.examples import best_and_worst
 from coder_plugin.report.records import Run
 from coder_plugin.report.state import anchor_diversity, instance_level
 from coder_plugin.report.vectors_map import place_vectors
-from coder_plugin.training.encode import Encoded, Encoder
-from coder_plugin.training.sweep import Layout, layout_of, reweighed
 
 #: Images up to which recall is measured under other weights of the score's parts.
 _SWEEP = 5000
@@ -44,9 +44,9 @@ class Evaluated:
 
 def measure(seen: Evaluated, run: Run) -> dict[str, Any]:
     """Recall of the model on the data, with ranks, by length, and under other weights."""
-    from coder_plugin.retrieval import recall_by_length
-    from coder_plugin.training.evaluate import shortlist_length
-    from coder_plugin.training.recalls import measure as recalls
+    from coder_plugin.evaluation import recall_by_length
+    from coder_plugin.evaluation.evaluate import shortlist_length
+    from coder_plugin.evaluation.two_stage import measure as recalls
 
     depth = shortlist_length((run.config or {}).get("rerank"), seen.encoder)
     result = recalls(seen.encoded, 0, depth)
@@ -56,7 +56,7 @@ def measure(seen: Evaluated, run: Run) -> dict[str, Any]:
 
 def _sweeps(seen: Evaluated) -> list[Figure]:
     """R@sum against the weights of the score's parts, where the score has any."""
-    from coder_plugin.retrieval import recall_from_embeddings
+    from coder_plugin.evaluation import recall_from_embeddings
 
     layout = _layout(seen)
     if layout is None or len(seen.encoded.images) > _SWEEP or seen.encoder.reranking is not None:

@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.sweep import Layout
 from coder_plugin.functional import diversity
 from coder_plugin.functional.similarity import unit
-from coder_plugin.training.encode import Encoded
-from coder_plugin.training.sweep import Layout
+from coder_plugin.pretrained.encode import Encoded
 
 #: Anchors whose diversity is measured at most.
 _ANCHORS = 5000

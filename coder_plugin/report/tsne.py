@@ -61,7 +61,7 @@ def collect_points(encoder: Any, source: Any, concepts: Sequence[str], *, per_co
     """Read the data until each concept has so many occurrences: in an image the first caption that holds the word counts.
 
     Args:
-        encoder: an :class:`~coder_plugin.training.encode.Encoder`, of a model that gives its locals.
+        encoder: an :class:`~coder_plugin.pretrained.encode.Encoder`, of a model that gives its locals.
         source: images with captions; those that cannot be read are passed over.
         concepts: words, in lower case, each once. Those with fewer than two occurrences are told of and left out.
 

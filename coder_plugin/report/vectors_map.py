@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.state import first_captions, similarity
-from coder_plugin.training.encode import Encoded
 
 
 @dataclass(frozen=True, eq=False)

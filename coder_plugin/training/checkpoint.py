@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import digest, flush, seal
-from coder_plugin.training.tree import pack, unpack
+from coder_plugin.training.serialization import pack, unpack
 
 State = dict[str, Any]
 StrPath = str | os.PathLike[str]

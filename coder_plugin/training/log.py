@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coder_plugin import distributed
-from coder_plugin.training.config import TrainConfig
+from coder_plugin.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
-from coder_plugin.training.config import TrainConfig
 
 # Where the blocks of open_clip's own and of transformers' towers are numbered, and ResNet's stages.
 _LAYER = re.compile(r"(?:^|[._])(?:resblocks|layers?|blocks?|h)\.(\d+)\.|(?:^|\.)layer([1-4])\.")

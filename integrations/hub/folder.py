@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import digest
-from coder_plugin.training.shared import RECORD, read_record
+from coder_plugin.pretrained.hub_cache import RECORD, read_record
 
 
 def check_replaceable(folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from coder_plugin.errors import CoderError
-from coder_plugin.training.shared import HUB, fetch, is_on_hub
-from coder_plugin.training.trained import Trained, open_trained, trained_config
+from coder_plugin.pretrained.hub_cache import HUB, fetch, is_on_hub
+from coder_plugin.pretrained.open import Trained, open_trained, trained_config
 
 
 def from_pretrained(

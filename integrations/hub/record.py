@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.pretrained.hub_cache import WISE_FT
 from coder_plugin.training import checkpoint
-from coder_plugin.training.shared import WISE_FT
 
 #: Options of a run that say where it ran or what it was called, and not what was run.
 _OF_PLACE = ("logs", "name", "resume", "cache_dir", "report_to", "wandb_project_name", "dry_run")

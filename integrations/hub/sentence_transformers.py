@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.errors import CoderError
-from coder_plugin.training.export import export_heads, export_model
-from coder_plugin.training.shared import HUB, fetch
-from coder_plugin.training.trained import Trained, open_trained, trained_config
+from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.hub_cache import HUB, fetch
+from coder_plugin.pretrained.open import Trained, open_trained, trained_config
 
 #: What its loader reads in a folder.
 FILES = ("modules.json", "config_sentence_transformers.json")

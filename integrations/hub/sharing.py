@@ -25,9 +25,9 @@ from coder_plugin.integrations.hub import sentence_transformers as st
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.folder import check_replaceable, swap
 from coder_plugin.integrations.hub.record import bare, bare_recipe, read_wise_ft, run_record, without_paths
-from coder_plugin.training.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_heads, export_model, exported
-from coder_plugin.training.shared import CARD, HUB, RECORD, fetch, hub_error, is_on_hub, kept_of, read_record
-from coder_plugin.training.trained import Trained, open_trained, trained_config
+from coder_plugin.pretrained.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_heads, export_model, exported
+from coder_plugin.pretrained.hub_cache import CARD, HUB, RECORD, fetch, hub_error, is_on_hub, kept_of, read_record
+from coder_plugin.pretrained.open import Trained, open_trained, trained_config
 
 #: Files of another model that would be read instead of the new ones or with them.
 _STALE = (WEIGHTS, *OLDER, "open_clip_config.json", HEADS, VOCABULARY, own.WEIGHTS, own.CONFIG)

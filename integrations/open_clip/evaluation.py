@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.integrations.open_clip.model import VECTORS
-from coder_plugin.retrieval import recall_from_embeddings
 
 
 class Collected:

@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.config import TrainConfig, add_flags, read_flags
 from coder_plugin.errors import CoderError
 from coder_plugin.recipe import Recipe
-from coder_plugin.training.config import TrainConfig, add_flags, read_flags
 
 #: Fields of TrainConfig that are flags here, ``--coder-`` before each; all else of a run is upstream's.
 OURS = ("concepts", "negatives", "positives", "tagger", "set", "aggregator", "context_blocks", "captions", "heads_lr_scale")

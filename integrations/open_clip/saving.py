@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.backbones.clip import MADE_WITH, read_training_checkpoint
+from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
+from coder_plugin.pretrained.export import export_heads, export_model
 from coder_plugin.recipe import Recipe
-from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.export import export_heads, export_model
 from coder_plugin.training.loop import comparable
 
 #: In the directory of a sharded checkpoint (main): what its heads were made with.

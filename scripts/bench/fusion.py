@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from coder_plugin.evaluation import recall, recall_from_embeddings, rerank
 from coder_plugin.heads.base import Widths
 from coder_plugin.heads.fusion import Fusion
-from coder_plugin.retrieval import recall, recall_from_embeddings, rerank
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from coder_plugin.data.item import stable_hash
-from coder_plugin.retrieval.build import build_index
-from coder_plugin.retrieval.index import Index
-from coder_plugin.retrieval.search import Query, Searcher
-from coder_plugin.training.encode import Batch
+from coder_plugin.index.build import build_index
+from coder_plugin.index.index import Index
+from coder_plugin.index.search import Query, Searcher
+from coder_plugin.pretrained.encode import Batch
 
 
 class MadeUp:

@@ -33,12 +33,12 @@ from frozen_towers import rate
 from torch import Tensor, nn
 
 import coder_plugin
+from coder_plugin.config import TrainConfig
+from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.functional.sets import mean
+from coder_plugin.pretrained import build
+from coder_plugin.pretrained.data import make_source
 from coder_plugin.recipe import Recipe, parse_value
-from coder_plugin.retrieval import recall_from_embeddings
-from coder_plugin.training import setup
-from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.sources import make_source
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def cache(options: argparse.Namespace) -> None:
     each caption's image."""
     model, source_of = opened(options)
     model.visual.trunk.to(memory_format=torch.channels_last)
-    tokenize, transform = setup.make_tokenizer(source_of.config, model), setup.make_transforms(model, source_of.config)[1]
+    tokenize, transform = build.make_tokenizer(source_of.config, model), build.make_transforms(model, source_of.config)[1]
     encoder, splits = model.text.transformer, {}
     for split in ("train", "val"):
         grids: list[Tensor] = []
@@ -118,7 +118,7 @@ def opened(options: argparse.Namespace) -> Any:
         return make_source(config, split=split)
 
     source_of.config = config  # type: ignore[attr-defined]
-    return setup.make_model(config, Recipe.parse("clip"), torch.device("cpu")).eval(), source_of
+    return build.make_model(config, Recipe.parse("clip"), torch.device("cpu")).eval(), source_of
 
 
 def grid(model: Any, images: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def check(data: dict[str, Any], options: argparse.Namespace) -> None:
     runner = Clip(Recipe.parse("clip + selfalign"), options, 0)
     runner.model.visual.trunk.load_state_dict(model.visual.trunk.state_dict())
     runner.model.text.transformer.load_state_dict(model.text.transformer.state_dict())
-    real, transform = runner.model.eval(), setup.make_transforms(model, source_of.config)[1]
+    real, transform = runner.model.eval(), build.make_transforms(model, source_of.config)[1]
     items = [item for _, (_, item) in zip(range(8), source_of("val").items(), strict=False)]
     split = data["val"]
     captions = torch.searchsorted(split["own"], torch.arange(8))

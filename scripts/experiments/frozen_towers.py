@@ -29,12 +29,12 @@ from torch import Tensor, nn
 import coder_plugin
 from coder_plugin.backbones import clip
 from coder_plugin.backbones.tokens import TokenTaps
+from coder_plugin.config import TrainConfig
+from coder_plugin.evaluation import recall_from_embeddings
+from coder_plugin.pretrained import build
+from coder_plugin.pretrained.data import make_source
 from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.resolver import INSIDE, resolve
-from coder_plugin.retrieval import recall_from_embeddings
-from coder_plugin.training import setup
-from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.sources import make_source
 from coder_plugin.training.step import gradient_shares
 
 
@@ -79,8 +79,8 @@ def cache(options: argparse.Namespace) -> None:
         train_data=options.train_data,
         val_data=options.val_data,
     ).resolved()
-    model = setup.make_model(config, Recipe.parse("dcl"), torch.device("cpu")).eval()
-    tokenize, transform = setup.make_tokenizer(config, model), setup.make_transforms(model, config)[1]
+    model = build.make_model(config, Recipe.parse("dcl"), torch.device("cpu")).eval()
+    tokenize, transform = build.make_tokenizer(config, model), build.make_transforms(model, config)[1]
     pad, splits = model.text.config.pad_token_id, {}
     for split in ("train", "val"):
         images: list[Tensor] = []

@@ -20,8 +20,8 @@ from coder_plugin.backbones.clip import probe_widths
 from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.momentum import MomentumCopy
-from coder_plugin.training.export import export_heads, export_model, read_heads
-from coder_plugin.training.trained import load_model
+from coder_plugin.pretrained.export import export_heads, export_model, read_heads
+from coder_plugin.pretrained.open import load_model
 from tests.backbones.towers import EVERY, IMAGE, TEXT, D, images, texts, texts_of
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -19,8 +19,8 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.similarity import cosine
 from coder_plugin.heads.tokens import Tokens
-from coder_plugin.training.export import export_heads, export_model, load_heads
-from coder_plugin.training.trained import load_model
+from coder_plugin.pretrained.export import export_heads, export_model, load_heads
+from coder_plugin.pretrained.open import load_model
 
 REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
 WORDS = [*SPECIAL, "a", "red", "ball", "dog", "and", "tree", "of", "picture"]

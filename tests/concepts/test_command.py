@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coder_plugin.cli import main
+from coder_plugin.cli.concepts import read_stop_words, report
 from coder_plugin.concepts import (
     DEFAULT_STOP_WORDS,
     TYPES,
@@ -17,7 +18,6 @@ from coder_plugin.concepts import (
     load_vocabulary,
     spacy_tagger,
 )
-from coder_plugin.concepts.command import read_stop_words, report
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from tests.concepts.test_tagging import MODEL, needs_spacy

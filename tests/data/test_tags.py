@@ -24,6 +24,7 @@ from coder_plugin import registry
 from coder_plugin.backbones.tokenizers import SPECIAL, SubwordTokenizer, WordTokenizer
 from coder_plugin.cli import main
 from coder_plugin.concepts.tagging import Token, clean
+from coder_plugin.config import TrainConfig
 from coder_plugin.data import tags as module
 from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
@@ -32,7 +33,6 @@ from coder_plugin.data.tags import ADJECTIVE, NONE, NOUN, OTHER, VERB, Tags, cla
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head
 from coder_plugin.losses.base import Term
-from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.loop import Trainer
 from tests.backbones import tiny_bert
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from coder_plugin.cli.extract import add_flags, extract_command
 from coder_plugin.data.regions.shards import ShardFile
-from coder_plugin.detectors.command import add_flags, extract_command
 from coder_plugin.errors import CoderError
 
 TIMM = ["--detector", "timm", "--detector-model", "test_resnet.r160_in1k", "--allow-random", "--device", "cpu"]

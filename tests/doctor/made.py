@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from coder_plugin.cli.doctor import check_training
 from coder_plugin.concepts import Vocabulary
-from coder_plugin.doctor.command import check_training
+from coder_plugin.config import TrainConfig
 from coder_plugin.doctor.findings import Finding
-from coder_plugin.training.config import TrainConfig
 
 Sample = dict[str, bytes]
 THINGS = "dog cat ball tree house boat horse bird train kite".split()

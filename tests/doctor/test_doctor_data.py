@@ -185,7 +185,7 @@ def test_uneven_validation_captions(tmp_path: Path) -> None:
 
 
 def test_only_a_sample_of_large_data_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coder_plugin.doctor.command.SMALL", 10)
+    monkeypatch.setattr("coder_plugin.cli.doctor.SMALL", 10)
     train, val = made.write_split(tmp_path, "train", 0, count=40), made.write_split(tmp_path, "val", 500, count=8)
     flags = {"train_data": train, "val_data": val}
     found = examine(samples=5, **flags)

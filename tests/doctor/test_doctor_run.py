@@ -100,7 +100,7 @@ def test_an_export_that_asks_a_hub(copy: Path, monkeypatch: pytest.MonkeyPatch) 
         except LocalEntryNotFoundError as error:
             raise CoderError("cannot be made") from error
 
-    monkeypatch.setattr("coder_plugin.training.trained.open_trained", ask)
+    monkeypatch.setattr("coder_plugin.pretrained.open.open_trained", ask)
     found = amiss(guarded("run", run.check_exports, copy))
     assert found.keys() == {"run.export.absent"} and found["run.export.absent"].level == "note"
 
@@ -262,7 +262,7 @@ def test_slips_are_told_of_in_one_line(flags: list[str], text: str, capsys: pyte
 
 
 def test_the_options_of_data_and_model_are_all_there() -> None:
-    from coder_plugin.doctor.command import flags
+    from coder_plugin.cli.doctor import flags
 
     wanted = set("train_data val_data image_root regions max_regions model pretrained loss concepts set".split())
     assert wanted | {"workers", "batch_size", "logs"} <= set(flags()) and not {"lr", "resume", "dry_run"} & set(flags())

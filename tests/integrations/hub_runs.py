@@ -48,7 +48,7 @@ def make(folder: Path, tiny_model: str) -> dict[str, Path]:
 
 
 def train(logs: Path, name: str, **options: Any) -> Path:
-    from coder_plugin.training.config import TrainConfig
+    from coder_plugin.config import TrainConfig
     from coder_plugin.training.loop import Trainer
 
     given = {"epochs": 1, "train_num_samples": 16, "batch_size": 8, "workers": 0, "val_frequency": 0, "warmup": 1}
@@ -102,7 +102,7 @@ def picture(path: str) -> Any:
 
 def known(runs: dict[str, Path], pictures_at: Path) -> dict[str, Any]:
     """The exports' vectors, and the towers' own features of those that plain open_clip opens, in this process."""
-    from coder_plugin.training.trained import open_trained, trained_config
+    from coder_plugin.pretrained.open import open_trained, trained_config
 
     found: dict[str, Any] = {"pictures": pictures_at, "towers": {}, "vectors": {}}
     for name, run in runs.items():

@@ -13,8 +13,8 @@ from huggingface_hub import ModelCard
 import coder_plugin
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.record import bare, results_of, run_record, without_paths
+from coder_plugin.pretrained.export import export_heads, export_model
 from coder_plugin.recipe import Recipe
-from coder_plugin.training.export import export_heads, export_model
 
 MODEL = {
     "class": "CLIP",

@@ -17,7 +17,7 @@ import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.files import digest
-from coder_plugin.training.trained import open_trained, trained_config
+from coder_plugin.pretrained.open import open_trained, trained_config
 from tests.integrations import hub_runs
 
 

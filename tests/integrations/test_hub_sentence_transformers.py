@@ -15,7 +15,7 @@ import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.hub.sentence_transformers import PictureText
-from coder_plugin.training.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_heads, export_model
 from tests.integrations import hub_runs
 
 

@@ -16,8 +16,8 @@ from PIL import Image
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
-from coder_plugin.training.evaluate import evaluate
-from coder_plugin.training.trained import open_trained, trained_config
+from coder_plugin.evaluation.evaluate import evaluate
+from coder_plugin.pretrained.open import open_trained, trained_config
 from tests.integrations import hub_runs
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_the_command(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_shared_folder_is_evaluated_as_its_run(runs: dict[str, Path], shared: Path) -> None:
-    from coder_plugin.training.sources import make_source
+    from coder_plugin.pretrained.data import make_source
 
     config = trained_config(shared / "bigru", {"val_data": str(runs["bigru"].parents[1] / "precomp"), "workers": 0})
     source = make_source(config, split="dev")
@@ -210,7 +210,7 @@ def test_a_setting_that_is_in_no_weights_and_no_digest_shows_in_the_vectors(
 
 
 def test_a_model_of_nans_is_not_shared(tmp_path: Path, tiny_model: str) -> None:
-    from coder_plugin.training.export import export_model
+    from coder_plugin.pretrained.export import export_model
 
     model = coder_plugin.create_model(tiny_model, recipe="clip")
     model.visual.proj.data[0, 0] = float("nan")

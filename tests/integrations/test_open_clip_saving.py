@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 import coder_plugin
 from coder_plugin import cli
 from coder_plugin.backbones.clip import MADE_WITH
+from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.evaluate import evaluate_command
 from coder_plugin.integrations.open_clip import saving
+from coder_plugin.pretrained import build
+from coder_plugin.pretrained.export import made_with
 from coder_plugin.recipe import Recipe
-from coder_plugin.training import setup
-from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.evaluate import evaluate_command
-from coder_plugin.training.export import made_with
 from tests.integrations import upstream_runs
 
 pytestmark = pytest.mark.skipif(not open_clip.__version__.startswith("3.3."), reason="runs open_clip 3.3's trainer")
@@ -154,8 +154,8 @@ def test_our_trainer_starts_from_either(run: SimpleNamespace, start: str) -> Non
             **OVERRIDES,
         }
     ).resolved()
-    recipe = setup.fit_recipe(setup.make_recipe(config), config, samples_per_epoch=32)
-    model = setup.make_model(config, recipe, torch.device("cpu"))
+    recipe = build.fit_recipe(build.make_recipe(config), config, samples_per_epoch=32)
+    model = build.make_model(config, recipe, torch.device("cpu"))
     state = model.state_dict()
     assert_same(towers(state), towers(run.state))
     heads = load_file(run.last / "coder.safetensors")

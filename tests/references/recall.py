@@ -37,7 +37,7 @@ def ranks(similarity: Sequence[Sequence[float]], image_of_text: Sequence[int]) -
 
 
 def recall(similarity: Sequence[Sequence[float]], image_of_text: Sequence[int]) -> dict[str, float]:
-    """Percentages and 1-based median and mean ranks, under the names of ``coder_plugin.retrieval.recall``."""
+    """Percentages and 1-based median and mean ranks, under the names of ``coder_plugin.evaluation.recall``."""
     out: dict[str, float] = {}
     for way, found in zip(("i2t", "t2i"), ranks(similarity, image_of_text), strict=True):
         for k in (1, 5, 10):

@@ -21,9 +21,9 @@ from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
+from coder_plugin.pretrained.build import make_transforms
+from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import LOCALS, Aligner, Alignment, plot_alignment, write_alignments
-from coder_plugin.training.encode import Encoder
-from coder_plugin.training.setup import make_transforms
 from tests.training import region_data
 
 WITHOUT = 'figures need matplotlib: pip install "coder-plugin[report]"'

@@ -17,16 +17,16 @@ from PIL import Image
 from coder_plugin import create_model
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
+from coder_plugin.config import TrainConfig
 from coder_plugin.data import open_source
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation import evaluate as evaluation
+from coder_plugin.evaluation.evaluate import evaluate_command
+from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import pictures
-from coder_plugin.training import evaluate as evaluation
-from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.encode import Encoder
-from coder_plugin.training.evaluate import evaluate_command
 from tests.training import region_data
 
 

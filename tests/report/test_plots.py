@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.analyses import analyse
 from coder_plugin.report import plot_analyses, plots
-from coder_plugin.retrieval.analyses import analyse
 
 NAMES = ["alignment", "uniformity", "distances", "recall_by_length"]
 WITHOUT = 'figures need matplotlib: pip install "coder-plugin[report]"'

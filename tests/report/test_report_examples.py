@@ -14,11 +14,11 @@ from PIL import Image
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
+from coder_plugin.evaluation import recall_from_embeddings
+from coder_plugin.pretrained.encode import Encoded, Items
 from coder_plugin.report import examples, page, samples, vectors_map
 from coder_plugin.report.examples import best_and_worst
 from coder_plugin.report.vectors_map import place_vectors
-from coder_plugin.retrieval import recall_from_embeddings
-from coder_plugin.training.encode import Encoded, Items
 
 
 def test_images_without_pictures_are_called_by_name() -> None:

@@ -18,19 +18,19 @@ import torch
 from PIL import Image
 
 from coder_plugin.cli import main
+from coder_plugin.config import TrainConfig
 from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation import recall_from_embeddings
+from coder_plugin.evaluation import two_stage as recalls
+from coder_plugin.pretrained.encode import Items
 from coder_plugin.recipe import Recipe
 from coder_plugin.report import seen
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.records import curve, keys_of, read_run
 from coder_plugin.report.run import write_report
-from coder_plugin.retrieval import recall_from_embeddings
-from coder_plugin.training import recalls
-from coder_plugin.training.config import TrainConfig
-from coder_plugin.training.encode import Items
 from coder_plugin.training.loop import Trainer
 
 SECTIONS = ("run", "recall", "curves", "examples", "concepts", "regions", "map", "state")
@@ -185,7 +185,7 @@ class Minus(torch.nn.Module):
 
 
 def test_scores_of_two_kinds_are_told_apart(made: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("coder_plugin.training.evaluate.SHORTLIST", 3)
+    monkeypatch.setattr("coder_plugin.evaluation.evaluate.SHORTLIST", 3)
     trainer = made["trainer"]
     encoded = trainer.encoder(trainer.val)
     encoded = encoded._replace(items=Items(Minus(), {"x": encoded.images}, {"x": encoded.texts}))

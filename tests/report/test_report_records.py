@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from coder_plugin.cli import build_parser
+from coder_plugin.config import TrainConfig, read_config
 from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.sweep import Layout, reweighed
 from coder_plugin.functional import diversity
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.kmeans import OnlineKMeans
+from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report import commands
 from coder_plugin.report.records import Run, curve, keys_of, read_run
 from coder_plugin.report.state import (
@@ -27,9 +30,6 @@ from coder_plugin.report.state import (
     instance_level,
     read_state,
 )
-from coder_plugin.training.config import TrainConfig, read_config
-from coder_plugin.training.encode import Encoded
-from coder_plugin.training.sweep import Layout, reweighed
 
 
 def write_metrics(folder: Path, *records: object) -> None:

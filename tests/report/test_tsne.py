@@ -15,9 +15,9 @@ from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
+from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import Aligner, Points, collect_points, frequent_words, measure_points, place_points, plot_tsne
 from coder_plugin.report import tsne as module
-from coder_plugin.training.encode import Encoder
 from tests.training import region_data
 
 RECORDS = list(region_data.records("dev"))

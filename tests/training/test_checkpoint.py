@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from coder_plugin.errors import CoderError
 from coder_plugin.training import checkpoint
 from coder_plugin.training.checkpoint import checkpoints, load, newest, prune, save
-from coder_plugin.training.tree import pack, unpack
+from coder_plugin.training.serialization import pack, unpack
 
 
 def bits(tensor: torch.Tensor) -> list:

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 
 from coder_plugin import registry
 from coder_plugin.cli import main
+from coder_plugin.config import TrainConfig
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.errors import CoderError
-from coder_plugin.retrieval import recall
-from coder_plugin.training import setup
-from coder_plugin.training.config import TrainConfig
+from coder_plugin.evaluation import recall
+from coder_plugin.pretrained import build
+from coder_plugin.pretrained.data import make_source
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import create_schedule, parameter_groups
-from coder_plugin.training.sources import make_source
 from tests.backbones import tiny_bert
 from tests.training import region_data
 from tests.training.test_two_processes import ordered, records, state, train
@@ -562,7 +562,7 @@ def test_adapters_leave_no_new_layer_untrained(tmp_path, made):
 def setup_model(options: TrainConfig) -> Any:
     options = options.resolved()
     source = make_source(options, split="train")
-    return setup.make_model(options, setup.make_recipe(options), torch.device("cpu"), source)
+    return build.make_model(options, build.make_recipe(options), torch.device("cpu"), source)
 
 
 def test_more_regions_than_are_read_are_told_once(tmp_path, made, caplog):

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from coder_plugin.cli import main
+from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
-from coder_plugin.training.config import TrainConfig
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.step import NonFiniteError
 

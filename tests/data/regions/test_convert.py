@@ -29,7 +29,7 @@ from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.data.shards import open_shards
 from coder_plugin.data.source import ItemSource, Plan
 from coder_plugin.errors import CoderError
-from coder_plugin.training.sources import make_regions
+from coder_plugin.pretrained.data import make_regions
 
 MODULES = ("precomp", "shards", "tsv", "hdf5", "lmdb_", "folder")
 PLACES = {

@@ -1,0 +1,23 @@
+"""Retrieval: how well captions find their images and images their captions (METHODS 10)."""
+
+from __future__ import annotations
+
+from coder_plugin.evaluation.analyses import alignment, analyse, format_analyses, recall_by_length, uniformity
+from coder_plugin.evaluation.metrics import format_table, recall, recall_folds, recall_from_embeddings
+from coder_plugin.evaluation.multi_positive import Scores, multi_positive
+from coder_plugin.evaluation.rerank import rerank
+
+__all__ = [
+    "Scores",
+    "alignment",
+    "analyse",
+    "format_analyses",
+    "format_table",
+    "multi_positive",
+    "recall",
+    "recall_by_length",
+    "recall_folds",
+    "recall_from_embeddings",
+    "rerank",
+    "uniformity",
+]

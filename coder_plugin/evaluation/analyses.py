@@ -1,0 +1,331 @@
+"""What AsCL looks at beside recall: alignment, uniformity, recall by query length (AsCL III-D, III-E; METHODS 11).
+
+Shape letters: N images, T captions (texts), V views of an image, D joint dimensions, P pairs.
+
+Distances are Euclidean, between embeddings put on the unit sphere: sqrt(2 - 2 cos), in [0, 2]. An image of several views
+is as far away as the nearest of them, the view that retrieval scores it by; two images as their nearest pair of views.
+
+Everything is computed in float64. Positive pairs are few: their embeddings are subtracted. All other pairs go through
+square tiles of |a|² + |b|² - 2ab with the mean embedding moved to the origin. That keeps the distances of a collapsed
+model to many digits, where 2 - 2cos would cancel to noise; two near-duplicates in a wide set are exact to about 1e-7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isqrt, log
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.metrics import align, check_embeddings, recall_from_embeddings
+
+LENGTH_EDGES = (6, 8, 10, 12, 15, 20)  # words; AsCL's own are not printed, but it reads them below 10 words
+HISTOGRAM_BINS = 100  # of equal width over [0, 2]
+
+_TILE = 2**20  # distances held at once: 8 MiB, and a few times that to work with
+_RECALLS = {"t2i_r1": 1, "t2i_r5": 5, "t2i_r10": 10}
+_COLUMNS = {
+    "I-T mean": ("alignment", "image_text", "mean"),
+    "T-T mean": ("alignment", "text_text", "mean"),
+    "I-I mean": ("uniformity", "images", "mean"),
+    "I-I var": ("uniformity", "images", "variance"),
+    "T-T' mean": ("uniformity", "texts", "mean"),
+    "T-T' var": ("uniformity", "texts", "variance"),
+    "W&I align": ("alignment", "image_text", "wang_isola"),
+    "W&I unif I": ("uniformity", "images", "wang_isola"),
+    "W&I unif T": ("uniformity", "texts", "wang_isola"),
+}
+
+
+@torch.no_grad()
+def analyse(
+    images: Tensor,
+    texts: Tensor,
+    image_of_text: Tensor | Sequence[int],
+    captions: Sequence[str],
+    *,
+    t2i_ranks: Tensor | Sequence[int] | None = None,
+    edges: Sequence[int] = LENGTH_EDGES,
+    sample: int | None = None,
+    seed: int = 0,
+    chunk: int | None = None,
+) -> dict[str, Any]:
+    """All analyses of one model, as plain numbers that JSON takes.
+
+    Args:
+        images: [N, D], or [N, V, D] for V views each; any real dtype, any norm but zero.
+        texts: [T, D], on the device of the images.
+        image_of_text: [T] integers in [0, N): the image of each caption; every image has one at least.
+        captions: the T captions as strings.
+        t2i_ranks: [T] 0-based ranks of each caption's image, for example re-ranked ones; None: those of the
+            embeddings' inner products as they are, which `recall_from_embeddings` gives.
+        edges, sample, seed: of `recall_by_length`.
+        chunk: of `alignment` and `uniformity`.
+
+    Returns:
+        ``images`` and ``texts`` (their numbers), ``alignment``, ``uniformity`` and ``recall_by_length``: what the
+        functions of those names return.
+
+    Raises:
+        CoderError: shapes that do not fit, an image without a caption, an embedding without a direction (NaN,
+            infinity, zeros), several models at once.
+    """
+    aligned = alignment(images, texts, image_of_text, chunk=chunk)  # also checks what all parts share
+    if isinstance(captions, str) or len(captions) != len(texts):
+        raise CoderError(f"captions must be the strings of the {len(texts)} text embeddings, got {len(captions)}")
+    if t2i_ranks is None:
+        t2i_ranks = recall_from_embeddings(images, texts, image_of_text)["t2i_ranks"]
+    by_length = recall_by_length(t2i_ranks, captions, edges=edges, sample=sample, seed=seed)
+    return {
+        "images": len(images),
+        "texts": len(texts),
+        "alignment": aligned,
+        "uniformity": uniformity(images, texts, image_of_text, chunk=chunk),
+        "recall_by_length": by_length,
+    }
+
+
+@torch.no_grad()
+def alignment(
+    images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Distances of positive pairs (AsCL figure 4a): each caption and its image, each two captions of one image.
+
+    Args:
+        images: [N, D] or [N, V, D]; texts: [T, D]; image_of_text: [T], as in `analyse`.
+        chunk: pairs subtracted at once; None: as many as make some million numbers. It changes memory only.
+
+    Returns:
+        ``image_text`` and ``text_text``: each ``count`` of pairs, ``mean``, ``variance`` (population form) and ``std``
+        of their distances, and ``wang_isola``, the alignment E |a - b|² of Wang & Isola (ICML 2020, alpha = 2). Every
+        pair weighs the same. Without a pair, as with one caption per image, the count is 0 and the rest None.
+    """
+    points, captions, owner = _on_sphere(images, texts, image_of_text)
+    place = torch.arange(len(captions), device=owner.device)
+    image_text, text_text = _Distances(), _Distances()
+    _subtract(image_text, points, captions, owner, place, chunk)
+    order = owner.argsort(stable=True)
+    grouped = owner[order]
+    for step in range(1, len(order)):
+        first = (grouped[step:] == grouped[:-step]).nonzero().squeeze(1)
+        if not len(first):  # no image has more captions than this
+            break
+        _subtract(text_text, captions, captions, order[first], order[first + step], chunk)
+    return {
+        name: {**pairs.summary(), "wang_isola": pairs.mean_square()}
+        for name, pairs in {"image_text": image_text, "text_text": text_text}.items()
+    }
+
+
+@torch.no_grad()
+def uniformity(
+    images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Distances of all that differ (AsCL figure 4b): of all images, and of all captions of different images.
+
+    Each unordered pair counts once. Exact: no sampling, and never more than one tile of the pairs in memory.
+
+    Args:
+        images: [N, D] or [N, V, D]; texts: [T, D]; image_of_text: [T], as in `analyse`.
+        chunk: rows and columns of a tile; None: as many as make some million distances. It changes memory only.
+
+    Returns:
+        ``images`` and ``texts``: each ``count`` of pairs, ``mean``, ``variance`` (population form) and ``std`` of their
+        distances, ``wang_isola``, the uniformity log E exp(-2 |a - b|²) of Wang & Isola (ICML 2020, t = 2) over
+        the same pairs, and ``histogram``, the number of pairs in each of 100 equal bins of [0, 2]. Where there is no
+        pair (a single image) the count is 0 and the numbers are None.
+    """
+    points, captions, owner = _on_sphere(images, texts, image_of_text)
+    sides = {"images": (points, torch.arange(len(points), device=owner.device)), "texts": (captions, owner)}
+    out = {}
+    for name, (side, group) in sides.items():
+        pairs = _apart(side, group, chunk)
+        out[name] = {**pairs.summary(), "wang_isola": pairs.log_mean_potential(), "histogram": pairs.histogram.tolist()}
+    return out
+
+
+def recall_by_length(
+    t2i_ranks: Tensor | Sequence[int],
+    captions: Sequence[str],
+    *,
+    edges: Sequence[int] = LENGTH_EDGES,
+    sample: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Text-to-image recall by the number of words of the query (AsCL figure 5).
+
+    Args:
+        t2i_ranks: [T] integers, the 0-based rank of each caption's image.
+        captions: the T captions; words are what whitespace separates.
+        edges: where a bin ends and the next begins, in words: (6, 8) makes "<6", "6-7" and "8+". No caption is left
+            out, an empty one is in the first bin.
+        sample: how many captions to draw, without replacement (AsCL: 1,000); None: all of them.
+        seed: of the draw; equal numbers of captions give equal draws, so models on the same data share it.
+
+    Returns:
+        ``bins``, a list of ``words`` (the label), ``count``, ``t2i_r1``, ``t2i_r5`` and ``t2i_r10`` in percent (None
+        where the count is 0); ``all``, the same without label over all bins; ``edges``, ``sample`` and ``seed``.
+    """
+    ranks = torch.as_tensor(t2i_ranks).cpu()
+    if isinstance(captions, str) or ranks.shape != (len(captions),) or not len(captions):
+        raise CoderError(f"ranks and captions must be one each, got shape {tuple(ranks.shape)} and {len(captions)}")
+    if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool or int(ranks.min()) < 0:
+        raise CoderError("ranks must be integers from 0 up")
+    labels, bin_of = length_bins(captions, edges)
+    if sample is not None and not 1 <= sample <= len(ranks):
+        raise CoderError(f"sample must be from 1 to the {len(ranks)} captions there are, got {sample}")
+    if sample is not None:
+        drawn = torch.randperm(len(ranks), generator=torch.Generator().manual_seed(seed))[:sample]
+        ranks, bin_of = ranks[drawn], bin_of[drawn]
+    bins = [{"words": label, **_recalls(ranks[bin_of == number])} for number, label in enumerate(labels)]
+    return {"bins": bins, "all": _recalls(ranks), "edges": list(edges), "sample": sample, "seed": seed}
+
+
+def length_bins(captions: Sequence[str], edges: Sequence[int] = LENGTH_EDGES) -> tuple[list[str], Tensor]:
+    """The labels of the bins of `recall_by_length`, and the bin of each caption [T]."""
+    edges = list(edges)
+    whole = all(isinstance(edge, int) for edge in edges)
+    if not edges or not whole or any(low >= high for low, high in zip([0, *edges], edges, strict=False)):
+        raise CoderError(f"edges must be increasing numbers of words, from 1 up, got {edges}")
+    words = torch.tensor([len(caption.split()) for caption in captions])
+    inner = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in zip(edges, edges[1:], strict=False)]
+    return [f"<{edges[0]}", *inner, f"{edges[-1]}+"], torch.bucketize(words, torch.tensor(edges), right=True)
+
+
+def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Two plain text tables, of distances and of recall by query length (percent), with a line per model.
+
+    T-T are captions of one image, T-T' of different images; W&I is Wang & Isola. "-" stands where there is no pair or
+    no caption.
+
+    Args:
+        rows: name to what `analyse` returned, with equal ``edges``.
+    """
+    labels = length_labels(rows)
+    distances = [["name", *_COLUMNS]]
+    recalls = [["name", "words", *labels, "all"]]
+    for name, row in rows.items():
+        numbers = [row[part][pairs][figure] for part, pairs, figure in _COLUMNS.values()]
+        distances.append([str(name), *("-" if number is None else f"{number:.4f}" for number in numbers)])
+        lengths = [*row["recall_by_length"]["bins"], row["recall_by_length"]["all"]]
+        recalls.append([str(name), "captions", *(str(each["count"]) for each in lengths)])
+        for key, k in _RECALLS.items():
+            recalls.append(["", f"t2i R@{k}", *("-" if each[key] is None else f"{each[key]:.1f}" for each in lengths)])
+    return f"{align(distances)}\n\n{align(recalls)}"
+
+
+def length_labels(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The labels of the bins that all rows share.
+
+    Raises:
+        CoderError: no row, a row that `analyse` did not return, rows of different bins.
+    """
+    labels: list[str] | None = None
+    for name, row in rows.items():
+        missing = [key for key in ("alignment", "uniformity", "recall_by_length") if key not in row]
+        if missing:
+            raise CoderError(f"row {name!r} lacks {', '.join(missing)}: rows are what analyse() returns")
+        own = [each["words"] for each in row["recall_by_length"]["bins"]]
+        if labels not in (None, own):
+            raise CoderError(f"row {name!r} has other bins of query length: analyse all models with the same edges")
+        labels = own
+    if labels is None:
+        raise CoderError("there is no model to report on")
+    return labels
+
+
+class _Distances:
+    """Count, mean, variance, potential and histogram of distances that come in parts.
+
+    Parts merge by their means and squared deviations: sums of squares would cancel where the variance is small.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.deviations, self.potential = 0, 0.0, 0.0, 0.0
+        self.histogram = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64)
+
+    def add(self, distances: Tensor) -> None:
+        """Take in ``distances`` [P], float64, in [0, 2] but for rounding."""
+        new = len(distances)
+        if not new:
+            return
+        mean = float(distances.mean())
+        self.deviations += float((distances - mean).square_().sum())
+        self.deviations += (mean - self.mean) ** 2 * self.count * new / (self.count + new)
+        self.count += new
+        self.mean += (mean - self.mean) * new / self.count
+        self.potential += float(distances.square().mul_(-2).exp_().sum())
+        self.histogram += distances.clamp(max=2).histc(HISTOGRAM_BINS, 0, 2).long().cpu()  # histc drops what is beyond
+
+    def summary(self) -> dict[str, Any]:
+        if not self.count:
+            return {"count": 0, "mean": None, "variance": None, "std": None}
+        variance = self.deviations / self.count
+        return {"count": self.count, "mean": self.mean, "variance": variance, "std": variance**0.5}
+
+    def mean_square(self) -> float | None:
+        return self.mean**2 + self.deviations / self.count if self.count else None
+
+    def log_mean_potential(self) -> float | None:
+        return log(self.potential / self.count) if self.count else None
+
+
+def _subtract(into: _Distances, left: Tensor, right: Tensor, a: Tensor, b: Tensor, chunk: int | None) -> None:
+    """The distances of ``left[a]`` [P, V, D] and ``right[b]`` [P, 1, D] from their differences."""
+    rows = max(1, _TILE // left[0].numel()) if chunk is None else chunk
+    for own, other in zip(a.split(rows), b.split(rows), strict=True):
+        into.add(torch.linalg.vector_norm(left[own] - right[other], dim=-1).amin(1))
+
+
+def _apart(points: Tensor, group: Tensor, chunk: int | None) -> _Distances:
+    """The distances of all pairs of ``points`` [n, V, D] whose ``group`` [n] differs."""
+    n, views = points.shape[:2]
+    side = max(1, isqrt(_TILE) // views) if chunk is None else chunk
+    origin = points.mean((0, 1))
+    out = _Distances()
+    for i in range(0, n, side):
+        rows = (points[i : i + side] - origin).flatten(0, 1)
+        for j in range(i, n, side):
+            columns = (points[j : j + side] - origin).flatten(0, 1)
+            squares = (rows @ columns.T).mul_(-2)
+            squares += rows.square().sum(1)[:, None]
+            squares += columns.square().sum(1)
+            if views > 1:
+                squares = squares.unflatten(1, (-1, views)).unflatten(0, (-1, views)).amin((1, 3))
+            differ = group[i : i + side, None] != group[j : j + side]
+            if i == j:
+                differ = differ.triu_()
+            out.add(squares[differ].clamp_(min=0).sqrt_())
+    return out
+
+
+def _on_sphere(
+    images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unit images [N, V, D] and texts [T, 1, D] in float64, and the owners, int64 [T]."""
+    if isinstance(images, (list, tuple)) and images and isinstance(images[0], Tensor):
+        raise CoderError("analyses are of one model: an ensemble has no embedding of its own")
+    [(images, texts)], owner = check_embeddings(images, texts, image_of_text)
+    unit = []
+    for name, side in (("image", images), ("text", texts)):
+        if side.is_complex():
+            raise CoderError(f"embeddings must be real numbers, got {side.dtype}")
+        points = (side if side.ndim == 3 else side[:, None]).to(torch.float64, copy=True)
+        norms = torch.linalg.vector_norm(points, dim=-1, keepdim=True)
+        wrong = ~(norms.isfinite() & (norms > 0)).all(1).squeeze(1)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            raise CoderError(
+                f"{int(wrong.sum())} {name} embedding(s) have no direction: NaN, infinity or zeros, the first at {at}"
+            )
+        unit.append(points.div_(norms))
+    return unit[0], unit[1], owner
+
+
+def _recalls(ranks: Tensor) -> dict[str, Any]:
+    """Count and recalls (percent) of the 0-based ``ranks`` of one bin."""
+    count = len(ranks)
+    return {"count": count, **{key: 100.0 * int((ranks < k).sum()) / count if count else None for key, k in _RECALLS.items()}}

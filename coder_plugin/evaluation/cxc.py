@@ -1,0 +1,157 @@
+"""Crisscrossed Captions (Parekh et al., EACL 2021): recall within and across modalities by people's similarity ratings.
+
+Protocol and thresholds are those that VSE-infinity (Chen et al., CVPR 2021) evaluates with: image and caption match from a
+rating of 3, two captions from 3 or where they are one image's, two images from 2.5. A query is judged by its best-ranked
+match and is no answer to itself; one without a match is left out. A rating of two images, or captions, counts both ways.
+
+Ratings are the files of CxC, ``sits_test.csv``, ``sis_test.csv`` and ``sts_test.csv``, or those that VSE-infinity reads:
+``cxc_it.json``, ``cxc_i2i.json``, ``cxc_t2t.json``, with ``testall_ids.txt`` and ``testall_capids.txt``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from coder_plugin.data.regions.base import names_of
+from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.coco import Benchmark, Numbers
+from coder_plugin.evaluation.metrics import align
+from coder_plugin.evaluation.multi_positive import Scores, Way, figures, pairs_of, rankings
+
+IMAGE_TEXT, TEXTS, IMAGES = 3.0, 3.0, 2.5  # ratings, of 0 to 5
+_CSV = ("sits_test.csv", "sis_test.csv", "sts_test.csv")
+_JSON = ("cxc_it.json", "cxc_i2i.json", "cxc_t2t.json", "testall_ids.txt", "testall_capids.txt")
+_WAYS: tuple[Way, ...] = ("i2t", "t2i", "i2i", "t2t")
+_FIGURES = ("r1", "r5", "r10", "queries")
+
+Truth = dict[int, set[int]]
+
+
+class CxC(NamedTuple):
+    """Its matches by COCO's numbers, for each of the four ways, and what it is of."""
+
+    truths: Mapping[Way, Truth]
+    benchmark: Benchmark
+
+
+def read_cxc(folder: str | Path) -> CxC:
+    """Ratings of the test split from a folder that has CxC's own files or VSE-infinity's; its own where there are both.
+
+    Raises:
+        CoderError: the files are not there, or are not theirs.
+    """
+    folder = Path(folder)
+    for names, read in ((_CSV, _read_csv), (_JSON, _read_json)):
+        if all((folder / name).is_file() for name in names):
+            try:
+                return read(*(folder / name for name in names))
+            except CoderError:
+                raise
+            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise CoderError(f"{folder}: not CxC's ratings: {type(error).__name__}: {error}") from error
+    raise CoderError(
+        f"{folder} has neither CxC's {', '.join(_CSV)} (github.com/google-research-datasets/Crisscrossed-Captions, data/) nor "
+        f"VSE-infinity's {', '.join(_JSON)}"
+    )
+
+
+def _read_csv(sits: Path, sis: Path, sts: Path) -> CxC:
+    i2t, t2i, i2i, t2t = (defaultdict(set) for _ in range(4))  # type: ignore[var-annotated]
+    image_of: dict[int, int] = {}
+    for caption, image, rating, method in _rows(sits):
+        if method == "c2i_original":
+            image_of[caption] = image
+        if rating >= IMAGE_TEXT:
+            t2i[caption].add(image)
+            i2t[image].add(caption)
+    for file, least, truth in ((sis, IMAGES, i2i), (sts, TEXTS, t2t)):
+        for one, other, rating, _ in _rows(file):
+            if rating >= least:
+                truth[one].add(other)
+                truth[other].add(one)
+    return _cxc([i2t, t2i, i2i, t2t], Benchmark("CxC", image_of))
+
+
+def _rows(file: Path) -> Iterator[tuple[int, int, float, str]]:
+    """``COCO_val2014:sentid:732091`` and ``COCO_val2014_000000365325.jpg`` as numbers, the rating, how it was sampled."""
+    with open(file, newline="", encoding="utf-8") as lines:
+        rows = csv.reader(lines)
+        next(rows, None)
+        for number, row in enumerate(rows, 2):
+            try:
+                one, other, rating, method = row
+                yield _number(one), _number(other), float(rating), method
+            except ValueError as error:
+                raise CoderError(f"{file}: line {number} is not two names, a rating and a method: {error}") from error
+
+
+def _number(name: str) -> int:
+    digits = names_of(name.rpartition(":")[2])[-1]
+    if digits is None:
+        raise ValueError(f"{name!r} ends in no number")
+    return int(digits)
+
+
+def _read_json(it: Path, i2i: Path, t2t: Path, images: Path, captions: Path) -> CxC:
+    """Each file gives an id its rated ids as pairs [id, rating]; only what matches is in the first."""
+    across = json.loads(it.read_text())
+    owners = [int(line) for line in images.read_text().split()]
+    order = [int(line) for line in captions.read_text().split()]
+    if len(owners) != len(order):
+        raise CoderError(f"{images} has {len(owners)} lines and {captions} {len(order)}: they are an image and a caption each")
+    within = [
+        {int(key): {int(other) for other, rating in rated if rating >= least} for key, rated in json.loads(text).items()}
+        for text, least in ((i2i.read_text(), IMAGES), (t2t.read_text(), TEXTS))
+    ]
+    both = [{int(key): {int(pair[0]) for pair in rated} for key, rated in across[way].items()} for way in ("i2t", "t2i")]
+    return _cxc([*both, *within], Benchmark("CxC", dict(zip(order, owners, strict=True)), order))
+
+
+def _cxc(truths: list[Truth], benchmark: Benchmark) -> CxC:
+    """With the captions of an image added to each other's matches."""
+    t2t = truths[-1]
+    siblings: Truth = defaultdict(set)
+    for caption, image in benchmark.image_of.items():
+        siblings[image].add(caption)
+    for caption, image in benchmark.image_of.items():
+        t2t.setdefault(caption, set()).update(siblings[image])
+    truths[2:] = [{key: others - {key} for key, others in truth.items()} for truth in truths[2:]]
+    return CxC(dict(zip(_WAYS, truths, strict=True)), benchmark)
+
+
+def cxc_recalls(scores: Scores, numbers: Numbers, cxc: CxC) -> dict[str, dict[str, float | int]]:
+    """``r1``, ``r5`` and ``r10`` in percent and the number of ``queries`` for ``i2t``, ``t2i``, ``i2i`` and ``t2t``.
+
+    Args:
+        scores: of all images and captions of the data; ``i2i`` and ``t2t`` are by the embeddings, also where it has a
+            matrix. numbers: theirs.
+    """
+    scores = scores.of(torch.arange(len(numbers.images)), numbers.texts)
+    sides = {"i": numbers.images, "t": numbers.captions}
+    out: dict[str, Any] = {}
+    for way, truth in cxc.truths.items():
+        pairs = pairs_of(truth, sides[way[0]], sides[way[-1]])
+        ranked = rankings(scores.rows(way), {f"CxC {way}": pairs}, own=way[0] == way[-1])[f"CxC {way}"]
+        out[way] = {name: value for name, value in figures(ranked).items() if name in _FIGURES}
+    return out
+
+
+def format_cxc(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """A plain text table, percent: a line for each model.
+
+    Args:
+        rows: name to what `cxc_recalls` returned, with by what each way is ranked under ``ranked_by``, if that is known; a
+            line below says where ``i2i`` and ``t2t`` are not ranked as the others are.
+    """
+    lines = [["name", *(f"CxC {way} R@{k}" for way in _WAYS for k in (1, 5, 10))]]
+    for name, row in rows.items():
+        lines.append([name, *(f"{row[way][f'r{k}']:.1f}" for way in _WAYS for k in (1, 5, 10))])
+    mixed = any(len(set(row.get("ranked_by", {}).values())) > 1 for row in rows.values())
+    return align(lines) + ("\ni2i and t2t: by the vectors" if mixed else "")

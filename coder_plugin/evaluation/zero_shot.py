@@ -1,0 +1,230 @@
+"""Zero-shot classification of an image folder: what a CLIP knows beside what it was fine-tuned for.
+
+Shape letters: C classes, T templates, B images of a batch, D joint dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coder_plugin import distributed
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.data.item import Item
+from coder_plugin.data.loader import evaluation_batches
+from coder_plugin.data.source import ItemSource, decode_image
+from coder_plugin.errors import CoderError
+from coder_plugin.evaluation.metrics import align
+from coder_plugin.pretrained.encode import Encoder
+
+_NAMES = "classnames.txt"
+#: How classes are scored: by the towers' own features, and where more is in the retrieval vectors, by these.
+_SCORES = {"towers": "CLIP", "vectors": "vectors"}
+
+Template = Callable[[str], str]
+
+
+class ImageClasses(NamedTuple):
+    """A classification set."""
+
+    source: ItemSource  # an image's caption is its class's name
+    names: list[str]  # C
+    label_of: dict[int, int]  # by image_id
+    templates: list[Template]
+
+
+def read_classes(folder: str, classnames: str | None = None, templates: str = "openai") -> ImageClasses:
+    """A folder of a folder for each class, as torchvision's ImageFolder reads it.
+
+    Args:
+        classnames: a file that names the classes: JSON, folder to name, or lines of folder, tab, name. None: that in
+            ``folder/classnames.txt``, else the folders' names with blanks for underscores.
+        templates: of :func:`read_templates`.
+
+    Raises:
+        CoderError: no such folder, a class without pictures or without a name, two of one name.
+    """
+    from torchvision.datasets import ImageFolder
+
+    try:
+        found = ImageFolder(folder)
+    except (OSError, ValueError) as error:
+        raise CoderError(f"--zeroshot {folder}: {' '.join(str(error).split())}") from error
+    depths = {os.path.relpath(path, folder).count(os.sep) for path, _ in found.samples}
+    if 1 not in depths:
+        raise CoderError(f"--zeroshot {folder}: no class folder has pictures of its own: name that of one split, such as val")
+    if len(found.classes) < 2:
+        raise CoderError(f"--zeroshot {folder}: one class is nothing to tell apart: it wants FOLDER/CLASS/*.jpg")
+    beside = os.path.join(folder, _NAMES)
+    named = _read_names(classnames or beside) if classnames or os.path.isfile(beside) else {}
+    if named and (missing := [each for each in found.classes if each not in named]):
+        raise CoderError(f"{classnames or beside}: {len(missing)} classes have no name, the first: {missing[0]!r}")
+    names = [named.get(each, each.replace("_", " ")) for each in found.classes]
+    for name in names:
+        if names.count(name) > 1:
+            raise CoderError(f"--zeroshot {folder}: two classes are called {name!r}: tell them apart in {beside}")
+    items = [
+        Item(os.path.relpath(path, folder), (names[label],), partial(decode_image, path)) for path, label in found.samples
+    ]
+    labels = {item.image_id: label for item, (_, label) in zip(items, found.samples, strict=True)}
+    return ImageClasses(ItemSource(items, name=folder), names, labels, read_templates(templates))
+
+
+def _read_names(path: str) -> dict[str, str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        if text.lstrip().startswith("{"):
+            pairs = list(json.loads(text).items())
+        else:
+            pairs = [line.split("\t") for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise CoderError(f"{path}: cannot be read as names of classes: {error}") from error
+    wrong = [pair for pair in pairs if len(pair) != 2 or not all(isinstance(part, str) and part.strip() for part in pair)]
+    if wrong:
+        raise CoderError(f"{path}: a class is its folder, a tab and its name, or JSON of folder to name, got {wrong[0]!r}")
+    return {folder.strip(): name.strip() for folder, name in pairs}
+
+
+def read_templates(spec: str) -> list[Template]:
+    """open_clip's ``openai`` (80) or ``simple`` (7), or the lines of a file with {} for the class's name.
+
+    Raises:
+        CoderError: neither, or a line without {}.
+    """
+    import open_clip
+
+    known = {"openai": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
+    if spec in known:
+        return list(known[spec])
+    try:
+        lines = [line.strip() for line in Path(spec).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CoderError(f"--templates {spec}: openai, simple, or a file of lines with {{}}, which is not: {error}") from error
+    if not lines or (wrong := [line for line in lines if "{}" not in line]):
+        what = repr(wrong[0]) if lines else "nothing"
+        raise CoderError(f"--templates {spec}: a template has {{}} for the class's name, got {what}")
+    return [lambda name, line=line: line.replace("{}", name) for line in lines]  # type: ignore[misc]
+
+
+@torch.no_grad()
+def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
+    """Accuracy in percent, as CLIP is evaluated: an image's class is that of the nearest mean of normalised text features.
+
+    A class is described by every template; its features are normalised, averaged and normalised (open_clip's way). A tie
+    counts against the right class. Every rank gets the numbers.
+
+    Returns:
+        ``classes``, ``images`` and ``templates`` (counts), and under ``towers`` ``top1``, ``top5`` (None of five classes or
+        fewer), ``mean_per_class`` and ``per_class``, by name the ``count`` and ``top1``. Where the retrieval vectors hold
+        more than the towers' features, ``vectors`` has the same by those.
+
+    Raises:
+        CoderError: a model that reads regions, an image folder none of whose pictures can be read.
+    """
+    model = encoder.model
+    if isinstance(model, Backbone):
+        raise CoderError("--zeroshot classifies pictures, and this model reads region features")
+    # an image's own length moves none of its classes
+    ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"towers": (model.encode_image, model.encode_text)}
+    if len(model.coder.aggregators) or any(head.scores for head in model.coder.heads.values()):
+        ways["vectors"] = (model.embed_image, model.embed_text)
+    training = model.training
+    model.eval()
+    try:
+        weights = {name: _classifier(encoder, classes, text) for name, (_, text) in ways.items()}
+        found = _ranks(encoder, classes, {name: image for name, (image, _) in ways.items()}, weights)
+    finally:
+        model.train(training)
+    labels = found.pop("label")
+    if not len(labels):
+        raise CoderError(f"{classes.source.name}: none of its pictures can be read")
+    counts = {"classes": len(classes.names), "images": len(labels), "templates": len(classes.templates)}
+    return {**counts, **{name: _accuracy(ranks, labels, classes.names) for name, ranks in found.items()}}
+
+
+def _classifier(encoder: Encoder, classes: ImageClasses, encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """[C, D] on the encoder's device."""
+    out = []
+    for name in classes.names:
+        texts = [template(name) for template in classes.templates]
+        features = []
+        for start in range(0, len(texts), encoder.batch_size):
+            with encoder.autocast():
+                tokens = encoder.tokenizer(texts[start : start + encoder.batch_size]).to(encoder.device)
+                features.append(F.normalize(encode(tokens).float(), dim=-1))
+        out.append(F.normalize(torch.cat(features).mean(0), dim=-1))
+    return torch.stack(out)
+
+
+def _ranks(
+    encoder: Encoder,
+    classes: ImageClasses,
+    encoders: Mapping[str, Callable[[Tensor], Tensor]],
+    weights: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """``label`` of each image, and by way how many classes are as near as its own, int64; of all ranks."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in ("label", *encoders)}
+    batches = evaluation_batches(
+        classes.source,
+        batch_size=encoder.batch_size,
+        transform=encoder.transform,
+        workers=encoder.workers,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        max_bad=encoder.max_bad,
+    )
+    for batch in batches:
+        labels = torch.tensor([classes.label_of[image_id] for image_id in batch["image_id"].tolist()])
+        parts["label"].append(labels)
+        for name, encode in encoders.items():
+            with encoder.autocast():
+                features = encode(batch["image"].to(encoder.device)).float()
+            scores = (features @ weights[name].T).cpu()
+            right = scores.gather(1, labels[:, None])
+            parts[name].append((~(scores < right)).sum(1) - 1)  # a NaN is nearer than all
+    none = torch.empty(0, dtype=torch.int64)
+    whole = distributed.gather_objects({name: torch.cat([none, *each]) for name, each in parts.items()})
+    return {name: torch.cat([share[name] for share in whole]) for name in parts}
+
+
+def _accuracy(ranks: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    per_class = {}
+    for label, name in enumerate(names):
+        own = ranks[labels == label]
+        per_class[name] = {"count": len(own), "top1": 100 * float((own == 0).double().mean()) if len(own) else None}
+    shares = [each["top1"] for each in per_class.values() if each["top1"] is not None]
+    return {
+        "top1": 100 * float((ranks == 0).double().mean()),
+        "top5": 100 * float((ranks < 5).double().mean()) if len(names) > 5 else None,
+        "mean_per_class": sum(shares) / len(shares),
+        "per_class": per_class,
+    }
+
+
+def format_zero_shot(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """A plain text table, percent: retrieval and classification of each model beside each other.
+
+    Args:
+        rows: name to recall with what `zero_shot` returned under ``zero_shot``.
+    """
+    ways = [way for way in _SCORES if any(way in row["zero_shot"] for row in rows.values())]
+    lines = [["name", "i2t R@1", "t2i R@1", "R@sum"]]
+    for way in ways:
+        lines[0] += [f"{_SCORES[way]} top-1", "top-5", "mean per class"]
+    for name, row in rows.items():
+        cells = [row["i2t_r1"], row["t2i_r1"], row["rsum"]]
+        for way in ways:
+            own = row["zero_shot"].get(way, {})
+            cells += [own.get(figure) for figure in ("top1", "top5", "mean_per_class")]
+        lines.append([name, *("-" if cell is None else f"{cell:.1f}" for cell in cells)])
+    of = next(iter(rows.values()))["zero_shot"]
+    counts = f"{of['images']} pictures of {of['classes']} classes, {of['templates']} templates"
+    return f"{align(lines)}\nzero-shot: {counts}, chance {100 / of['classes']:.1f} %"

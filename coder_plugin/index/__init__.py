@@ -1,0 +1,1 @@
+"""An index of a collection: embed it, build it, search it."""

@@ -1,0 +1,1 @@
+"""Models built, opened, encoded with and exported."""

@@ -1,0 +1,427 @@
+"""Alignment, uniformity and recall by length: hand values, a slow reference, tiles against the whole, degenerate data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coder_plugin.errors import CoderError
+from coder_plugin.evaluation import analyses, recall_from_embeddings
+from coder_plugin.evaluation.analyses import alignment, analyse, format_analyses, recall_by_length, uniformity
+
+ROOT2, ROOT3 = math.sqrt(2), math.sqrt(3)
+
+
+def embeddings(
+    images: int, texts: int, dim: int, *, views: int = 0, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random embeddings of any norm, and owners in any order that name every image."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (images, views, dim) if views else (images, dim)
+    owner = torch.cat([torch.arange(images), torch.randint(images, (texts - images,), generator=generator)])
+    owner = owner[torch.randperm(texts, generator=generator)]
+    image, text = torch.randn(shape, generator=generator), torch.randn(texts, dim, generator=generator)
+    return image.to(dtype), text.to(dtype), owner
+
+
+def words(*counts: int) -> list[str]:
+    return [" ".join(["word"] * count) for count in counts]
+
+
+# -- a slow reference: loops over pairs in numpy -----------------------------------------------------------------------
+
+
+def unit(rows: torch.Tensor) -> np.ndarray:
+    array = rows.double().numpy()
+    array = array if array.ndim == 3 else array[:, None]
+    return array / np.sqrt((array**2).sum(-1, keepdims=True))
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> float:
+    return min(math.sqrt(((x - y) ** 2).sum()) for x in a for y in b)
+
+
+def figures(distances: list[float]) -> dict[str, float]:
+    mean = math.fsum(distances) / len(distances)
+    variance = math.fsum((d - mean) ** 2 for d in distances) / len(distances)
+    return {"count": len(distances), "mean": mean, "variance": variance, "std": math.sqrt(variance)}
+
+
+def reference(images: torch.Tensor, texts: torch.Tensor, owner: torch.Tensor) -> dict[str, dict[str, dict[str, float]]]:
+    v, w, of = unit(images), unit(texts), owner.tolist()
+    aligned = {
+        "image_text": [apart(v[i], w[t]) for t, i in enumerate(of)],
+        "text_text": [apart(w[s], w[t]) for s, t in itertools.combinations(range(len(w)), 2) if of[s] == of[t]],
+    }
+    uniform = {
+        "images": [apart(v[i], v[j]) for i, j in itertools.combinations(range(len(v)), 2)],
+        "texts": [apart(w[s], w[t]) for s, t in itertools.combinations(range(len(w)), 2) if of[s] != of[t]],
+    }
+    return {
+        "alignment": {
+            name: {**figures(ds), "wang_isola": math.fsum(d**2 for d in ds) / len(ds)} for name, ds in aligned.items()
+        },
+        "uniformity": {
+            name: {
+                **figures(ds),
+                "wang_isola": math.log(math.fsum(math.exp(-2 * d**2) for d in ds) / len(ds)),
+                "histogram": np.histogram(ds, bins=100, range=(0, 2))[0].tolist(),
+            }
+            for name, ds in uniform.items()
+        },
+    }
+
+
+def close(got: dict, expected: dict, tolerance: float = 1e-9) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            close(got[key], value, tolerance)
+        elif key in ("count", "histogram") or value is None:
+            assert got[key] == value, key
+        else:
+            assert got[key] == pytest.approx(value, abs=tolerance), key
+
+
+@pytest.mark.parametrize("views", [0, 3])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+def test_reference(views: int, chunk: int | None) -> None:
+    images, texts, owner = embeddings(7, 23, 5, views=views)
+    expected = reference(images, texts, owner)
+    close(alignment(images, texts, owner, chunk=chunk), expected["alignment"])
+    close(uniformity(images, texts, owner, chunk=chunk), expected["uniformity"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    images=st.integers(2, 6),
+    extra=st.integers(1, 8),
+    views=st.integers(0, 3),
+    chunk=st.integers(1, 9) | st.none(),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes_and_tiles(images: int, extra: int, views: int, chunk: int | None, seed: int) -> None:
+    data = embeddings(images, images + extra, 4, views=views, seed=seed)
+    close({"alignment": alignment(*data, chunk=chunk), "uniformity": uniformity(*data, chunk=chunk)}, reference(*data))
+
+
+# -- hand values -------------------------------------------------------------------------------------------------------
+
+
+def test_hand_values() -> None:
+    images = torch.tensor([[3.0, 0.0], [0.0, 0.5]])  # along x and along y
+    texts = torch.tensor([[1.0, 0.0], [-2.0, 0.0], [0.0, 7.0]])
+    owner = [0, 0, 1]
+    got = alignment(images, texts, owner)
+    # Distances 0 (same direction), 2 (opposite) and 0; mean 2/3, E d² = 4/3, variance 4/3 - 4/9 = 8/9.
+    assert got["image_text"] == pytest.approx(
+        {"count": 3, "mean": 2 / 3, "variance": 8 / 9, "std": math.sqrt(8) / 3, "wang_isola": 4 / 3}
+    )
+    assert got["text_text"] == pytest.approx({"count": 1, "mean": 2, "variance": 0, "std": 0, "wang_isola": 4})
+    got = uniformity(images, texts, owner)
+    histogram = [0] * 100
+    histogram[70] = 1  # sqrt(2) = 1.414 is in [1.40, 1.42)
+    assert got["images"].pop("histogram") == histogram
+    assert got["images"] == pytest.approx({"count": 1, "mean": ROOT2, "variance": 0, "std": 0, "wang_isola": -4})
+    histogram[70] = 2  # text 2 against each of image 0's: those two are no pair here
+    assert got["texts"].pop("histogram") == histogram
+    assert got["texts"] == pytest.approx({"count": 2, "mean": ROOT2, "variance": 0, "std": 0, "wang_isola": -4}, abs=1e-9)
+
+
+def test_opposite_points_are_in_the_last_bin_of_the_histogram() -> None:
+    """Of forty pairs, some are farther apart than 2 by rounding."""
+    for points in torch.randn(40, 1, 64, generator=torch.Generator().manual_seed(0)):
+        pair = torch.cat([points, -points])
+        got = uniformity(pair, pair, [0, 1])["images"]
+        assert got["mean"] == pytest.approx(2, abs=1e-12) and got["histogram"] == [0] * 99 + [1]
+
+
+def test_embeddings_are_left_as_they_are() -> None:
+    images, texts, owner = embeddings(3, 6, 4)
+    kept = images.clone(), texts.clone()
+    analyse(images, texts, owner, words(*[5] * 6))
+    assert torch.equal(images, kept[0]) and torch.equal(texts, kept[1])
+
+
+def test_nearest_view_counts() -> None:
+    images = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [-1.0, 0.0]]])
+    texts = torch.tensor([[0.0, 1.0], [0.5, -ROOT3 / 2]])
+    # Cosines 0 and 1 of the first image, -sqrt(3)/2 and -1/2 of the second: distances 0 and sqrt(2 + 1).
+    assert alignment(images, texts, [0, 1])["image_text"]["mean"] == pytest.approx(ROOT3 / 2)
+    assert uniformity(images, texts, [0, 1])["images"]["mean"] == pytest.approx(0, abs=1e-7)
+    assert alignment(images[:, :1], texts, [0, 1]) == alignment(images[:, 0], texts, [0, 1])  # one view is none
+
+
+def test_mean_square_of_all_pairs_is_known_from_the_mean_embedding() -> None:
+    """Over all ordered pairs, own ones included, E d² = 2 - 2 |mean|²."""
+    images, texts, _ = embeddings(300, 300, 16)
+    got = uniformity(images + 0.5, texts, torch.arange(300), chunk=64)["images"]
+    mean = torch.nn.functional.normalize(images + 0.5, dim=1).mean(0)
+    expected = (2 - 2 * float(mean @ mean)) * 300 / 299
+    assert got["mean"] ** 2 + got["variance"] == pytest.approx(expected, rel=1e-12)
+
+
+# -- invariances and precision -----------------------------------------------------------------------------------------
+
+
+def test_order_and_norm_do_not_matter() -> None:
+    images, texts, owner = embeddings(9, 30, 6)
+    generator = torch.Generator().manual_seed(1)
+    i, t = torch.randperm(9, generator=generator), torch.randperm(30, generator=generator)
+    place = i.argsort()
+    moved = images[i] * torch.rand(9, 1, generator=generator).add(0.1), texts[t] * 40, place[owner[t]]
+    for function in (alignment, uniformity):
+        close(function(*moved, chunk=4), function(images, texts, owner), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_narrow_embeddings_are_computed_wide(dtype: torch.dtype) -> None:
+    images, texts, owner = embeddings(6, 15, 8, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = {"alignment": alignment(images, texts, owner), "uniformity": uniformity(images, texts, owner)}
+    close(got, reference(images, texts, owner), 1e-9)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-8])
+def test_collapsed_embeddings_keep_their_digits(spread: float) -> None:
+    """With sqrt(2 - 2cos) in float64, distances of 1e-8 are all rounding, and in float32 those of 1e-4 already."""
+    generator = torch.Generator().manual_seed(0)
+    corner = torch.nn.functional.normalize(torch.ones(16, dtype=torch.float64), dim=0)
+    texts = corner + spread * torch.randn(40, 16, generator=generator, dtype=torch.float64)
+    owner = torch.arange(20).repeat(2)
+    got = {"alignment": alignment(texts[:20], texts, owner), "uniformity": uniformity(texts[:20], texts, owner)}
+    expected = reference(texts[:20], texts, owner)
+    for part, pairs in (("alignment", "text_text"), ("uniformity", "images"), ("uniformity", "texts")):
+        for figure in ("mean", "variance"):
+            assert got[part][pairs][figure] == pytest.approx(expected[part][pairs][figure], rel=1e-5, abs=0)
+
+
+def test_near_duplicates_in_a_wide_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, texts, owner = embeddings(50, 50, 64)
+    images[1], images[3] = images[0], images[2] + 1e-6 * images[4]
+    seen: list[float] = []
+    add = analyses._Distances.add
+    monkeypatch.setattr(analyses._Distances, "add", lambda self, part: (seen.extend(part.tolist()), add(self, part)))
+    analyses.uniformity(images, images, torch.arange(50), chunk=16)
+    points = unit(images)
+    expected = sorted(apart(a, b) for a, b in itertools.combinations(points, 2))
+    assert expected[0] == 0 and 1e-7 < expected[1] < 1e-5 < 0.1 < expected[2]
+    assert sorted(seen[: len(expected)]) == pytest.approx(expected, abs=1e-7)
+
+
+def test_duplicates_are_no_root_of_a_negative_number() -> None:
+    images, _, _ = embeddings(60, 60, 33)
+    twice, owner = images.repeat(2, 1)[:100], torch.arange(100)
+    got = uniformity(twice, twice, owner, chunk=32)["images"]
+    assert got["count"] == 4950 and got["histogram"][0] == 40
+    points = unit(twice)
+    mean = figures([apart(a, b) for a, b in itertools.combinations(points, 2)])["mean"]
+    assert got["mean"] == pytest.approx(mean, abs=1e-8)
+
+
+def test_equal_embeddings() -> None:
+    same = torch.tensor([[0.1, 0.2, 0.3]])
+    got = analyse(same.expand(5, 3), same.expand(15, 3), torch.arange(5).repeat(3), words(*[4] * 15))
+    for part in ("alignment", "uniformity"):
+        for pairs in got[part].values():
+            assert pairs["mean"] == pytest.approx(0, abs=1e-7) and pairs["variance"] == pytest.approx(0, abs=1e-14)
+            assert pairs["wang_isola"] == pytest.approx(0, abs=1e-7)
+    assert got["recall_by_length"]["all"]["t2i_r1"] == 0  # ties count against the query
+
+
+def test_memory_is_a_tile_not_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product is seen: none is larger than a tile, and together they are the upper half of the matrix."""
+    largest, sizes, matmul = 64, [], torch.Tensor.__matmul__
+    monkeypatch.setattr(analyses, "_TILE", largest**2)
+
+    def seen(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        out = matmul(left, right)
+        sizes.append(out.numel())
+        return out
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", seen)
+    images, texts, owner = embeddings(100, 500, 8, views=3)
+    got = uniformity(images, texts, owner)
+    assert max(sizes) <= largest**2
+    assert sum(sizes) < 0.7 * (300**2 + 500**2)
+    assert got["images"]["count"] == 100 * 99 // 2
+    counts = torch.bincount(owner)
+    assert got["texts"]["count"] == (500**2 - int(counts.square().sum())) // 2
+
+
+# -- nothing to measure, nothing to lose -------------------------------------------------------------------------------
+
+
+def test_one_caption_per_image_has_no_text_pairs() -> None:
+    images, texts, owner = embeddings(4, 4, 3)
+    got = alignment(images, texts, owner)
+    assert got["text_text"] == {"count": 0, "mean": None, "variance": None, "std": None, "wang_isola": None}
+    assert got["image_text"]["count"] == 4
+
+
+def test_one_image_has_nothing_that_differs() -> None:
+    images, texts, _ = embeddings(1, 3, 4)
+    got = uniformity(images, texts, [0, 0, 0])
+    nothing = {"count": 0, "mean": None, "variance": None, "std": None, "wang_isola": None, "histogram": [0] * 100}
+    assert got == {"images": nothing, "texts": nothing}
+    assert alignment(images, texts, [0, 0, 0])["text_text"]["count"] == 3
+
+
+@pytest.mark.parametrize("function", [alignment, uniformity])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", ["image", "text"])
+def test_embeddings_without_a_direction(function, bad: float, side: str) -> None:
+    images, texts, owner = embeddings(3, 6, 4, views=2)
+    if side == "image":
+        images[2, 1, 0] = bad
+    else:
+        texts[2, 0] = bad
+    with pytest.raises(CoderError, match=f"1 {side} embedding.*the first at 2"):
+        function(images, texts, owner)
+
+
+def test_bad_input() -> None:
+    images, texts, owner = embeddings(3, 6, 4)
+    captions = words(*[5] * 6)
+    with pytest.raises(CoderError, match="zeros, the first at 1"):
+        alignment(images.index_fill(0, torch.tensor([1]), 0), texts, owner)
+    with pytest.raises(CoderError, match="ensemble"):
+        analyse([images, images], [texts, texts], owner, captions)
+    with pytest.raises(CoderError, match="real"):
+        alignment(images.to(torch.complex128), texts.to(torch.complex128), owner)
+    with pytest.raises(CoderError, match="same dimension"):
+        uniformity(images, texts[:, :2], owner)
+    with pytest.raises(CoderError, match="image 0 has no caption"):
+        uniformity(images, texts, [1, 1, 2, 2, 1, 2])
+    for wrong in (captions[:5], "abcdef"):
+        with pytest.raises(CoderError, match="captions must be"):
+            analyse(images, texts, owner, wrong)
+
+
+# -- recall by query length --------------------------------------------------------------------------------------------
+
+
+def test_recall_by_length_hand_values() -> None:
+    captions = [*words(1, 5, 6, 7, 8, 12, 14), "", "  a\tb \n c ", *words(20, 300)]
+    ranks = torch.tensor([0, 10, 4, 5, 0, 9, 1, 0, 3, 0, 7])
+    got = recall_by_length(ranks, captions)
+    table = {each.pop("words"): each for each in got["bins"]}
+    assert list(table) == ["<6", "6-7", "8-9", "10-11", "12-14", "15-19", "20+"]
+    assert table["<6"] == {"count": 4, "t2i_r1": 50.0, "t2i_r5": 75.0, "t2i_r10": 75.0}
+    assert table["6-7"] == {"count": 2, "t2i_r1": 0.0, "t2i_r5": 50.0, "t2i_r10": 100.0}
+    assert table["8-9"] == {"count": 1, "t2i_r1": 100.0, "t2i_r5": 100.0, "t2i_r10": 100.0}
+    assert table["10-11"] == table["15-19"] == {"count": 0, "t2i_r1": None, "t2i_r5": None, "t2i_r10": None}
+    assert table["12-14"] == {"count": 2, "t2i_r1": 0.0, "t2i_r5": 50.0, "t2i_r10": 100.0}
+    assert table["20+"] == {"count": 2, "t2i_r1": 50.0, "t2i_r5": 50.0, "t2i_r10": 100.0}
+    assert got["all"] == pytest.approx({"count": 11, "t2i_r1": 400 / 11, "t2i_r5": 700 / 11, "t2i_r10": 1000 / 11})
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=30),
+    edges=st.sets(st.integers(1, 12), min_size=1).map(sorted),
+    data=st.data(),
+)
+def test_every_caption_is_in_one_bin(lengths: list[int], edges: list[int], data: st.DataObject) -> None:
+    ranks = data.draw(st.lists(st.integers(0, 12), min_size=len(lengths), max_size=len(lengths)))
+    got = recall_by_length(ranks, words(*lengths), edges=edges)
+    bounds = list(zip([0, *edges], [*edges, math.inf], strict=True))
+    for each, (low, high) in zip(got["bins"], bounds, strict=True):
+        inside = [rank for rank, length in zip(ranks, lengths, strict=True) if low <= length < high]
+        assert each["count"] == len(inside)
+        for k in (1, 5, 10):
+            hits = sum(rank < k for rank in inside)
+            assert each[f"t2i_r{k}"] == (pytest.approx(100 * hits / len(inside)) if inside else None)
+
+
+def test_labels_of_single_words() -> None:
+    assert [each["words"] for each in recall_by_length([0], ["a"], edges=[1, 2, 5])["bins"]] == ["<1", "1", "2-4", "5+"]
+
+
+def test_sample_is_drawn_without_replacement_and_by_seed() -> None:
+    lengths = list(range(40))
+    edges = range(1, 40)  # a bin per length: the counts tell who was drawn
+    draw = [
+        [each["count"] for each in recall_by_length([0] * 40, words(*lengths), edges=edges, sample=15, seed=seed)["bins"]]
+        for seed in (0, 0, 1)
+    ]
+    assert sum(draw[0]) == 15 and max(draw[0]) == 1
+    assert draw[0] == draw[1] != draw[2]
+    assert recall_by_length([0] * 40, words(*lengths), sample=40)["bins"] == recall_by_length([0] * 40, words(*lengths))["bins"]
+    # Ranks and captions are drawn together.
+    got = recall_by_length(lengths, words(*lengths), edges=[10], sample=15)
+    assert got["bins"][0]["t2i_r10"] == 100.0 and got["bins"][1]["t2i_r10"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "captions", "options", "message"),
+    [
+        ([0, 1], ["a"], {}, "one each"),
+        ([], [], {}, "one each"),
+        ([0], "a", {}, "one each"),
+        ([0.5], ["a"], {}, "integers from 0"),
+        ([-1], ["a"], {}, "integers from 0"),
+        ([0], ["a"], {"edges": []}, "edges"),
+        ([0], ["a"], {"edges": [0, 3]}, "edges"),
+        ([0], ["a"], {"edges": [3, 3]}, "edges"),
+        ([0], ["a"], {"edges": [2.5]}, "edges"),
+        ([0], ["a"], {"sample": 2}, "sample"),
+        ([0], ["a"], {"sample": 0}, "sample"),
+    ],
+)
+def test_recall_by_length_bad_input(ranks, captions, options, message) -> None:
+    with pytest.raises(CoderError, match=message):
+        recall_by_length(ranks, captions, **options)
+
+
+# -- all together ------------------------------------------------------------------------------------------------------
+
+
+def test_analyse_is_its_parts_and_json() -> None:
+    images, texts, owner = embeddings(8, 24, 6)
+    captions = words(*range(1, 25))
+    got = analyse(images, texts, owner, captions, edges=[5, 9], sample=20, seed=3, chunk=7)
+    close(got["alignment"], alignment(images, texts, owner), 1e-12)
+    close(got["uniformity"], uniformity(images, texts, owner), 1e-12)
+    ranks = recall_from_embeddings(images, texts, owner)["t2i_ranks"]  # products as they are, not cosines
+    assert got["recall_by_length"] == recall_by_length(ranks, captions, edges=[5, 9], sample=20, seed=3)
+    assert (got["images"], got["texts"]) == (8, 24)
+    assert json.loads(json.dumps(got, allow_nan=False)) == got
+
+
+def test_reranked_ranks_are_taken() -> None:
+    images, texts, owner = embeddings(8, 24, 6)
+    got = analyse(images, texts, owner, words(*[3] * 24), t2i_ranks=torch.zeros(24, dtype=torch.int64))
+    assert got["recall_by_length"]["all"]["t2i_r1"] == 100.0
+
+
+def test_table() -> None:
+    data = embeddings(3, 3, 4)
+    rows = {name: analyse(*data, words(3, 7, 25), t2i_ranks=ranks) for name, ranks in (("m", [0, 5, 20]), ("longer", [0] * 3))}
+    lines = format_analyses(json.loads(json.dumps(rows))).splitlines()
+    distances, recalls = lines[: lines.index("")], lines[lines.index("") + 1 :]
+    assert distances[0].split("  ")[0] == "name" and len(distances) == 3
+    assert distances[1].split()[:3] == ["m", f"{rows['m']['alignment']['image_text']['mean']:.4f}", "-"]
+    assert recalls[0].split() == ["name", "words", "<6", "6-7", "8-9", "10-11", "12-14", "15-19", "20+", "all"]
+    assert recalls[1].split() == ["m", "captions", "1", "1", "0", "0", "0", "0", "1", "3"]
+    assert recalls[2].split() == ["t2i", "R@1", "100.0", "0.0", "-", "-", "-", "-", "0.0", "33.3"]
+    assert recalls[4].split() == ["t2i", "R@10", "100.0", "100.0", "-", "-", "-", "-", "0.0", "66.7"]
+    assert {len(line) for line in distances} == {len(distances[0])} and {len(line) for line in recalls} == {len(recalls[0])}
+
+
+def test_table_of_what_does_not_fit() -> None:
+    data = embeddings(3, 3, 4)
+    one, other = (analyse(*data, words(3, 7, 25), edges=edges) for edges in ((6, 8), (6, 9)))
+    with pytest.raises(CoderError, match="row 'b' has other bins"):
+        format_analyses({"a": one, "b": other})
+    with pytest.raises(CoderError, match="row 'a' lacks alignment"):
+        format_analyses({"a": {"i2t_r1": 1.0}})
+    with pytest.raises(CoderError, match="no model"):
+        format_analyses({})

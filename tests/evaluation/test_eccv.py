@@ -1,0 +1,177 @@
+"""ECCV Caption through its package: planted and random rankings against our own figures, and data that are not its."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coder_plugin.data import open_source
+from coder_plugin.data.item import Item
+from coder_plugin.errors import CoderError
+from coder_plugin.evaluation import coco, eccv, recall_folds, recall_from_embeddings
+from coder_plugin.evaluation.multi_positive import Scores, multi_positive, pairs_of
+from tests.evaluation import coco_made
+
+
+@pytest.fixture(scope="module")
+def metrics() -> Any:
+    pytest.importorskip("eccv_caption", reason="the extra eccv is not installed")
+    return eccv.load()
+
+
+@pytest.fixture(scope="module")
+def benchmark(metrics: Any) -> coco.Benchmark:
+    return eccv.benchmark(metrics)
+
+
+@pytest.fixture(scope="module")
+def numbers(benchmark: coco.Benchmark) -> coco.Numbers:
+    images = list(dict.fromkeys(benchmark.image_of[caption] for caption in benchmark.order))
+    return coco.Numbers(images, list(benchmark.order), torch.arange(25_000))
+
+
+@pytest.fixture(scope="module")
+def owner(benchmark: coco.Benchmark, numbers: coco.Numbers) -> torch.Tensor:
+    place = {image: number for number, image in enumerate(numbers.images)}
+    return torch.tensor([place[benchmark.image_of[caption]] for caption in numbers.captions])
+
+
+@pytest.fixture(scope="module")
+def measured(metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> tuple[Scores, dict[str, Any]]:
+    scores = Scores(*coco_made.vectors(owner, 5000, noise=0.3))
+    return scores, eccv.eccv_caption(scores, numbers, metrics)
+
+
+def test_the_packages_figures_are_ours(measured: Any, metrics: Any, numbers: coco.Numbers) -> None:
+    scores, got = measured
+    ids = {"i": numbers.images, "t": numbers.captions}
+    for truth, kept in eccv.TRUTHS.items():
+        for way in ("i2t", "t2i"):
+            pairs = pairs_of(getattr(metrics, kept)[way], ids[way[0]], ids[way[-1]])
+            ours = multi_positive(scores.rows(way), pairs)
+            # two of its positives are captions beyond the 25,000, which the package counts as missed
+            tolerance = 0.003 if (truth, way) == ("eccv", "i2t") else 1e-9
+            assert got[truth][way] == pytest.approx({name: ours[name] for name in got[truth][way]}, abs=tolerance)
+    assert got["eccv"]["i2t"].keys() == got["eccv"]["t2i"].keys() == {"r1", "r5", "r10", "map_at_r", "r_precision"}
+    assert 1 < got["eccv"]["i2t"]["map_at_r"] < 99 and got["cxc"]["t2i"]["r1"] > got["coco_5k"]["t2i"]["r1"] - 1
+
+
+def test_coco_recall_is_the_projects(measured: Any, owner: torch.Tensor) -> None:
+    vectors = coco_made.vectors(owner, 5000, noise=0.3)
+    for truth, ours in (
+        ("coco_5k", recall_from_embeddings(*vectors, owner)),
+        ("coco_1k", recall_folds(*vectors, owner, folds=5)),
+    ):
+        for way in ("i2t", "t2i"):
+            for k in (1, 5, 10):
+                assert measured[1][truth][way][f"r{k}"] == pytest.approx(ours[f"{way}_r{k}"], abs=0.021)  # a tie by rounding
+
+
+def test_lists_of_full_length_give_the_package_the_same(metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> None:
+    """It is given first places alone, and within folds of their own: as if it had all of 300 queries."""
+    images, texts = coco_made.vectors(owner, 5000, noise=0.3)
+    few = numbers.images[:300]
+    order = (images[:300] @ texts.T).argsort(dim=1, descending=True)
+    whole = {image: [numbers.captions[place] for place in row] for image, row in zip(few, order.tolist(), strict=True)}
+    got = eccv._folds(Scores(images, texts), numbers, metrics)[0]
+    fold = set(numbers.captions[:5000])
+    for image in few:
+        assert got[image][:10] == [caption for caption in whole[image] if caption in fold][:10]
+
+
+def test_perfect_and_collapsed(metrics: Any, numbers: coco.Numbers, owner: torch.Tensor) -> None:
+    """A matrix by the benchmark's own positives gets all of them; equal scores get nothing, whatever the order."""
+    i2t = pairs_of(metrics.eccv_gts["i2t"], numbers.images, numbers.captions)
+    t2i = pairs_of(metrics.eccv_gts["t2i"], numbers.captions, numbers.images)
+    matrix = torch.zeros(5000, 25_000)
+    vectors = torch.zeros(5000, 1), torch.zeros(25_000, 1)
+    collapsed = eccv.eccv_caption(Scores(*vectors, matrix), numbers, metrics)
+    assert {value for truth in collapsed.values() for way in truth.values() for value in way.values()} == {0.0}
+    matrix[i2t[0], i2t[1]] = 1.0
+    matrix[t2i[1], t2i[0]] = 1.0
+    perfect = eccv.eccv_caption(Scores(*vectors, matrix), numbers, metrics)["eccv"]
+    assert perfect["i2t"]["r1"] == 100 and perfect["i2t"]["r_precision"] > 95  # t2i's pairs are not all among i2t's
+
+
+def test_the_data_sets_own_numbers(tmp_path: Path, benchmark: coco.Benchmark) -> None:
+    """A sixth caption is no candidate, and an order of its own is kept."""
+    order = list(benchmark.order)[::-1]
+    extra = {10**7: benchmark.image_of[order[0]]}
+    file = coco_made.write_karpathy(tmp_path / "coco.json", benchmark.image_of, order, extra=extra)
+    source = open_source(file, split="test", pictures=False)
+    found = coco.coco_numbers((item for _, item in source.items()), benchmark)
+    items = [item for _, item in source.items()]
+    image_ids = torch.tensor([item.image_id for item in items])
+    owner = torch.repeat_interleave(torch.arange(5000), torch.tensor([len(item.captions) for item in items]))
+    got = coco.of_encoded(found, image_ids, owner, "it")
+    assert got.captions == order and len(got.texts) == 25_000 and 5 not in got.texts.tolist()
+    texts = [caption for item in items for caption in item.captions]
+    assert all(texts[place] == f"caption {number}" for place, number in zip(got.texts.tolist(), got.captions, strict=True))
+    assert [benchmark.image_of[number] for number in got.captions[::5]] == got.images
+    with pytest.raises(CoderError, match="3 of them could not be read"):
+        coco.of_encoded(found, image_ids[3:], owner[16:] - 3, "it")
+
+
+def items_of(benchmark: coco.Benchmark, *, named: bool = True, key: str = "{}") -> list[Item]:
+    captions: dict[int, list[int]] = {}
+    for caption in benchmark.order or ():
+        captions.setdefault(benchmark.image_of[caption], []).append(caption)
+    items = []
+    for place, (image, own) in enumerate(captions.items()):
+        texts = tuple(map(str, own))
+        items.append(Item(key.format(image), texts, lambda: None, (str(place),), caption_names=texts if named else ()))
+    return items
+
+
+def test_captions_without_numbers_are_in_karpathys_order(benchmark: coco.Benchmark, caplog: pytest.LogCaptureFixture) -> None:
+    items = items_of(benchmark, named=False, key="val2014/COCO_val2014_{:012d}.jpg")
+    with caplog.at_level(logging.WARNING):
+        got = coco.coco_numbers(items, benchmark)
+    assert got == coco.coco_numbers(items_of(benchmark, key="val2014/COCO_val2014_{:012d}.jpg"), benchmark)
+    assert "order of Karpathy's file" in caplog.text
+    with pytest.raises(CoderError, match="these data have none"):
+        coco.coco_numbers(items[::-1], benchmark)
+
+
+def test_other_data(benchmark: coco.Benchmark) -> None:
+    items = items_of(benchmark)
+
+    def named(item: Item, *names: str | None) -> Item:
+        return dataclasses.replace(item, caption_names=names)
+
+    five = [str(number) for number in list(benchmark.order or ())[:5]]
+    for wrong, match in (
+        ([], "none of the 0 images"),
+        ([Item(f"x{n}", ("a",), lambda: None) for n in range(5000)], "none of the 5000 images, such as 'x0'"),
+        (items[:1000], "5,000 images, and the data have 1,000"),
+        ([*items[1:], items[1]], "have 4,999"),
+        ([*items[1:], Item("17", ("a",), lambda: None, ("x",))], "1 of 5000 images are not, the first: '17'"),
+        ([named(items[0], *five[:4], None), *items[1:]], "1 of 25000 captions have no number"),
+        ([named(items[0], *five[:4], "38"), *items[1:]], "captions are other images' .* the first: 38"),
+        ([named(items[0], *five[:4], "99999999"), *items[1:]], "25,000 captions, and the data have 24,999"),
+        ([named(items[0], *five[:4], five[0]), *items[1:]], "have 24,999 of them"),
+    ):
+        with pytest.raises(CoderError, match=match):
+            coco.coco_numbers(wrong, benchmark)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+
+
+    monkeypatch.setitem(sys.modules, "eccv_caption", None)
+    with pytest.raises(CoderError, match=r"coder-plugin\[eccv\]"):
+        eccv.load()
+
+
+def test_the_table(measured: Any) -> None:
+    lines = eccv.format_eccv({"a": measured[1]}).splitlines()
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1
+    assert f"{measured[1]['eccv']['t2i']['map_at_r']:.1f}" in lines[1] and "-" in lines[2]
+    assert np.isfinite([float(cell) for cell in lines[1].split()[3:]]).all()

@@ -1,0 +1,294 @@
+"""Encoding for re-ranking and the command's rows, with a head whose score of a pair is the mean product of its tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import coder_plugin
+from coder_plugin.backbones.tokenizers import build_vocabulary
+from coder_plugin.data import open_source
+from coder_plugin.errors import CoderError
+from coder_plugin.evaluation import evaluate as evaluation
+from coder_plugin.evaluation import metrics, recall, recall_from_embeddings, rerank
+from coder_plugin.evaluation.evaluate import ensemble, evaluate, evaluate_command
+from coder_plugin.evaluation.sweep import sweep
+from coder_plugin.evaluation.two_stage import measure
+from coder_plugin.heads.base import Head
+from coder_plugin.heads.fusion import Fusion
+from coder_plugin.pretrained.encode import Encoded, Encoder, Items
+from tests import gloo
+from tests.training import region_data
+
+FIGURES = set(metrics._METRICS) | {"images", "texts"}
+
+
+class Means(Head):
+    """Scores a pair by the product of its mean region and its mean word."""
+
+    reranks = True
+
+    def image_item(self, known: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"tokens": known["image_tokens"], "mask": known["image_mask"], "whole": known["image_pooled"]}
+
+    def text_item(self, known: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"tokens": known["text_tokens"], "mask": known["text_mask"]}
+
+    def scorer(self, images: dict[str, Tensor], texts: dict[str, Tensor]) -> MeansScorer:
+        assert not self.training and not torch.is_grad_enabled()
+        return MeansScorer(images, texts)
+
+
+class MeansScorer:
+    def __init__(self, images: dict[str, Tensor], texts: dict[str, Tensor]) -> None:
+        self.images, self.texts = (mean(side["tokens"], side["mask"]) for side in (images, texts))
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        return torch.einsum("gad,gbd->gab", self.images[image_index], self.texts[text_index])
+
+    def all_pairs(self) -> Tensor:
+        return self.images @ self.texts.T
+
+
+def mean(tokens: Tensor, mask: Tensor) -> Tensor:
+    return (tokens.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def make_encoder(data: str, *, fusion: bool = True, seed: int = 0, batch_size: int = 5) -> tuple[Encoder, Any]:
+    """Of a fresh model and 24 images of five captions, of lengths that differ from batch to batch."""
+    torch.manual_seed(seed)
+    source = open_source(data, split="dev")
+    words = build_vocabulary(caption for _, item in source.items() for caption in item.captions)
+    options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
+    model = coder_plugin.create_model("region-bigru", recipe="dcl", **options)
+    if fusion:
+        model.coder.heads["means"] = Means()
+    made = {"device": torch.device("cpu"), "batch_size": batch_size, "workers": 0}
+    return Encoder(model, model.tokenizer(), model.transform(), **made), source
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return region_data.write_precomp(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="module")
+def encoded(data: str) -> Encoded:
+    encoder, source = make_encoder(data)
+    return encoder(source)
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in metrics._METRICS}
+
+
+def test_items_are_each_images_and_captions_own(data: str, encoded: Encoded) -> None:
+    encoder, source = make_encoder(data)
+    items = encoded.items
+    assert isinstance(items, Items) and items.head.training  # as it was
+    captions: list[str] = []
+    model = encoder.model.eval()
+    for number, (_, item) in enumerate(source.items()):
+        with torch.no_grad():
+            known = model.describe_image({key: value[None] for key, value in encoder.transform(item.load()).items()})
+            close(items.images["tokens"][number], known["image_tokens"][0])
+            close(items.images["whole"][number], known["image_pooled"][0])
+            close(encoded.images[number], known["image_features"][0])
+            for caption in item.captions:
+                words = model.describe_text(encoder.tokenizer([caption]))
+                place, length = len(captions), words["text_tokens"].shape[1]
+                close(items.texts["tokens"][place, :length], words["text_tokens"][0])
+                assert not items.texts["mask"][place, length:].any()
+                assert items.texts["mask"][place].sum() == words["text_mask"].sum()
+                captions.append(caption)
+    assert list(encoded.captions) == captions
+    assert items.texts["tokens"].dtype == torch.float16 and items.texts["mask"].dtype == torch.bool
+    assert len(items.texts["tokens"]) == 120 and len(items.images["tokens"]) == 24
+
+
+def close(kept: Tensor, computed: Tensor) -> None:
+    torch.testing.assert_close(kept.float(), computed.float(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("depth", [1, 5, 32, 120])
+def test_figures_are_of_the_reranked_and_of_the_shortlist(data: str, encoded: Encoded, depth: int) -> None:
+    encoder, source = make_encoder(data)
+    got = evaluate(encoder, source, folds=3, rerank=depth)
+    vectors = encoded.images, encoded.texts, encoded.image_of_text
+    score = MeansScorer(encoded.items.images, encoded.items.texts)
+    assert figures(got) == figures(rerank(*vectors, score, k=depth))
+    assert figures(got["shortlist"]) == figures(recall_from_embeddings(*vectors))
+    assert figures(got) != figures(got["shortlist"]) or depth == 1
+    assert got.keys() == FIGURES | {"rerank", "shortlist", "folds"} and got["rerank"] == depth
+    assert got["shortlist"].keys() == FIGURES | {"folds"} and got["images"] == 24
+    assert json.loads(json.dumps(got)) == got
+    own = (encoded.image_of_text >= 8) & (encoded.image_of_text < 16)
+    fold = MeansScorer(*({name: value[rows] for name, value in side.items()} for side, rows in (
+        (encoded.items.images, slice(8, 16)), (encoded.items.texts, own))))  # fmt: skip
+    expected = rerank(encoded.images[8:16], encoded.texts[own], encoded.image_of_text[own] - 8, fold, k=depth)
+    assert got["folds"]["folds"][1] == figures(expected)
+
+
+def test_all_pairs_is_the_whole_matrix(data: str, encoded: Encoded) -> None:
+    encoder, source = make_encoder(data)
+    got = evaluate(encoder, source, folds=2, rerank="all")
+    matrix = MeansScorer(encoded.items.images, encoded.items.texts).all_pairs()
+    assert got["rerank"] == "all" and figures(got) == figures(recall(matrix, encoded.image_of_text))
+    deep = evaluate(encoder, source, folds=2, rerank="120")
+    assert figures(deep) == figures(got) and deep["folds"] == got["folds"]
+    assert figures(evaluate(encoder, source)) == figures(evaluate(encoder, source, rerank=32))
+
+
+def test_ascls_own_head(data: str) -> None:
+    """Its scorer reads the half-precision items; a shortlist of everything is the whole matrix, a short one is not."""
+    encoder, source = make_encoder(data, fusion=False)
+    encoder.model.coder.heads["fusion"] = Fusion(encoder.model.widths())
+    everything, deep, short = (evaluate(encoder, source, folds=2, rerank=each) for each in ("all", 120, 3))
+    assert figures(deep) == pytest.approx(figures(everything), rel=1e-2)  # rounding differs between the two ways
+    assert deep["folds"]["rsum"] == pytest.approx(everything["folds"]["rsum"], rel=1e-2)
+    assert short["shortlist"] == deep["shortlist"] and figures(short) != figures(deep)
+
+
+def test_without_a_fusion_score_nothing_is_added(data: str) -> None:
+    encoder, source = make_encoder(data, fusion=False)
+    got = evaluate(encoder, source, folds=2)
+    assert got.keys() == FIGURES | {"folds"} and encoder(source).items is None
+    for wrong in ("32", "all", 8):
+        with pytest.raises(CoderError, match=f"--rerank {wrong} orders .* no fusion head"):
+            evaluate(encoder, source, rerank=wrong)
+    for wrong in ("0", "-1", "most", "1.5", 0):
+        with pytest.raises(CoderError, match="must be a number of candidates, 1 or more, or all, got"):
+            evaluate(encoder, source, rerank=wrong)
+    encoder.model.coder.heads.update({"a": Means(), "b": Means()})
+    with pytest.raises(CoderError, match="this model has a, b"):
+        encoder(source)
+
+
+def test_a_sweep_refuses_a_model_without_concepts(data: str) -> None:
+    encoder, source = make_encoder(data)
+    with pytest.raises(CoderError, match="no head"):
+        next(sweep(encoder, source, betas=[0.5]))
+
+
+@pytest.mark.parametrize("second", [True, False], ids=["two fusions", "a fusion and a dual encoder"])
+@pytest.mark.parametrize("depth", [7, None])
+def test_an_ensemble_means_scores(data: str, encoded: Encoded, second: bool, depth: int | None) -> None:
+    encoder, source = make_encoder(data, fusion=second, seed=1)
+    other = encoder(source)
+    got = measure(ensemble([encoded, other]), 2, depth)
+    product = encoded.images @ encoded.texts.T + other.images @ other.texts.T
+    own = MeansScorer(other.items.images, other.items.texts).all_pairs() if second else other.images @ other.texts.T
+    matrix = (MeansScorer(encoded.items.images, encoded.items.texts).all_pairs() + own) / 2
+    assert figures(got["shortlist"]) == pytest.approx(figures(recall(product, encoded.image_of_text)))
+    if depth is None:
+        assert figures(got) == pytest.approx(figures(recall(matrix, encoded.image_of_text)))
+        return
+    vectors = [encoded.images, other.images], [encoded.texts, other.texts], encoded.image_of_text
+    expected = rerank(*vectors, lambda i, t: matrix[i[:, :, None], t[:, None]], k=depth)
+    assert figures(got) == pytest.approx(figures(expected))
+
+
+def test_numbers_beyond_float16_are_kept(data: str, encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, source = make_encoder(data)
+    real = Means.text_item
+    calls: list[int] = []
+
+    def large(self: Means, known: dict[str, Tensor]) -> dict[str, Tensor]:
+        calls.append(1)
+        item = real(self, known)
+        return {**item, "tokens": item["tokens"] * 1e7} if len(calls) == 2 else item
+
+    monkeypatch.setattr(Means, "text_item", large)
+    tokens = encoder(source).items.texts["tokens"]
+    assert tokens.dtype == torch.float32 and tokens.isfinite().all() and tokens.abs().max() > 1e6
+
+
+def arguments(**options: Any) -> SimpleNamespace:
+    given = {"run_folder": ["a"], "beta": None, "context_weight": None, "folds": 2, "analyses": None}
+    return SimpleNamespace(**{**given, **options})
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    """Runs by name: a, of a model that re-ranks, and b, of one that does not."""
+
+    def made(given: SimpleNamespace, run: str) -> Any:
+        encoder, source = make_encoder(data, fusion=run == "a", seed=len(run))
+        return evaluation._Evaluated(run, source, encoder, getattr(given, "rerank", None))
+
+    monkeypatch.setattr(evaluation, "_evaluated", made)
+
+
+def test_the_commands_rows(opened: None) -> None:
+    rows = evaluate_command(arguments(run_folder=["a", "b"]))
+    assert list(rows) == ["a", "b", "ensemble of 2"]
+    assert rows["a"]["rerank"] == rows["ensemble of 2"]["rerank"] == 32 and "rerank" not in rows["b"]
+    assert ["shortlist" in row for row in rows.values()] == [True, False, True] and all("folds" in row for row in rows.values())
+    assert evaluate_command(arguments(rerank="all"))["a"]["rerank"] == "all"
+    together = evaluate_command(arguments(run_folder=["b", "a"], rerank="8"))  # the flag is for the one that can
+    assert together["ensemble of 2"]["rerank"] == together["a"]["rerank"] == 8 and "rerank" not in together["b"]
+    with pytest.raises(CoderError, match="no fusion head"):
+        evaluate_command(arguments(run_folder=["b"], rerank="8"))
+
+
+def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where shortlists hold more pairs than there are, no pair is scored by itself, and the figures are the same."""
+    from coder_plugin.evaluation import two_stage as recalls
+
+    encoder, source = make_encoder(data)
+    by_pairs = {depth: evaluate(encoder, source, rerank=depth) for depth in (19, 21)}
+    asked: list[int] = []
+    scorer = recalls._scorer
+
+    def watched(given: Encoded) -> Any:
+        made = scorer(given)
+        asked.append(0)
+        return SimpleNamespace(all_pairs=lambda: asked.append(1) or made.all_pairs())  # no call of single pairs
+
+    monkeypatch.setattr(recalls, "_scorer", watched)
+    assert figures(evaluate(encoder, source, rerank=21)) == figures(by_pairs[21]) and 1 in asked
+    with pytest.raises(TypeError, match="not callable"):
+        evaluate(encoder, source, rerank=19)
+
+
+def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "new" / "figures"
+    rows = evaluate_command(arguments(run_folder=["a", "b"], analyses=str(folder), rerank=None))
+    found = evaluation.analyses_of(rows)
+    assert list(found) == ["a", "b"]  # an ensemble has no embedding of its own
+    assert json.loads((folder / "analyses.json").read_text()) == found
+    assert len(list(folder.glob("*.png"))) == 4
+    # recall by length is of the re-ranked: all lengths together are the row's own
+    bins = found["a"]["recall_by_length"]["bins"]
+    keys = ("t2i_r1", "t2i_r5", "t2i_r10")
+    together = [sum(each["count"] * each[key] for each in bins if each["count"]) / 120 for key in keys]
+    assert together == pytest.approx([rows["a"][key] for key in keys])
+    assert together != pytest.approx([rows["a"]["shortlist"][key] for key in keys])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CoderError, match="cannot be made"):
+        evaluate_command(arguments(analyses=str(tmp_path / "file")))
+
+
+def on_ranks(data: str) -> tuple[dict[str, Any], Encoded]:
+    encoder, source = make_encoder(data)
+    return evaluate(encoder, source, folds=2, rerank=5), encoder(source)
+
+
+def test_ranks_encode_their_shares_and_the_first_scores(data: str) -> None:
+    alone, whole = on_ranks(data)
+    (first, kept), (second, left) = gloo.run(on_ranks, data)
+    assert first == second
+    for key in metrics._METRICS:
+        assert first[key] == pytest.approx(alone[key], abs=1e-6), key
+        assert first["shortlist"][key] == pytest.approx(alone["shortlist"][key], abs=1e-6), key
+    assert left.items is None and list(left.captions) == list(kept.captions) == list(whole.captions)
+    for mine, theirs in ((kept.items.images, whole.items.images), (kept.items.texts, whole.items.texts)):
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, rtol=2e-3, atol=2e-3)

@@ -1,0 +1,436 @@
+"""Making an index: what comes out, a stop anywhere, two writers, several ranks, damage."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from coder_plugin import distributed
+from coder_plugin.data.item import Item
+from coder_plugin.data.source import ItemSource
+from coder_plugin.errors import CoderError
+from coder_plugin.index import assemble, build, manifest, parts, records, vectors
+from coder_plugin.index.build import build_index
+from coder_plugin.index.index import Index
+from tests import gloo
+from tests.evaluation.test_evaluate import make_encoder
+from tests.training import region_data
+
+MODEL = {"name": "x", "fingerprint": "f" * 64}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return region_data.write_precomp(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "PART", 5)  # of 24 images, a batch to a part
+
+
+@pytest.fixture(scope="module")
+def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "index"
+    build_index(folder, *make_encoder(data), model=MODEL)
+    return folder
+
+
+def sums(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())["files"]
+
+
+def test_an_index_holds_what_the_encoder_gives(data: str, whole: Path) -> None:
+    encoder, source = make_encoder(data)
+    encoded = encoder(source)
+    index = Index(whole)
+    assert index.manifest["vectors"] == {
+        "images": {"items": 24, "views": 1, "dimensions": 16},
+        "captions": {"items": 120, "views": 1, "dimensions": 16},
+    }
+    for kind, expected in (("images", encoded.images), ("captions", encoded.texts)):
+        found = np.concatenate([index.vector(row, kind=kind) for row in range(len(expected))])
+        np.testing.assert_array_equal(found, expected.numpy())
+        scores, rows = index.search(encoded.texts[:7], 5, kind=kind)
+        best = (encoded.texts[:7] @ expected.T).topk(5)
+        np.testing.assert_array_equal(rows, best.indices)
+        np.testing.assert_allclose(scores, best.values, rtol=1e-5)
+    items = [item for _, item in source.items()]
+    rows = [5, 23, 0, 5]
+    assert [each[1:] for each in index.records.images(rows)] == [
+        (items[row].key, items[row].image_id) for row in rows
+    ]
+    assert [index.records.captions_of(row) for row in rows] == [items[row].captions for row in rows]
+    assert [each.text for each in index.records.captions([119, 3])] == [items[23].captions[4], items[0].captions[3]]
+    assert [each.image for each in index.records.captions([119, 3, 5])] == [23, 0, 1]
+    assert index.records.row_of(items[9].key) == 9 and index.records.row_of("nobody") is None
+    kept = index.items("images", np.array([3, 1]))
+    torch.testing.assert_close(kept["tokens"], encoded.items.images["tokens"][[3, 1]], rtol=0, atol=0)
+    texts = index.items("captions", np.array([77]))
+    torch.testing.assert_close(texts["tokens"], encoded.items.texts["tokens"][[77]], rtol=0, atol=0)
+    assert not {"parts", "building.json"} & {path.name for path in whole.iterdir()}
+
+
+class Killed(BaseException):
+    pass
+
+
+#: What is called while an index is made; a kill before any of these calls must lose nothing.
+STAGES = {
+    "the first part": (parts, "write", 0),
+    "the third part": (parts, "write", 2),
+    "a part's rename": (parts, "put", 3),
+    "the records": (records, "finish", 0),
+    "the records' rename": (assemble, "put", 0),
+    "the first vectors": (vectors, "write", 0),
+    "the second vectors' rename": (vectors, "put", 1),
+    "the manifest": (manifest, "write_manifest", 0),
+    "the manifest's rename": (manifest, "put", 1),  # the first is that of building.json
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stop_anywhere_changes_nothing(data: str, whole: Path, tmp_path: Path, monkeypatch, stage: str) -> None:
+    module, name, after = STAGES[stage]
+    real, calls = getattr(module, name), []
+
+    def stopping(*args: Any) -> Any:
+        if len(calls) == after:
+            raise Killed
+        calls.append(name)
+        return real(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, name, stopping)
+        build_index(tmp_path / "index", *make_encoder(data), model=MODEL)
+    with pytest.raises(CoderError, match="index that is not finished"):
+        Index(tmp_path / "index")
+    encoder, source = make_encoder(data)
+    seen: list[int] = []
+    real_batches = encoder.batches
+    monkeypatch.setattr(encoder, "batches", lambda *a, **o: (seen.append(1) or each for each in real_batches(*a, **o)))
+    build_index(tmp_path / "index", encoder, source, model=MODEL)
+    assert sums(tmp_path / "index") == sums(whole)
+    done = {"the first part": 0, "the third part": 2, "a part's rename": 3}.get(stage, 5)
+    assert len(seen) == 5 - done  # and nothing that was done is encoded again
+
+
+CHILD = """
+import sys
+from coder_plugin.index import build
+from coder_plugin.index import parts
+from tests.evaluation.test_evaluate import make_encoder
+build.PART = 5
+real, calls = parts.write, []
+def write(*args):
+    real(*args)
+    calls.append(1)
+    if len(calls) == 2:
+        print("two", flush=True)
+        sys.stdin.read()
+parts.write = write
+build.build_index(sys.argv[2], *make_encoder(sys.argv[1]), model={"name": "x", "fingerprint": "f" * 64})
+"""
+
+
+def test_two_writers_and_a_killed_one(data: str, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", CHILD, data, str(folder)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "two\n"
+        started = time.monotonic()
+        with pytest.raises(CoderError, match="index is being written by another process"):
+            build_index(folder, *make_encoder(data), model=MODEL)
+        assert time.monotonic() - started < 30
+        assert len(list((folder / "parts").glob("part-*"))) == 2
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        build_index(folder, *make_encoder(data), model=MODEL)
+    finally:
+        child.kill()
+    assert sums(folder) == sums(whole)
+    before = (folder / "manifest.json").read_bytes()
+    assert build_index(folder, *make_encoder(data), model=MODEL)["images"] == 24  # finished: nothing to do
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def on_a_rank(data: str, folder: str) -> int:
+    build.PART = 5
+    build_index(folder, *make_encoder(data), model=MODEL)
+    return distributed.rank()
+
+
+def test_ranks_share_the_work(data: str, whole: Path, tmp_path: Path) -> None:
+    assert gloo.run(on_a_rank, data, str(tmp_path / "index")) == [0, 1]
+    two, one = sums(tmp_path / "index"), sums(whole)
+    assert {name: sum for name, sum in two.items() if name != "records.sqlite"} == {
+        name: sum for name, sum in one.items() if name != "records.sqlite"
+    }
+    found = [Index(folder).records for folder in (tmp_path / "index", whole)]  # their rows came in another order
+    assert found[0].images(range(24)) == found[1].images(range(24))
+    assert found[0].captions(range(120)) == found[1].captions(range(120))
+
+
+def test_images_that_cannot_be_read_are_left_out(data: str, tmp_path: Path, monkeypatch) -> None:
+    """Of the 24, a whole part and some others; and a stop between them."""
+    encoder, source = make_encoder(data)
+    lost = {0, 5, 6, 7, 8, 9, 23}
+
+    def broken() -> Any:
+        raise ValueError("broken")
+
+    items = [Item(i.key, i.captions, broken if n in lost else i.load) for n, i in source.items()]
+    real, left = parts.write, [0]
+
+    def stopping(*args: Any) -> None:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        real(*args)
+
+    monkeypatch.setattr(parts, "write", stopping)
+    for folder in ("once", "twice"):
+        if folder == "twice":
+            left[0] = 3
+            with pytest.raises(Killed):
+                build_index(tmp_path / folder, make_encoder(data)[0], ItemSource(items), model=MODEL)
+        left[0] = 99
+        made = build_index(tmp_path / folder, make_encoder(data)[0], ItemSource(items), model=MODEL)
+        assert (made["images"], made["captions"], made["unreadable"]) == (17, 85, 7)
+        assert made["unreadable_keys"] == [items[n].key for n in sorted(lost)]
+    assert sums(tmp_path / "once") == sums(tmp_path / "twice")
+    assert [each.key for each in Index(tmp_path / "once").records.images([0, 4])] == [items[1].key, items[10].key]
+
+
+def test_captions_alone_load_no_image(data: str, whole: Path, tmp_path: Path) -> None:
+    encoder, source = make_encoder(data)
+    items = [Item(i.key, i.captions, lambda: pytest.fail("an image was loaded")) for _, i in source.items()]
+    build_index(tmp_path / "texts", encoder, ItemSource(items), model=MODEL, what="captions")
+    assert sums(tmp_path / "texts")["captions.faiss"] == sums(whole)["captions.faiss"]
+    with pytest.raises(CoderError, match="no vectors of images: it has those of captions"):
+        Index(tmp_path / "texts").search(np.zeros((1, 16)), 1)
+    build_index(tmp_path / "images", *make_encoder(data), model=MODEL, what="images", rerank=False)
+    assert set(sums(tmp_path / "images")) == {"images.faiss", "records.sqlite"}
+    assert sums(tmp_path / "images")["images.faiss"] == sums(whole)["images.faiss"]
+    assert len(Index(tmp_path / "images").records.captions_of(3)) == 5  # the texts are there as texts
+
+
+@pytest.mark.parametrize("name", ["images.faiss", "captions.faiss", "records.sqlite", "rerank/image_tokens.npy"])
+def test_damage_is_told_by_the_files_name(whole: Path, tmp_path: Path, name: str) -> None:
+    import shutil
+
+    folder = tmp_path / "index"
+    shutil.copytree(whole, folder)
+    file = folder / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CoderError, match=f"{file.name} is damaged: its content"):
+        Index(folder)
+    file.write_bytes(content[:-1])
+    with pytest.raises(CoderError, match=f"{file.name} is damaged: {len(content) - 1} bytes, not the {len(content)}"):
+        Index(folder, verify=False)
+    file.unlink()
+    with pytest.raises(CoderError, match=f"{file.name} is missing"):
+        Index(folder, verify=False)
+
+
+def test_foreign_folders_are_refused(whole: Path, tmp_path: Path, data: str) -> None:
+    for text, content in (
+        ("is not of an index that coder-plugin index has made", {"format": "somebody's"}),
+        ("is not of an index that coder-plugin index has made", [1]),
+        ("is of version 2 of the format", {"format": manifest.FORMAT, "version": 2}),
+        ("manifest.json is damaged: it has been changed", {**json.loads((whole / "manifest.json").read_text()), "images": 25}),
+    ):
+        (tmp_path / "manifest.json").write_text(json.dumps(content))
+        with pytest.raises(CoderError, match=text):
+            Index(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(CoderError, match="manifest.json cannot be read"):
+        Index(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(CoderError, match="is no index: it has no manifest.json"):
+        Index(tmp_path)
+    (tmp_path / "holiday.txt").touch()
+    with pytest.raises(CoderError, match=r"is no index and not empty \(holiday.txt\)"):
+        build_index(tmp_path, *make_encoder(data), model=MODEL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "holiday.txt"]
+
+
+def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monkeypatch) -> None:
+    def begun(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(parts, "write", begun)
+        build_index(tmp_path / "index", *make_encoder(data), model=MODEL)
+    other = {**MODEL, "fingerprint": "a" * 64}
+    for folder, word in ((tmp_path / "index", "was begun with"), (whole, "is a finished index of")):
+        for change, text in (
+            ({"model": other}, "model was ffffffffffff…, is aaaaaaaaaaaa…"),
+            ({"thumbnails": 64}, "thumbnails was 128, is 64"),
+            ({"what": "images"}, "what was both, is images"),
+        ):
+            with pytest.raises(CoderError, match=rf"{word} other options \({text}"):
+                build_index(folder, *make_encoder(data), **{"model": MODEL, **change})
+    with pytest.raises(CoderError, match="factory was Flat, is HNSW8"):
+        build_index(whole, *make_encoder(data), model=MODEL, factory="HNSW8")
+    with pytest.raises(CoderError, match="knows no index factory 'Round'"):
+        build_index(tmp_path / "index", *make_encoder(data), model=MODEL, factory="Round")
+    assert build_index(tmp_path / "index", *make_encoder(data), model=MODEL)["images"] == 24  # nothing was lost by it
+    with pytest.raises(CoderError, match="must be one of both, images, captions, got 'sounds'"):
+        build_index(tmp_path / "new", *make_encoder(data), model=MODEL, what="sounds")
+    assert not (tmp_path / "new").exists()
+
+
+def test_progress_is_told_where_there_is_no_terminal(capsys, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(build.time, "monotonic", lambda: now[0])
+    progress = build._Progress(1000, 512, shown=True)
+    for done in (600, 700, 1024):
+        now[0] += 6
+        progress.to(done)
+    progress.close()
+    assert capsys.readouterr().err.splitlines() == ["going on after 512 of 1,000 images", "700 of 1,000 images"]
+    build._Progress(None, 0, shown=False).to(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_removed_part_is_made_again(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
+    """As the message about a damaged one tells a person to do."""
+    folder = tmp_path / "index"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(records, "finish", lambda *_: (_ for _ in ()).throw(Killed))
+        build_index(folder, *make_encoder(data), model=MODEL)
+    part = folder / "parts" / "part-0000-00000001.safetensors"
+    part.write_bytes(part.read_bytes()[:-20])
+    with pytest.raises(CoderError, match=r"part-0000-00000001.safetensors is damaged .*: remove it"):
+        build_index(folder, *make_encoder(data), model=MODEL)
+    part.unlink()
+    build_index(folder, *make_encoder(data), model=MODEL)
+    assert sums(folder) == sums(whole)
+
+
+def test_data_that_have_changed_are_refused(data: str, whole: Path, tmp_path: Path) -> None:
+    encoder, source = make_encoder(data)
+    items = [item for _, item in source.items()]
+    build_index(tmp_path / "index", encoder, ItemSource(items), model=MODEL, data={"precision": "fp32"})
+    for changed, text in (
+        (items[:-1], "images was 24, is 23"),
+        ([*items[:-1], Item("new", items[-1].captions, items[-1].load)], "content was"),
+        ([*items[:-1], Item(items[-1].key, ("another",), items[-1].load)], "content was"),
+    ):
+        with pytest.raises(CoderError, match=text):
+            build_index(tmp_path / "index", encoder, ItemSource(changed), model=MODEL, data={"precision": "fp32"})
+    with pytest.raises(CoderError, match="precision was fp32, is amp_bf16"):
+        build_index(tmp_path / "index", encoder, ItemSource(items), model=MODEL, data={"precision": "amp_bf16"})
+
+
+def test_nothing_is_left_behind(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
+    """Of a stop before the first note, between its parts, while arrays are laid out, and after the manifest."""
+    folder = tmp_path / "index"
+    for module, name in ((manifest, "put"), (vectors, "write"), (build, "_tidy")):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(Killed))
+            build_index(folder, *make_encoder(data), model=MODEL)
+    assert (folder / "parts").is_dir() and (folder / "manifest.json").is_file()
+    build_index(folder, *make_encoder(data), model=MODEL)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert sums(folder) == sums(whole)
+
+
+def test_captions_that_are_not_there(data: str, tmp_path: Path) -> None:
+    encoder, source = make_encoder(data)
+    items = [SimpleNamespace(key=i.key, captions=(), image_id=i.image_id, load=i.load) for _, i in source.items()]
+    bare = SimpleNamespace(name="bare", num_images=24, items=lambda *_, **__: enumerate(items))
+    with pytest.raises(CoderError, match="nothing to make vectors of: the data hold no captions"):
+        build_index(tmp_path / "index", encoder, bare, model=MODEL, what="captions")
+
+
+def failing_on_a_rank(data: str, folder: str) -> str:
+    build.PART = 5
+    encoder, source = make_encoder(data)
+    if distributed.rank() == 1:
+        encoder.max_bad, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
+        source = ItemSource(broken, name=source.name)
+    try:
+        build_index(folder, encoder, source, model=MODEL)
+    except CoderError as error:
+        return str(error)
+    return "made"
+
+
+def _broken() -> Any:
+    raise ValueError("broken")
+
+
+def test_a_fault_on_one_rank_is_told_on_all(data: str, tmp_path: Path) -> None:
+    first, second = gloo.run(failing_on_a_rank, data, str(tmp_path / "index"))
+    assert first.startswith("another process failed: ") and "cannot be decoded" in second and second in first
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"files": {}}, "names images.faiss, records.sqlite, which is not what an index consists of"),
+        ({"files": {"../records.sqlite": {}, "images.faiss": {}}}, r"names ../records.sqlite, records.sqlite, which is not"),
+        ({"vectors": {}}, "which is not what an index consists of"),
+        ({"plan": None}, "manifest.json lacks plan"),
+    ],
+)
+def test_a_manifest_of_other_files_is_refused(data: str, tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    build_index(tmp_path, *make_encoder(data), model=MODEL, what="images", rerank=False)
+    said = json.loads((tmp_path / "manifest.json").read_text())
+    content = {key: value for key, value in {**said, **change}.items() if key not in ("seal", "format", "version")}
+    content = {key: value for key, value in content.items() if value is not None}
+    manifest.write_json(tmp_path / "manifest.json", {**content, "seal": manifest.seal(content)})
+    with pytest.raises(CoderError, match=text):
+        Index(tmp_path)
+
+
+def test_thumbnails_of_regions_come_from_pictures_beside(data: str, tmp_path: Path) -> None:
+    """Of the same key at the same place; what is missing, another's or broken has none; also after a stop."""
+    encoder, source = make_encoder(data)
+
+    def picture(number: int) -> Image.Image:
+        if number == 4:
+            raise OSError("broken")
+        return Image.new("RGB", (300, 200), (10 * number, 0, 0))
+
+    items = [
+        Item("another" if n == 2 else item.key, item.captions, partial(picture, n)) for n, item in source.items() if n < 20
+    ]
+    build_index(tmp_path / "index", encoder, source, model=MODEL, thumbnails=64, pictures=ItemSource(items))
+    found = Index(tmp_path / "index").records
+    for row in range(24):
+        small = found.thumbnail(row)
+        assert (small is None) == (row in (2, 4) or row >= 20)
+        if small is not None:
+            made = Image.open(io.BytesIO(small))
+            assert made.size == (64, 43) and abs(made.getpixel((30, 20))[0] - 10 * row) < 6
+
+
+def test_names_that_are_not_unicode(tmp_path: Path, data: str) -> None:
+    encoder, source = make_encoder(data)
+    [(_, first), *_] = source.items()
+    made = [Item("half\udce9.jpg", ("half a \ud83d face", "naïve 猫"), first.load)]
+    build_index(tmp_path / "index", encoder, ItemSource(made), model=MODEL)
+    found = Index(tmp_path / "index").records
+    assert found.captions_of(0) == ("half a \\ud83d face", "naïve 猫")
+    assert found.row_of("half\udce9.jpg") == 0

@@ -30,23 +30,23 @@ from coder_plugin.training.step import restored_buffers
 def make_recipe(config: TrainConfig) -> Recipe:
     """The recipe that ``--loss``, ``--set`` and ``--local-loss`` spell."""
     settings = {}
-    for setting in config.set:
+    for setting in config.loss.set:
         path, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
-    recipe = Recipe.parse(config.loss).with_options(settings)
-    given = {"negatives": config.negatives, "positives": config.positives}
+    recipe = Recipe.parse(config.loss.expression).with_options(settings)
+    given = {"negatives": config.loss.negatives, "positives": config.loss.positives}
     generated = {f"asymmetry.{name}": parse_value(value) for name, value in given.items() if value is not None}
     if generated:
         if "asymmetry" not in required_heads(recipe):
             flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
-            raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
+            raise CoderError(f'{flags}: no term of --loss "{config.loss.expression}" reads generated texts (ascl does)')
         twice = sorted(generated.keys() & settings.keys())
         if twice:
             raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
         recipe = recipe.with_options(generated)
-    return replace(recipe, local_loss=recipe.local_loss or config.local_loss)
+    return replace(recipe, local_loss=recipe.local_loss or config.loss.local_loss)
 
 
 def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -> Recipe:
@@ -60,22 +60,21 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
     given = {name: dict(options) for name, options in recipe.heads}
     settings: dict[str, Any] = {}
     if "concepts" in heads and "vocabulary" not in given.get("concepts", {}):
-        if not (config.concepts or config.on_scenes):
+        if not (config.loss.concepts or config.data.on_scenes):
             raise CoderError(
-                f'--loss "{config.loss}" needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts '
-                f"--train-data {config.train_data} --vectors glove.6B.300d.txt --output FILE"
+                f'--loss "{config.loss.expression}" needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts '
+                f"--train-data {config.data.train} --vectors glove.6B.300d.txt --output FILE"
             )
-        settings["concepts.vocabulary"] = config.concepts or "scenes"
-    elif config.concepts and "concepts" in heads:
+        settings["concepts.vocabulary"] = config.loss.concepts or "scenes"
+    elif config.loss.concepts and "concepts" in heads:
         raise CoderError("--concepts and --set concepts.vocabulary (or the recipe) both name a vocabulary: give one")
-    elif config.concepts and "concepts" not in heads:
-        raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
+    elif config.loss.concepts and "concepts" not in heads:
+        raise CoderError(f'--concepts: no term of --loss "{config.loss.expression}" reads concepts')
     if "prototypes" in heads and "clusters" not in given.get("prototypes", {}):
-        pairs = samples_per_epoch * (5 if config.captions == "draw" else 1)
+        pairs = samples_per_epoch * (5 if config.data.captions == "draw" else 1)
         settings["prototypes.clusters"] = max(2, min(10_000, pairs // 15))
     if given.get("alignment", {}).get("freeze_steps") == "epoch":
-        assert config.batch_size is not None
-        pairs_per_step = config.batch_size * config.accum_freq * distributed.world_size()
+        pairs_per_step = config.optim.batch_size * config.optim.accum_freq * distributed.world_size()
         settings["alignment.freeze_steps"] = samples_per_epoch // pairs_per_step
     return recipe.with_options(settings)
 
@@ -89,23 +88,25 @@ def make_positives(model: Any) -> Positives | None:
 def make_tags(model: Any, config: TrainConfig) -> Tags | None:
     """What gives the words' classes, where a head of the model reads them, its tagger loaded."""
     if not model.coder.reads_tags:
-        if config.tagger is not None:
-            raise CoderError(f'--tagger {config.tagger}: nothing in --loss "{config.loss}" as it is set reads word classes')
+        if config.loss.tagger is not None:
+            expression = config.loss.expression
+            raise CoderError(f'--tagger {config.loss.tagger}: nothing in --loss "{expression}" as it is set reads word classes')
         return None
-    tags = Tags(config.tagger or ("scenes" if config.on_scenes or config.train_data == "scenes" else "en_core_web_sm"))
+    scenes = config.data.on_scenes or config.data.train == "scenes"
+    tags = Tags(config.loss.tagger or ("scenes" if scenes else "en_core_web_sm"))
     try:
         tags.load()
     except CoderError as error:
-        raise CoderError(f'the classes of words that --loss "{config.loss}" reads come of --tagger: {error}') from error
+        raise CoderError(f'--loss "{config.loss.expression}" reads word classes, which --tagger gives: {error}') from error
     return tags
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:
     """CoderError where a head needs the whole batch in one forward, and there are several to a step."""
     whole = [name for name, head in model.coder.heads.items() if head.whole_batch]
-    if config.accum_freq > 1 and whole:
+    if config.optim.accum_freq > 1 and whole:
         raise CoderError(
-            f"--accum-freq {config.accum_freq}: the head {whole[0]!r} scores every pair of a batch inside the model, and "
+            f"--accum-freq {config.optim.accum_freq}: the head {whole[0]!r} scores every pair of a batch inside the model, and "
             "accumulated batches meet only after it: take a larger --batch-size, or more processes"
         )
 
@@ -117,16 +118,16 @@ def make_accelerator(config: TrainConfig) -> Any:
     cuda = torch.cuda.is_available()
     mixed = mixed_precision(config)
     there = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
-    trackers = [name for name in config.report_to.replace(",", " ").split()]
+    trackers = [name for name in config.run.report_to.replace(",", " ").split()]
     unknown = set(trackers) - {"tensorboard", "wandb"}
     if unknown:
         raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
     absent = [name for name in trackers if not there[name]]
     if absent:
-        raise CoderError(f"--report-to {config.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
+        raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
     # accumulation is ours (cached features): what accelerate's own settings say of it must not divide gradients
     accumulation = utils.GradientAccumulationPlugin(num_steps=1)
-    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.logs}
+    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.run.logs}
     try:
         return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
     except (ValueError, ImportError) as error:
@@ -137,9 +138,9 @@ def mixed_precision(config: TrainConfig) -> str:
     """accelerate's name of ``--precision``: no, bf16 or fp16."""
     cuda = torch.cuda.is_available()
     precision = {"auto": "bf16" if cuda else "no", "fp32": "no", "amp": "fp16", "amp_fp16": "fp16", "amp_bf16": "bf16"}
-    mixed = precision[config.precision]
+    mixed = precision[config.optim.precision]
     if mixed == "fp16" and not cuda:
-        raise CoderError(f"--precision {config.precision} needs a GPU; on a CPU use fp32 or amp_bf16")
+        raise CoderError(f"--precision {config.optim.precision} needs a GPU; on a CPU use fp32 or amp_bf16")
     return mixed
 
 
@@ -164,10 +165,9 @@ def make_model(
 
     ``source``: the data, from which a region model takes what its options leave open.
     """
-    assert config.model is not None
-    options: dict[str, Any] = {"cache_dir": config.cache_dir}
-    found = own.find(config.model)
-    example = None if source is None else example_of(source, config.max_bad_images, of_regions=found is not None)
+    options: dict[str, Any] = {"cache_dir": config.model.cache_dir}
+    found = own.find(config.model.name)
+    example = None if source is None else example_of(source, config.data.max_bad_images, of_regions=found is not None)
     if found is not None:
         options.update(_own_options(config))
         if source is not None:
@@ -177,25 +177,25 @@ def make_model(
             # an export keeps what it was made with
             if whole is not None and "fusion" in required_heads(recipe) and "global_dim" not in found.options:
                 options.setdefault("global_dim", len(whole))
-    elif config.model_kwargs:
-        raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")
+    elif config.model.kwargs:
+        raise CoderError(f"--model-kwargs are options of region models, and {config.model.name} is open_clip's")
     else:
         options |= {
-            "pretrained_image": config.pretrained_image,
-            "force_image_size": config.force_image_size,
-            "force_context_length": config.force_context_length,
-            "force_quick_gelu": config.force_quick_gelu,
-            "force_patch_dropout": config.force_patch_dropout,
-            "force_custom_text": config.force_custom_text,
+            "pretrained_image": config.model.pretrained_image,
+            "force_image_size": config.model.force_image_size,
+            "force_context_length": config.model.force_context_length,
+            "force_quick_gelu": config.model.force_quick_gelu,
+            "force_patch_dropout": config.model.force_patch_dropout,
+            "force_custom_text": config.model.force_custom_text,
             "force_preprocess_cfg": preprocess_overrides(config),
         }
     model = create_model(
-        config.model,
+        config.model.name,
         recipe=recipe,
-        pretrained=config.pretrained,
-        pretrained_image_path=config.pretrained_image_path,
-        aggregator=config.aggregator,  # type: ignore[arg-type]
-        context_blocks=config.context_blocks,
+        pretrained=config.model.pretrained,
+        pretrained_image_path=config.model.pretrained_image_path,
+        aggregator=config.model.aggregator,  # type: ignore[arg-type]
+        context_blocks=config.model.context_blocks,
         inference=inference,
         catch=catch,
         device=device,
@@ -204,25 +204,25 @@ def make_model(
     if source is not None:
         check_data(model, example, source.name, config)
     if not inference:
-        start_heads(model, config.pretrained)
-    if config.lock_image:
-        model.lock_image_tower(unlocked_groups=config.lock_image_unlocked_groups)
-        if config.lock_image_freeze_bn_stats:
+        start_heads(model, config.model.pretrained)
+    if config.model.lock_image:
+        model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)
+        if config.model.lock_image_freeze_bn_stats:
             freeze_batch_norm(model.visual)
-    if config.lock_text:
+    if config.model.lock_text:
         # all but open_clip's HF towers lock with their LayerNorms or not at all
         whole = not hasattr(getattr(model, "text", None), "pooler")
         model.lock_text_tower(
-            unlocked_layers=config.lock_text_unlocked_layers,
-            freeze_layer_norm=whole or config.lock_text_freeze_layer_norm,
+            unlocked_layers=config.model.lock_text_unlocked_layers,
+            freeze_layer_norm=whole or config.model.lock_text_freeze_layer_norm,
         )
-    if config.lora_rank:
-        add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
-    if config.channels_last:
+    if config.model.lora_rank:
+        add_lora(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
+    if config.model.channels_last:
         model.visual.to(memory_format=torch.channels_last)
     model.to(device)
     model.coder.attach(model)  # as it now is: adapters and layouts, but no checkpointing, which a copy has no use for
-    if config.grad_checkpointing:
+    if config.model.grad_checkpointing:
         model.set_grad_checkpointing()
     return model
 
@@ -230,13 +230,13 @@ def make_model(
 def _own_options(config: TrainConfig) -> dict[str, Any]:
     """``--model-kwargs``, and the flags that region models have as well."""
     options: dict[str, Any] = {}
-    for setting in config.model_kwargs or []:
+    for setting in config.model.kwargs:
         name, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
         options[name] = parse_value(value)
-    if config.force_context_length is not None:
-        options["context_length"] = config.force_context_length
+    if config.model.force_context_length is not None:
+        options["context_length"] = config.model.force_context_length
     return options
 
 
@@ -257,10 +257,10 @@ def freeze_batch_norm(tower: nn.Module) -> None:
 def preprocess_overrides(config: Any) -> dict[str, Any]:
     """open_clip's preprocessing options that the flags set."""
     named = {
-        "mean": config.image_mean,
-        "std": config.image_std,
-        "interpolation": config.image_interpolation,
-        "resize_mode": config.image_resize_mode,
+        "mean": config.model.image_mean,
+        "std": config.model.image_std,
+        "interpolation": config.model.image_interpolation,
+        "resize_mode": config.model.image_resize_mode,
     }
     return {key: value for key, value in named.items() if value is not None}
 
@@ -298,13 +298,13 @@ def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
 def make_transforms(model: Any, config: TrainConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The training (augmenting) and evaluation transforms for this model: open_clip's, or a region model's own."""
     if isinstance(model, Backbone):
-        options = {"max_regions": config.max_regions}
-        return model.transform(**options, region_dropout=config.region_dropout), model.transform(**options)
+        options = {"max_regions": config.data.max_regions}
+        return model.transform(**options, region_dropout=config.data.region_dropout), model.transform(**options)
     from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
     augmentation = None
-    if config.aug_cfg:
-        pairs = [item.partition("=") for item in config.aug_cfg]
+    if config.model.aug_cfg:
+        pairs = [item.partition("=") for item in config.model.aug_cfg]
         augmentation = {key: _sequence(value) for key, _, value in pairs}
         known = AugmentationCfg.__dataclass_fields__
         for key in augmentation:
@@ -326,15 +326,14 @@ def _sequence(text: str) -> Any:
 def make_tokenizer(config: TrainConfig, model: Any, *, training: bool = False) -> Callable[[list[str]], Tensor]:
     """Texts -> ids; in training a region model's drops words."""
     if isinstance(model, Backbone):
-        return model.tokenizer(word_dropout=config.word_dropout if training else 0.0)
+        return model.tokenizer(word_dropout=config.data.word_dropout if training else 0.0)
     import open_clip
 
     from coder_plugin.backbones.clip import register_config
 
-    assert config.model is not None
-    name = register_config(config.model)
+    name = register_config(config.model.name)
     try:
-        return open_clip.get_tokenizer(name, context_length=config.force_context_length, cache_dir=config.cache_dir)
+        return open_clip.get_tokenizer(name, context_length=config.model.force_context_length, cache_dir=config.model.cache_dir)
     except OSError as error:
         raise CoderError(f"tokenizer of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 

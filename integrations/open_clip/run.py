@@ -44,9 +44,10 @@ class Run:
             raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
         self.config = flags.options(ours, args)
         self.recipe: Recipe = build.make_recipe(self.config)
-        args.loss = self.config.loss  # among what upstream logs of a run
+        args.loss = self.config.loss.expression  # among what upstream logs of a run
+        flat = self.config.to_flat()
         for name in flags.OURS:
-            setattr(args, f"coder_{name}", getattr(self.config, name))
+            setattr(args, f"coder_{name}", flat[name])
         self.was_there = bool(args.name) and Path(args.logs, args.name).exists()
         self.model: Any = None
         self.loss: Any = None
@@ -71,7 +72,7 @@ class Run:
         args = self.args
         other = args.siglip or getattr(args, "distill", False) or hasattr(self.model, "text_decoder")
         is_clip = replace(self.recipe, local_loss=False) == Recipe.parse("clip")
-        return is_clip and self.config.aggregator == "tower" and not other
+        return is_clip and self.config.model.aggregator == "tower" and not other
 
     @property
     def trains(self) -> bool:
@@ -80,8 +81,9 @@ class Run:
     @property
     def heads_lr_scale(self) -> float:
         """Ours, or else the recipe's."""
-        given = self.config.heads_lr_scale
-        return dict(self.recipe.training).get("heads_lr_scale", 1.0) if given is None else given
+        if "heads_lr_scale" in self.config.origins:
+            return self.config.optim.heads_lr_scale
+        return dict(self.recipe.training).get("heads_lr_scale", 1.0)
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
@@ -89,7 +91,7 @@ class Run:
         if not self.trains and args.resume:
             self._take_what_data_decided(saving.read_made(args.resume))
         # rows of a table are pairs, and how many captions an image of shards has is not known
-        self.recipe = build.fit_recipe(self.recipe, replace(config, captions="all"), samples_per_epoch=samples_of(args))
+        self.recipe = build.fit_recipe(self.recipe, config.with_options(captions="all"), samples_per_epoch=samples_of(args))
         transforms: list[Any] = []
 
         def with_transforms(name: str, weights: str | None, *, force_preprocess_cfg: Any = None, **given: Any) -> Any:
@@ -111,23 +113,23 @@ class Run:
             model,
             name,
             recipe=self.recipe,
-            aggregator=config.aggregator,  # type: ignore[arg-type]
-            context_blocks=config.context_blocks,
+            aggregator=config.model.aggregator,  # type: ignore[arg-type]
+            context_blocks=config.model.context_blocks,
             cache_dir=args.cache_dir,
         )
         self._check_precision(model)
         self.tokenizer = build.make_tokenizer(config, model)
         build.check_accumulation(model, config)
         self.extras = Extras(
-            self.tokenizer, build.make_positives(model), build.make_tags(model, config), config.captions or "draw"
+            self.tokenizer, build.make_positives(model), build.make_tags(model, config), config.data.captions
         )
         self.model = in_upstream.extend(model, self.extras.names)
         place = name.removeprefix("local-dir:")  # whose weights come with it
         started = start_heads(self.model, pretrained or (weights_named(place) if place != name else None))
         if not (self.trains or args.resume or started) and any(map(in_score, model.coder.heads.values())):
             raise CoderError(
-                f'--loss "{config.loss}" scores by heads, and {pretrained or name} brings none: evaluate an export or a '
-                "checkpoint of a run with this --loss, or the towers alone with --loss clip"
+                f'--loss "{config.loss.expression}" scores by heads, and {pretrained or name} brings none: evaluate an export '
+                "or a checkpoint of a run with this --loss, or the towers alone with --loss clip"
             )
         self.loss = self.make_loss()
         self._freeze()
@@ -154,7 +156,7 @@ class Run:
             return
         then, now = dict(Recipe.from_dict(made["recipe"]).heads), dict(self.recipe.heads)
         decided = [("prototypes", "clusters"), ("alignment", "freeze_steps")]
-        for head, option in decided if self.config.concepts else [*decided, ("concepts", "vocabulary")]:
+        for head, option in decided if self.config.loss.concepts else [*decided, ("concepts", "vocabulary")]:
             value = dict(then.get(head, ())).get(option)
             if value is not None and option not in dict(now.get(head, ())) and head in required_heads(self.recipe):
                 self.recipe = self.recipe.with_options({f"{head}.{option}": value})
@@ -260,8 +262,7 @@ class Run:
         """The configuration that ``coder-plugin eval RUN`` reads: the model and the validation data of this run."""
         args = self.args
         kind = {"synthetic": "auto"}.get(args.dataset_type, args.dataset_type)
-        return replace(
-            self.config,
+        return self.config.with_options(
             model=self.named,
             train_data=args.train_data or args.val_data,
             val_data=args.val_data,

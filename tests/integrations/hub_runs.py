@@ -58,13 +58,13 @@ def train(logs: Path, name: str, **options: Any) -> Path:
 
 def finish(run: Path, **figures: Any) -> None:
     """Give a run a validation, as a trainer would write it in its newest checkpoint."""
-    from coder_plugin.files import seal
+    from coder_plugin.files import sha256_json
 
     for path in (run / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
         del manifest["seal"]
         manifest.update(last=figures, best={**figures, "checkpoint": path.parent.name})
-        path.write_text(json.dumps({**manifest, "seal": seal(manifest)}))
+        path.write_text(json.dumps({**manifest, "seal": sha256_json(manifest)}))
 
 
 def inputs(model: Any, folder: Path) -> list[Any]:

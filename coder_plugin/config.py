@@ -356,7 +356,8 @@ class Option:
             raise CoderError(f"{self.flag} is {value!r}; it must be {_KIND_NAMES[self.kind]}{where}")
         if self.choices and value not in self.choices:
             raise CoderError(f"{self.flag} is {value!r}; allowed: {', '.join(self.choices)}{where}")
-        if self.at_least is not None and not float(value) >= self.at_least:
+        number: Any = value
+        if self.at_least is not None and not number >= self.at_least:
             least = f"at least {self.at_least:g}" if self.kind is int else f">= {self.at_least:g}"
             raise CoderError(f"{self.flag} must be {least}, got {value}{where}")
         return value

@@ -14,8 +14,11 @@ from typing import IO, Any
 
 def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file, hexadecimal."""
+    checksum = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
 def sha256_json(value: Any) -> str:

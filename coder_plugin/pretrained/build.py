@@ -21,43 +21,43 @@ from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.model import create_model, required_heads
 from coder_plugin.negatives.positives import Positives
+from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained.data import captions_of, check_data, example_of
 from coder_plugin.pretrained.export import start_heads
-from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.step import restored_buffers
 
 
-def make_recipe(config: TrainConfig) -> Recipe:
-    """The recipe that ``--loss``, ``--set`` and ``--local-loss`` spell."""
+def make_objective(config: TrainConfig) -> Objective:
+    """The objective that ``--loss``, ``--set`` and ``--local-loss`` spell."""
     settings = {}
     for setting in config.loss.set:
         path, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
-    recipe = Recipe.parse(config.loss.expression).with_options(settings)
+    objective = Objective.parse(config.loss.expression).with_options(settings)
     given = {"negatives": config.loss.negatives, "positives": config.loss.positives}
     generated = {f"asymmetry.{name}": parse_value(value) for name, value in given.items() if value is not None}
     if generated:
-        if "asymmetry" not in required_heads(recipe):
+        if "asymmetry" not in required_heads(objective):
             flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
             raise CoderError(f'{flags}: no term of --loss "{config.loss.expression}" reads generated texts (ascl does)')
         twice = sorted(generated.keys() & settings.keys())
         if twice:
             raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
-        recipe = recipe.with_options(generated)
-    return replace(recipe, local_loss=recipe.local_loss or config.loss.local_loss)
+        objective = objective.with_options(generated)
+    return replace(objective, local_loss=objective.local_loss or config.loss.local_loss)
 
 
-def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -> Recipe:
-    """The recipe with the options that data decide, where nobody has set them: vocabulary and number of prototypes; and the
+def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
+    """The objective with the options that data decide, where nobody has set them: vocabulary and number of prototypes; and the
     steps of the first epoch, for which SelfAlign's prototypes may be frozen.
 
     Prototypes: pairs / 15, at most the paper's 10,000 (METHODS 5); where one caption of an image is drawn, it is taken to
     have five.
     """
-    heads = required_heads(recipe)
-    given = {name: dict(options) for name, options in recipe.heads}
+    heads = required_heads(objective)
+    given = {name: dict(options) for name, options in objective.heads}
     settings: dict[str, Any] = {}
     if "concepts" in heads and "vocabulary" not in given.get("concepts", {}):
         if not (config.loss.concepts or config.data.on_scenes):
@@ -67,7 +67,7 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
             )
         settings["concepts.vocabulary"] = config.loss.concepts or "scenes"
     elif config.loss.concepts and "concepts" in heads:
-        raise CoderError("--concepts and --set concepts.vocabulary (or the recipe) both name a vocabulary: give one")
+        raise CoderError("--concepts and --set concepts.vocabulary (or the objective) both name a vocabulary: give one")
     elif config.loss.concepts and "concepts" not in heads:
         raise CoderError(f'--concepts: no term of --loss "{config.loss.expression}" reads concepts')
     if "prototypes" in heads and "clusters" not in given.get("prototypes", {}):
@@ -76,7 +76,7 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
     if given.get("alignment", {}).get("freeze_steps") == "epoch":
         pairs_per_step = config.optim.batch_size * config.optim.accum_freq * distributed.world_size()
         settings["alignment.freeze_steps"] = samples_per_epoch // pairs_per_step
-    return recipe.with_options(settings)
+    return objective.with_options(settings)
 
 
 def make_positives(model: Any) -> Positives | None:
@@ -154,12 +154,12 @@ def make_autocast(config: TrainConfig, device: torch.device) -> Callable[[], Any
 
 def make_model(
     config: TrainConfig,
-    recipe: Recipe,
+    objective: Objective,
     device: torch.device,
     source: Any = None,
     *,
     inference: bool = False,
-    catch: Collection[str] = (),
+    return_intermediates: Collection[str] = (),
 ) -> Any:
     """The model with its heads (with ``inference`` those that score), towers locked, adapters in, on its device.
 
@@ -175,7 +175,7 @@ def make_model(
             options.update(example=example, captions=captions)
             whole = getattr(example, "whole", None)
             # an export keeps what it was made with
-            if whole is not None and "fusion" in required_heads(recipe) and "global_dim" not in found.options:
+            if whole is not None and "fusion" in required_heads(objective) and "global_dim" not in found.options:
                 options.setdefault("global_dim", len(whole))
     elif config.model.kwargs:
         raise CoderError(f"--model-kwargs are options of region models, and {config.model.name} is open_clip's")
@@ -191,13 +191,13 @@ def make_model(
         }
     model = create_model(
         config.model.name,
-        recipe=recipe,
+        loss=objective,
         pretrained=config.model.pretrained,
         pretrained_image_path=config.model.pretrained_image_path,
         aggregator=config.model.aggregator,  # type: ignore[arg-type]
         context_blocks=config.model.context_blocks,
         inference=inference,
-        catch=catch,
+        return_intermediates=return_intermediates,
         device=device,
         **options,
     )

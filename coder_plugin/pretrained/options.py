@@ -8,8 +8,8 @@ from typing import Any
 from coder_plugin.backbones import own
 from coder_plugin.config import SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import weights_named
-from coder_plugin.recipe import Recipe
 
 #: Options that only region models have.
 _OF_REGION_MODELS = ("region_dropout", "word_dropout")
@@ -37,7 +37,7 @@ def resolve_config(
     layers = [(file_name, flatten(file or {})), ("flag", flatten(flags or {}))]
     options = resolve(layers)
     name = options.loss.expression
-    recipe = dict(Recipe.parse(name).training)
+    recipe = dict(Objective.parse(name).training)
     try:
         recipe = flatten(recipe)
     except CoderError as error:

@@ -48,11 +48,10 @@ def make(folder: Path, tiny_model: str) -> dict[str, Path]:
 
 
 def train(logs: Path, name: str, **options: Any) -> Path:
-    from coder_plugin.config import TrainConfig
     from coder_plugin.training.loop import Trainer
 
     given = {"epochs": 1, "train_num_samples": 16, "batch_size": 8, "workers": 0, "val_frequency": 0, "warmup": 1}
-    Trainer(TrainConfig(**{**given, "logs": str(logs), "name": name, **options})).run()
+    Trainer.from_config({**given, "logs": str(logs), "name": name, **options}).run()
     return logs / name
 
 

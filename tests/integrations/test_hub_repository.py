@@ -103,7 +103,7 @@ def test_a_repository_is_pushed_and_opened(
     assert 'from_pretrained("group/coder")' in card and '"hf-hub:group/coder"' in card and "secret" not in card
     # wherever a trained model is named
     config = trained_config("hf-hub:group/coder@v1", {"batch_size": 4})
-    assert config.batch_size == 4 and hub.calls[-1] == ("download", "group/coder", "v1", None)
+    assert config.optim.batch_size == 4 and hub.calls[-1] == ("download", "group/coder", "v1", None)
     again = open_trained(config, device=torch.device("cpu"))
     assert again.fingerprint() == coder_plugin.from_pretrained("group/coder").fingerprint()
     assert main(["share", "hf-hub:group/coder", "--to", str(tmp_path / "copy")]) == 0

@@ -49,7 +49,7 @@ def test_ours_never_reaches_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
             kept, rest = flags.split(argv)
             assert rest == ARGV and kept.loss == "dcl" and kept.set == EXTRA["--coder-set"] and kept.context_blocks == 2
         args = trainer.parse_args(["--loss", "dcl(mu=0.07)", *ARGV])
-        assert seen == [ARGV] and adapter.run is not None and str(adapter.run.recipe).startswith("dcl")
+        assert seen == [ARGV] and adapter.run is not None and str(adapter.run.objective).startswith("dcl")
         assert (args.batch_size, args.model) == (4, "coder-tiny")
         assert args.loss_dist_impl is None if hasattr(args, "loss_dist_impl") else True
 
@@ -72,7 +72,7 @@ def test_nothing_of_ours_is_abbreviated_and_upstreams_still_is() -> None:
 
 @pytest.mark.parametrize("flag", EXTRA)
 def test_our_flags_need_a_loss(flag: str) -> None:
-    with pytest.raises(CoderError, match=f"{flag} without --loss: name the recipe"):
+    with pytest.raises(CoderError, match=f"{flag} without --loss: name the objective"):
         flags.split([*ARGV, flag, *EXTRA[flag]])
 
 
@@ -131,12 +131,13 @@ def test_a_file_of_our_options(tmp_path: Path) -> None:
     with adapted() as adapter:
         file.write_text(json.dumps({"aggregator": "gpo", "context_blocks": 3}))
         trainer.parse_args([*argv, "--coder-context-blocks", "2"])
-        assert adapter.run is not None and (adapter.run.config.aggregator, adapter.run.config.context_blocks) == ("gpo", 2)
+        assert adapter.run is not None and adapter.run.config.model.aggregator == "gpo"
+        assert adapter.run.config.model.context_blocks == 2
         file.write_text(json.dumps({"lr": 1e-3, "set": ["dcl.mu=0.07"]}))
         with pytest.raises(CoderError, match="only upstream's own flags say --lr here"):
             trainer.parse_args(argv)
         file.write_text(json.dumps({"captions": "some"}))
-        with pytest.raises(CoderError, match="captions is 'some'; known: draw, all"):
+        with pytest.raises(CoderError, match="captions is 'some'; allowed: draw, all"):
             trainer.parse_args(argv)
 
 

@@ -41,12 +41,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return region_data.write_precomp(tmp_path_factory.mktemp("made"))
 
 
-def make_encoder(data: str, seed: int = 0, recipe: str = "dcl") -> tuple[Encoder, Any]:
+def make_encoder(data: str, seed: int = 0, loss: str = "dcl") -> tuple[Encoder, Any]:
     torch.manual_seed(seed)
     source = open_source(data, split="dev")
     words = build_vocabulary(caption for _, item in source.items() for caption in item.captions)
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 16}
-    model = create_model("region-bigru", recipe=recipe, **options)
+    model = create_model("region-bigru", loss=loss, **options)
     return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0), source
 
 
@@ -90,7 +90,7 @@ def test_what_is_missing_is_told_of_at_once(absent: str, tmp_path: Path, monkeyp
 
 def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch, capsys) -> None:
     def made(given: Any, run: str) -> Any:
-        encoder, source = make_encoder(data, seed=len(run), recipe="dcl + cra" if run == "runs/a" else "dcl")
+        encoder, source = make_encoder(data, seed=len(run), loss="dcl + cra" if run == "runs/a" else "dcl")
         return evaluation._Evaluated(run, source, encoder, None)
 
     monkeypatch.setattr(evaluation, "_evaluated", made)
@@ -158,7 +158,7 @@ def test_pictures_lie_under_their_regions(tmp_path: Path) -> None:
     spec = region_data.write_karpathy(folder / "dataset.json")
     (folder / "images").mkdir()
     Image.new("RGB", (50, 45), (10, 200, 30)).save(folder / "images" / "dev_000.jpg")
-    config = TrainConfig(train_data=spec, val_data=spec, regions=regions, model="region-bigru")
+    config = TrainConfig().with_options(train_data=spec, val_data=spec, regions=regions, model="region-bigru")
     beside = pictures.pictures_beside(config, "val")
     encoder, _ = make_encoder(regions)
     by_name = {record.name: record.regions for record in region_data.records("dev")}
@@ -168,4 +168,4 @@ def test_pictures_lie_under_their_regions(tmp_path: Path) -> None:
     first, second = (each.picture for each in found.alignments)
     assert first.shape == (45, 50, 3) and np.abs(first[0, 0].astype(int) - [10, 200, 30]).max() < 8
     assert second.shape == (288, 320, 3) and len(np.unique(second)) == 1  # blank
-    assert pictures.pictures_beside(TrainConfig(train_data=spec, val_data=spec), "val") is None
+    assert pictures.pictures_beside(TrainConfig().with_options(train_data=spec, val_data=spec), "val") is None

@@ -18,15 +18,14 @@ import torch
 from PIL import Image
 
 from coder_plugin.cli import main
-from coder_plugin.config import TrainConfig
 from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.evaluation import two_stage as recalls
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Items
-from coder_plugin.recipe import Recipe
 from coder_plugin.report import seen
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.records import curve, keys_of, read_run
@@ -44,7 +43,7 @@ def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(scenes.DEFAULT_COUNTS, "val", IMAGES)
         options = ["prototypes.clusters=6", "momentum.bank_size=64", "alignment.prototypes=16", "dcl.epsilon=0.05"]
-        config = TrainConfig(
+        config = dict(
             model=tiny_model,
             loss="coder + selfalign",
             set=options,
@@ -56,7 +55,7 @@ def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             workers=0,
             log_every_n_steps=2,
         )
-        trainer = Trainer(config)
+        trainer = Trainer.from_config(config)
         trainer.run()
         assert main(["report", str(trainer.folder), "--images", "3"]) == 0
         text = (trainer.folder / "report.html").read_text(encoding="utf-8")
@@ -248,12 +247,12 @@ def test_diversity_is_of_the_features_that_dcl_compares(made: dict[str, Any], mo
     ],
 )
 def test_recipes_that_weigh_by_diversity(loss: str, term: tuple[str, str, float] | None) -> None:
-    recipe = Recipe.parse(loss)
+    objective = Objective.parse(loss)
     if term is None:
         with pytest.raises(CoderError, match="no term weighs"):
-            seen._weighing(recipe)
+            seen._weighing(objective)
     else:
-        name, options = seen._weighing(recipe)
+        name, options = seen._weighing(objective)
         assert (name, options["diversity_over"], options["epsilon"]) == term
 
 

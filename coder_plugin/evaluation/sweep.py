@@ -36,7 +36,7 @@ def sweep(
     if betas and beta_head is None:
         raise CoderError(f"--beta weighs the concept level, and {known}")
     if context_weights and weight_head is None:
-        raise CoderError(f"--context-weight weighs the context level, which a recipe with cra has, and {known}")
+        raise CoderError(f"--context-weight weighs the context level, which an objective with cra has, and {known}")
     if others := {name for name, head in heads.items() if head not in (beta_head, weight_head)}:
         raise CoderError(f"the score of {', '.join(sorted(others))} cannot be weighed anew, and {known}")
     with contextlib.ExitStack() as stack:

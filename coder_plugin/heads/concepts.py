@@ -101,7 +101,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         """The vocabulary that the user named, or that of the built-in scenes."""
         if "vocabulary" in options:
             if facts.concepts:
-                raise CoderError("--concepts and --set concepts.vocabulary (or the recipe) both name a vocabulary: give one")
+                raise CoderError("--concepts and --set concepts.vocabulary (or the objective) both name a vocabulary: give one")
             return {}
         if not (facts.concepts or facts.on_scenes):
             raise CoderError(

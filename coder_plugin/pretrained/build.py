@@ -23,24 +23,24 @@ from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
 from coder_plugin.model import create_model, reads_key, required_heads_with
 from coder_plugin.negatives.positives import Positives
+from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained.data import captions_of, check_data, example_of
 from coder_plugin.pretrained.export import start_heads
-from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.step import restored_buffers
 
 
-def make_recipe(config: TrainConfig) -> Recipe:
-    """The recipe that ``--loss``, ``--set`` and ``--local-loss`` spell."""
+def make_objective(config: TrainConfig) -> Objective:
+    """The objective that ``--loss``, ``--set`` and ``--local-loss`` spell."""
     settings = {}
     for setting in config.set:
         path, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
-    recipe = Recipe.parse(config.loss).with_options(settings)
+    objective = Objective.parse(config.loss).with_options(settings)
     given = {"negatives": config.negatives, "positives": config.positives}
     if any(value is not None for value in given.values()):
-        makers = required_heads_with(recipe, AddsTexts)
+        makers = required_heads_with(objective, AddsTexts)
         if not makers:
             flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
             raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
@@ -49,12 +49,12 @@ def make_recipe(config: TrainConfig) -> Recipe:
         twice = sorted(generated.keys() & settings.keys())
         if twice:
             raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
-        recipe = recipe.with_options(generated)
-    return replace(recipe, local_loss=recipe.local_loss or config.local_loss)
+        objective = objective.with_options(generated)
+    return replace(objective, local_loss=objective.local_loss or config.local_loss)
 
 
-def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -> Recipe:
-    """The recipe with the options that its heads derive from the data, where nobody has set them.
+def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
+    """The objective with the options that its heads derive from the data, where nobody has set them.
 
     Raises:
         CoderError: a head needs something that the run does not have, or no head reads what ``--concepts`` names.
@@ -68,15 +68,15 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
         on_scenes=config.on_scenes,
         train_data=config.train_data,
     )
-    heads = required_heads_with(recipe, Head)
+    heads = required_heads_with(objective, Head)
     if config.concepts and not any(issubclass(head, ReadsConcepts) for head in heads.values()):
         raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
-    options = {name: dict(values) for name, values in recipe.heads}
+    options = {name: dict(values) for name, values in objective.heads}
     settings: dict[str, Any] = {}
     for name, head in heads.items():
         derived = head.options_from_data(options.get(name, {}), facts)
         settings.update({f"{name}.{option}": value for option, value in derived.items()})
-    return recipe.with_options(settings)
+    return objective.with_options(settings)
 
 
 def make_positives(model: Any) -> Positives | None:
@@ -152,12 +152,12 @@ def make_autocast(config: TrainConfig, device: torch.device) -> Callable[[], Any
 
 def make_model(
     config: TrainConfig,
-    recipe: Recipe,
+    objective: Objective,
     device: torch.device,
     source: Any = None,
     *,
     inference: bool = False,
-    catch: Collection[str] = (),
+    return_intermediates: Collection[str] = (),
 ) -> Any:
     """The model with its heads (with ``inference`` those that score), towers locked, adapters in, on its device.
 
@@ -174,7 +174,7 @@ def make_model(
             options.update(example=example, captions=captions)
             whole = getattr(example, "whole", None)
             # an export keeps what it was made with
-            if whole is not None and "global_dim" not in found.options and reads_key(recipe, "image_global"):
+            if whole is not None and "global_dim" not in found.options and reads_key(objective, "image_global"):
                 options.setdefault("global_dim", len(whole))
     elif config.model_kwargs:
         raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")
@@ -190,13 +190,13 @@ def make_model(
         }
     model = create_model(
         config.model,
-        recipe=recipe,
+        loss=objective,
         pretrained=config.pretrained,
         pretrained_image_path=config.pretrained_image_path,
         aggregator=config.aggregator,  # type: ignore[arg-type]
         context_blocks=config.context_blocks,
         inference=inference,
-        catch=catch,
+        return_intermediates=return_intermediates,
         device=device,
         **options,
     )

@@ -89,7 +89,7 @@ class Trained:
             "context_length": getattr(self.tokenizer, "context_length", None),
             "architecture": _architecture(self.model),
             "pooling": [sorted(coder.aggregators), coder.context_blocks],
-            "weights": _without_paths(coder.recipe.heads),
+            "weights": _without_paths(coder.objective.heads),
         }
         digest.update(json.dumps(preparation, sort_keys=True, default=str).encode())
         for name, value in sorted(self.model.state_dict().items()):
@@ -202,24 +202,24 @@ def open_trained(
     name: str | None = None,
     device: torch.device | None = None,
     source: Any = None,
-    catch: Collection[str] = (),
+    return_intermediates: Collection[str] = (),
 ) -> Trained:
     """The model that :func:`trained_config` has named, with the heads that score, in eval mode.
 
     Args:
         device: None: the GPU that accelerate gives this process, or the CPU.
-        source: data to check it against. catch: as in :func:`coder_plugin.create_model`.
+        source: data to check it against. return_intermediates: as in :func:`coder_plugin.create_model`.
     """
     heads = heads_beside(config.pretrained)
     if heads is not None:
         made = read_heads(heads)
-        recipe = made.recipe
+        objective = made.objective
         config = replace(config, aggregator=made.aggregator, context_blocks=made.context_blocks)
     else:
-        recipe = build.make_recipe(config)
+        objective = build.make_objective(config)
     if device is None:
         device = build.make_accelerator(replace(config, precision="fp32")).device
-    model = build.make_model(config, recipe, device, source, inference=True, catch=catch)
+    model = build.make_model(config, objective, device, source, inference=True, return_intermediates=return_intermediates)
     if heads is not None:
         load_heads(model, heads)
     return Trained(

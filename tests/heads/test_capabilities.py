@@ -87,7 +87,8 @@ def test_the_vocabulary_from_data():
     head = registry.load("heads", "concepts")
     named = TrainingFacts(loss="coder", samples_per_epoch=1, concepts="words.json", on_scenes=True)
     assert head.options_from_data({}, named) == {"vocabulary": "words.json"}
-    assert head.options_from_data({}, TrainingFacts(loss="coder", samples_per_epoch=1, on_scenes=True)) == {"vocabulary": "scenes"}
+    scenes = TrainingFacts(loss="coder", samples_per_epoch=1, on_scenes=True)
+    assert head.options_from_data({}, scenes) == {"vocabulary": "scenes"}
     with pytest.raises(CoderError, match="both name a vocabulary"):
         head.options_from_data({"vocabulary": "other.json"}, named)
     with pytest.raises(CoderError, match='--loss "coder" needs a concept vocabulary: --concepts FILE'):

@@ -14,12 +14,12 @@ def test_state_without_figures():
 
 
 def test_a_fresh_momentum_head_is_empty_and_not_behind():
-    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
     assert model.coder.health() == {"momentum/filled": 0.0, "momentum/drift": 0.0}
 
 
 def test_momentum_figures():
-    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
     head = model.coder.heads["momentum"]
     axes = torch.eye(head.bank.image.shape[1])
     ids = torch.tensor([7, 7, 8, 9])
@@ -53,5 +53,5 @@ def test_prototype_figures():
 
 
 def test_health_names_its_head():
-    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
     assert all(name.startswith("momentum/") for name in model.coder.health())

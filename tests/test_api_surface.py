@@ -35,8 +35,8 @@ COMMANDS = ("train", "eval", "concepts", "plugins", "share", "regions extract", 
 #: others with a default. What does not exist yet is not looked at, and may not disappear from surface.txt once it does.
 PROMISED = {
     "coder_plugin": (
-        "create_model(name, *, recipe)",
-        "create_loss(recipe, *, model)",
+        "create_model(name, *, objective)",
+        "create_loss(objective, *, model)",
         "list_plugins(group=None)",
     ),
     "coder_plugin.functional": (

@@ -1,4 +1,4 @@
-"""open_clip's models, extended in place with the recipe's heads (DESIGN, rule 5).
+"""open_clip's models, extended in place with the objective's heads (DESIGN, rule 5).
 
 The instance keeps its class's behaviour, attributes and state-dict keys; its class becomes a subclass that adds
 ``coder``, ``embed_image`` and ``embed_text``, and whose forward in training mode returns the heads' keys as well.
@@ -31,8 +31,8 @@ CONFIGS = Path(__file__).parent / "model_configs"
 MADE_WITH = "coder"
 #: Where an export has the shape of a Hugging Face text tower, as transformers writes it.
 TEXT_FOLDER = "text"
-#: What of ``resolver.INSIDE`` open_clip's towers give.
-INSIDE = frozenset(
+#: What of ``resolver.INTERMEDIATE_KEYS`` open_clip's towers give.
+INTERMEDIATE_KEYS = frozenset(
     "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled "
     "text_tokens text_mask text_locals text_contexts text_context_mask".split()
 )

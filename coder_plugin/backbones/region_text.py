@@ -54,7 +54,7 @@ class Options:
             embed_dim, and these are the locals (SelfAlign's released VSRN); else the word vectors themselves.
         context_length: token positions, start and end among them.
         global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none is read. The
-            trainer reads it off the data for a recipe with such a head.
+            trainer reads it off the data for an objective with such a head.
     """
 
     region_dim: int = 2048

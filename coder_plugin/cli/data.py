@@ -171,8 +171,8 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "doctor",
-        help="check installation, machine, data, recipe or a trained run, and say what to do",
-        description="Check the installation and the machine; with data, a model or a recipe named as for train, these too; "
+        help="check installation, machine, data, objective or a trained run, and say what to do",
+        description="Check the installation and the machine; with data, a model or an objective named as for train, these too; "
         "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
         allow_abbrev=False,
     )

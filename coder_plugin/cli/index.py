@@ -45,7 +45,7 @@ def index_command(arguments: argparse.Namespace) -> str:
         "spec": os.path.abspath(spec) if spec and os.path.exists(spec) else spec,
         "export": arguments.export,
         "options": {name: _absolute(value) for name, value in named.items()},
-        "recipe": str(trained.model.coder.recipe),
+        "objective": str(trained.model.coder.objective),
         "fingerprint": trained.fingerprint(),
     }
     made = build_index(

@@ -34,7 +34,7 @@ def sweep(
     if betas and "concepts" not in heads:
         raise CoderError(f"--beta weighs the concept level, and {known}")
     if context_weights and "contexts" not in heads:
-        raise CoderError(f"--context-weight weighs the context level, which a recipe with cra has, and {known}")
+        raise CoderError(f"--context-weight weighs the context level, which an objective with cra has, and {known}")
     if others := heads.keys() - {"concepts", "contexts"}:
         raise CoderError(f"the score of {', '.join(sorted(others))} cannot be weighed anew, and {known}")
     with contextlib.ExitStack() as stack:

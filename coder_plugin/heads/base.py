@@ -62,7 +62,7 @@ class Head(nn.Module):
     #: The classes of words that it reads in ``text_tags``, if it does: the trainer then has captions tagged.
     reads_tags: tuple[int, ...] = ()
 
-    #: The keys that terms and heads of the recipe read; what is not among them need not be computed.
+    #: The keys that terms and heads of the objective read; what is not among them need not be computed.
     read: Set[str]
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ def results_page(index: Index, found: Sequence[tuple[str, Any, Sequence[Hit]]]) 
         name=index.folder.resolve().name,
         sizes=f"{made['images']:,} images, {made['captions']:,} captions",
         model=PurePath(made["model"].get("name", "")).name,  # a page may be passed on, and folders are nobody's business
-        recipe=made["model"].get("recipe", ""),
+        objective=made["model"].get("objective", ""),
         queries=queries,
     )
 

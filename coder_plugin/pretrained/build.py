@@ -17,27 +17,27 @@ from coder_plugin.data.from_config import captions_of
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.model import create_model, required_heads
-from coder_plugin.recipe import Recipe, parse_value
+from coder_plugin.objective import Objective, parse_value
 
 
 def make_model(
     config: TrainConfig,
-    recipe: Recipe,
+    objective: Objective,
     device: torch.device,
     source: Any = None,
     *,
     inference: bool = False,
-    catch: Collection[str] = (),
+    return_intermediates: Collection[str] = (),
 ) -> Any:
     """The model with its heads on ``device``.
 
     Args:
         config: the model's options.
-        recipe: the objective, which decides the heads.
+        objective: the objective, which decides the heads.
         device: where the model is put.
         source: data to check the model against; they give a region model the options left open.
         inference: build only the heads that score.
-        catch: as in :func:`coder_plugin.create_model`.
+        return_intermediates: as in :func:`coder_plugin.create_model`.
     """
     assert config.model is not None
     options: dict[str, Any] = {"cache_dir": config.cache_dir}
@@ -50,7 +50,7 @@ def make_model(
             options.update(example=example, captions=captions)
             whole = getattr(example, "whole", None)
             # an export keeps what it was made with
-            if whole is not None and "fusion" in required_heads(recipe) and "global_dim" not in found.options:
+            if whole is not None and "fusion" in required_heads(objective) and "global_dim" not in found.options:
                 options.setdefault("global_dim", len(whole))
     elif config.model_kwargs:
         raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")
@@ -66,13 +66,13 @@ def make_model(
         }
     model = create_model(
         config.model,
-        recipe=recipe,
+        loss=objective,
         pretrained=config.pretrained,
         pretrained_image_path=config.pretrained_image_path,
         aggregator=config.aggregator,  # type: ignore[arg-type]
         context_blocks=config.context_blocks,
         inference=inference,
-        catch=catch,
+        return_intermediates=return_intermediates,
         device=device,
         **options,
     )

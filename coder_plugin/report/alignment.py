@@ -23,7 +23,7 @@ from coder_plugin.functional import correspondence
 from coder_plugin.report.places import blank, grid_boxes, grid_of, tower_picture
 from coder_plugin.report.words import Word, WordReader
 
-#: What ``create_model(..., catch=LOCALS)`` must catch, so that words and regions can be compared.
+#: What ``create_model(..., return_intermediates=LOCALS)`` must catch, so that words and regions can be compared.
 LOCALS = frozenset({"image_locals", "image_mask", "text_locals", "text_mask"})
 
 
@@ -210,7 +210,7 @@ def average(tokens: Tensor, words: Sequence[Word]) -> Tensor:
 
 def _key(known: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in known:
-        raise CoderError(f"the model gives no {name}: make it with create_model(..., catch={sorted(LOCALS)})")
+        raise CoderError(f"the model gives no {name}: make it with create_model(..., return_intermediates={sorted(LOCALS)})")
     return known[name]
 
 

@@ -109,7 +109,7 @@ def report_command(arguments: Any) -> Path:
         if source is None:
             raise CoderError("the run had no validation data: name some with --val-data")
         catch = LOCALS if seen.aligns(run) else ()
-        trained = open_trained(config, name=f"export/{export}", source=source, catch=catch)
+        trained = open_trained(config, name=f"export/{export}", source=source, return_intermediates=catch)
         beside = pictures_beside(config, arguments.split)
         found = {"encoder": trained.encoder(), "source": source, "beside": beside, "weights": f"export/{export}"}
         found["encoded"] = found["encoder"](source)

@@ -35,10 +35,10 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.model import create_loss
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model
-from coder_plugin.recipe import Recipe
 from coder_plugin.training import checkpoint, prepare
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.log import RunLog, machine, versions
@@ -59,7 +59,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config = config.resolved()
-        recipe = prepare.make_recipe(config)
+        objective = prepare.make_objective(config)
         self.accelerator = prepare.make_accelerator(config)
         self.device = self.accelerator.device
         self.folder = Path(config.logs) / (config.name or self._default_name())
@@ -69,10 +69,10 @@ class Trainer:
         train, self.val = make_source(config, split="train"), make_source(config, split="val")
         assert train is not None
         samples = train.samples(config.captions, config.train_num_samples)
-        self.recipe = prepare.fit_recipe(recipe, config, samples_per_epoch=samples)
+        self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         _seed(config.seed)
-        self.model = prepare.make_training_model(config, self.recipe, self.device, train)
-        self.loss = create_loss(self.recipe, model=self.model)
+        self.model = prepare.make_training_model(config, self.objective, self.device, train)
+        self.loss = create_loss(self.objective, model=self.model)
         blind = [label for label, term in self.loss.terms.items() if not term.masks_same_image]
         if config.captions == "all" and blind:
             logging.warning(
@@ -119,7 +119,7 @@ class Trainer:
         shortlist_length(config.rerank, self.encoder)  # a slip is told of now, and not after an epoch
         self.frozen = prepare.freeze_unread(self.model, self.loss, self.tokenizer)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise CoderError("nothing is left to train: both towers are locked and the recipe's heads have no parameters")
+            raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
         self.told_of_texts = False
         self.position: dict[str, Any] | None = None
@@ -316,7 +316,7 @@ class Trainer:
         manifest = {
             "step": self.step,
             "epoch": self.epoch,
-            "recipe": self.recipe.to_dict(),
+            "objective": self.objective.to_dict(),
             "config": asdict(self.config),
             "backbone": self._backbone(),
             "last": self.last,
@@ -396,9 +396,9 @@ class Trainer:
         ]
         if changed:
             raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
-        saved = self.recipe.from_dict(manifest["recipe"])
-        if comparable(saved) != comparable(self.recipe):
-            was, now_is = dict(saved.heads), dict(self.recipe.heads)
+        saved = self.objective.from_dict(manifest["objective"])
+        if comparable(saved) != comparable(self.objective):
+            was, now_is = dict(saved.heads), dict(self.objective.heads)
             other = [
                 f"{name}: {dict(was.get(name, ()))} and {dict(now_is.get(name, ()))}"
                 for name in sorted(was.keys() | now_is.keys())
@@ -406,8 +406,8 @@ class Trainer:
             ]
             heads = f" with other options of heads ({'; '.join(other)})" if other else " with another --local-loss"
             raise CoderError(
-                f'the checkpoint was trained with --loss "{saved}", this run asks for "{self.recipe}"'
-                f"{heads if str(saved) == str(self.recipe) else ''}: resume with its own recipe, or start from its export with "
+                f'the checkpoint was trained with --loss "{saved}", this run asks for "{self.objective}"'
+                f"{heads if str(saved) == str(self.objective) else ''}: resume with its own loss, or start from its export: "
                 "--pretrained"
             )
         made = manifest.get("backbone") or {}
@@ -480,9 +480,9 @@ class Trainer:
         }
         return {
             "run": str(self.folder),
-            "recipe": str(self.recipe),
-            "options": self.recipe.to_dict(),
-            "terms": self.recipe.labels(),
+            "objective": str(self.objective),
+            "options": self.objective.to_dict(),
+            "terms": self.objective.labels(),
             "heads": heads,
             "model": f"{config.model} ({type(model).__name__})",
             "outputs": {key: ["B", *value.shape[1:]] if value.ndim else [] for key, value in outputs.items()},
@@ -515,14 +515,14 @@ class Trainer:
             print(json.dumps(plan, indent=2))
 
 
-def comparable(recipe: Recipe) -> Recipe:
+def comparable(objective: Objective) -> Objective:
     """Without what may differ: the vocabulary's path, for the file may have moved, and what it holds is compared itself; and
     for how many steps prototypes are frozen, an epoch's, which depends on the number of ranks."""
-    heads = dict(recipe.heads)
+    heads = dict(objective.heads)
     for name, free in (("concepts", "vocabulary"), ("alignment", "freeze_steps")):
         if name in heads:
             heads[name] = tuple(option for option in heads[name] if option[0] != free)
-    return replace(recipe, heads=tuple(heads.items()))
+    return replace(objective, heads=tuple(heads.items()))
 
 
 def _seed(seed: int) -> None:

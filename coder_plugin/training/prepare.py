@@ -18,45 +18,45 @@ from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.model import required_heads
 from coder_plugin.negatives.positives import Positives
+from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.pretrained.export import start_heads
-from coder_plugin.recipe import Recipe, parse_value
 from coder_plugin.training.optim import after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
 
-def make_recipe(config: TrainConfig) -> Recipe:
-    """The recipe that ``--loss``, ``--set`` and ``--local-loss`` spell."""
+def make_objective(config: TrainConfig) -> Objective:
+    """The objective that ``--loss``, ``--set`` and ``--local-loss`` spell."""
     settings = {}
     for setting in config.set:
         path, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
-    recipe = Recipe.parse(config.loss).with_options(settings)
+    objective = Objective.parse(config.loss).with_options(settings)
     given = {"negatives": config.negatives, "positives": config.positives}
     generated = {f"asymmetry.{name}": parse_value(value) for name, value in given.items() if value is not None}
     if generated:
-        if "asymmetry" not in required_heads(recipe):
+        if "asymmetry" not in required_heads(objective):
             flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
             raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
         twice = sorted(generated.keys() & settings.keys())
         if twice:
             raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
-        recipe = recipe.with_options(generated)
-    return replace(recipe, local_loss=recipe.local_loss or config.local_loss)
+        objective = objective.with_options(generated)
+    return replace(objective, local_loss=objective.local_loss or config.local_loss)
 
 
-def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -> Recipe:
-    """The recipe with the options that data decide, where nobody has set them: vocabulary and number of prototypes; and the
+def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
+    """The objective with the options that data decide, where nobody has set them: vocabulary and number of prototypes; and the
     steps of the first epoch, for which SelfAlign's prototypes may be frozen.
 
     Prototypes: pairs / 15, at most the paper's 10,000 (METHODS 5); where one caption of an image is drawn, it is taken to
     have five.
     """
-    heads = required_heads(recipe)
-    given = {name: dict(options) for name, options in recipe.heads}
+    heads = required_heads(objective)
+    given = {name: dict(options) for name, options in objective.heads}
     settings: dict[str, Any] = {}
     if "concepts" in heads and "vocabulary" not in given.get("concepts", {}):
         if not (config.concepts or config.on_scenes):
@@ -66,7 +66,7 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
             )
         settings["concepts.vocabulary"] = config.concepts or "scenes"
     elif config.concepts and "concepts" in heads:
-        raise CoderError("--concepts and --set concepts.vocabulary (or the recipe) both name a vocabulary: give one")
+        raise CoderError("--concepts and --set concepts.vocabulary (or the objective) both name a vocabulary: give one")
     elif config.concepts and "concepts" not in heads:
         raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
     if "prototypes" in heads and "clusters" not in given.get("prototypes", {}):
@@ -76,19 +76,19 @@ def fit_recipe(recipe: Recipe, config: TrainConfig, *, samples_per_epoch: int) -
         assert config.batch_size is not None
         pairs_per_step = config.batch_size * config.accum_freq * distributed.world_size()
         settings["alignment.freeze_steps"] = samples_per_epoch // pairs_per_step
-    return recipe.with_options(settings)
+    return objective.with_options(settings)
 
 
-def make_training_model(config: TrainConfig, recipe: Recipe, device: torch.device, source: Any = None) -> Any:
+def make_training_model(config: TrainConfig, objective: Objective, device: torch.device, source: Any = None) -> Any:
     """The model with all heads of the objective on ``device``: towers locked, adapters added, heads of ``--pretrained`` loaded.
 
     Args:
         config: the run's options.
-        recipe: the objective, fitted to the data.
+        objective: the objective, fitted to the data.
         device: where the model is put.
         source: the training data, which give a region model the options left open.
     """
-    model = make_model(config, recipe, device, source)
+    model = make_model(config, objective, device, source)
     start_heads(model, config.pretrained)
     if config.lock_image:
         model.lock_image_tower(unlocked_groups=config.lock_image_unlocked_groups)

@@ -66,7 +66,7 @@ def make_encoder(data: str, *, fusion: bool = True, seed: int = 0, batch_size: i
     source = open_source(data, split="dev")
     words = build_vocabulary(caption for _, item in source.items() for caption in item.captions)
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
-    model = coder_plugin.create_model("region-bigru", recipe="dcl", **options)
+    model = coder_plugin.create_model("region-bigru", loss="dcl", **options)
     if fusion:
         model.coder.heads["means"] = Means()
     made = {"device": torch.device("cpu"), "batch_size": batch_size, "workers": 0}

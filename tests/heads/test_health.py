@@ -13,12 +13,12 @@ def test_a_head_without_state_has_nothing_to_say():
 
 
 def test_a_fresh_momentum_head_is_empty_and_not_behind():
-    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
     assert model.coder.health() == {"momentum/filled": 0.0, "momentum/drift": 0.0}
 
 
 def test_momentum_figures():
-    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
     head = model.coder.heads["momentum"]
     axes = torch.eye(head.bank.image.shape[1])
     ids = torch.tensor([7, 7, 8, 9])
@@ -52,5 +52,5 @@ def test_prototype_figures():
 
 
 def test_health_names_its_head():
-    model = coder_plugin.create_model("coder-tiny", recipe="m_dcl")
+    model = coder_plugin.create_model("coder-tiny", loss="m_dcl")
     assert all(name.startswith("momentum/") for name in model.coder.health())

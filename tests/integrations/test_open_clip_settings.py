@@ -1,4 +1,4 @@
-"""What goes over from one run of open_clip's trainer to the next, and what of its flags a recipe changes."""
+"""What goes over from one run of open_clip's trainer to the next, and what of its flags an objective changes."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -17,7 +17,7 @@ from coder_plugin.heads.base import Head, Widths
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.model import CoderLoss
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests import gloo
 
@@ -57,9 +57,9 @@ def outputs(n: int = 8, rows: slice = slice(None)) -> dict[str, Tensor]:
 
 
 def make(expression: str, head: Head, *, local_loss: bool = False) -> CoderLoss:
-    recipe = replace(Recipe.parse(expression), local_loss=local_loss)
+    objective = replace(Objective.parse(expression), local_loss=local_loss)
     name = "prototypes" if isinstance(head, Prototypes) else "momentum"
-    return CoderLoss(recipe, resolve(recipe, KEYS).bindings, {name: head})
+    return CoderLoss(objective, resolve(objective, KEYS).bindings, {name: head})
 
 
 def of_function(given: dict[str, Tensor], head: Banks, masked: bool = True, **options: Any) -> Tensor:
@@ -154,7 +154,7 @@ def test_m_dcl_stays_silent_until_its_bank_is_warm():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("objective", "message"),
     [
         ("m_dcl@concepts", "the momentum banks hold the backbone's own features"),
         ("dcl@concepts(diversity_over='batch+bank')", "the momentum banks hold the backbone's own features"),
@@ -162,9 +162,9 @@ def test_m_dcl_stays_silent_until_its_bank_is_warm():
         ("m_dcl(reverse=both)", "reverse=both must be paired or all or 'none'"),
     ],
 )
-def test_recipes_that_make_no_sense(recipe, message):
+def test_recipes_that_make_no_sense(objective, message):
     with pytest.raises(CoderError) as error:
-        resolve(Recipe.parse(recipe), KEYS)
+        resolve(Objective.parse(objective), KEYS)
     assert message in str(error.value)
 
 

@@ -62,12 +62,12 @@ def asked(arguments: Any) -> Asked | None:
 
 def pictures_beside(config: Any, split: str) -> Any | None:
     """A source of the pictures of images that are read as regions, where the captions' data have some."""
-    from coder_plugin.pretrained.data import reading_options
+    from coder_plugin.data.from_config import reading_options
 
-    if config.regions is None or config.val_data is None:
+    if config.data.regions is None or config.data.val is None:
         return None
     try:
-        return open_source(config.val_data, split=split, **reading_options(config, config.val_data))
+        return open_source(config.data.val, split=split, **reading_options(config, config.data.val))
     except CoderError as error:
         log.warning("regions are drawn on blank canvases: %s", error)
         return None
@@ -80,7 +80,7 @@ def collect(wanted: Asked, encoder: Any, source: Any, pictures: Any | None = Non
     Args:
         pictures: :func:`pictures_beside`.
     """
-    from coder_plugin.pretrained.data import captions_of
+    from coder_plugin.data.from_config import captions_of
 
     aligner = Aligner(encoder)
     found: list[Alignment] = []

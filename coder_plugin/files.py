@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from uuid import uuid4
 
 
 def digest(file: Path) -> str:
@@ -37,3 +40,23 @@ def put(aside: Path, path: Path) -> None:
     flush(aside)
     os.replace(aside, path)
     flush(path.parent)
+
+
+@contextmanager
+def atomic_write(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a temporary file beside ``path``, which is renamed to it when the block ends, or deleted when the block fails.
+
+    Args:
+        path: the file to write or replace.
+        mode: "w" (text, UTF-8) or "wb".
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:12]}.part")  # unique across machines that share a disk
+    try:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        put(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        raise

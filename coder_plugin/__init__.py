@@ -29,7 +29,7 @@ _HOME = {
     "create_model": "model",
     "from_pretrained": "integrations.hub",
     "list_plugins": "registry",
-    "load_model": "training.trained",
+    "load_model": "pretrained.open",
     "push_to_hub": "integrations.hub",
     "save_pretrained": "integrations.hub",
 }

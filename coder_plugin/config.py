@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
 
 def _flag(default: Any, group: str, help: str, *, choices: Sequence[str] | None = None) -> Any:
@@ -27,7 +27,7 @@ def _flag(default: Any, group: str, help: str, *, choices: Sequence[str] | None 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Options of ``coder-plugin train``. A field that is None takes a default of the recipe or the data (see below)."""
+    """Options of ``coder-plugin train``. A field that is None takes a default of the objective or the data (see below)."""
 
     model: str | None = _flag(
         None, "model", "open_clip model name, path of a model configuration (.json), or region-bert and its like [coder-tiny]"
@@ -67,7 +67,7 @@ class TrainConfig:
     lora_rank: int = _flag(0, "model", "train low-rank adapters of this rank in the towers instead of their weights (peft)")
     lora_alpha: float | None = _flag(None, "model", "scale of the adapters [rank]")
 
-    loss: str = _flag("dcl", "loss", 'loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)", or a recipe\'s name')
+    loss: str = _flag("dcl", "loss", 'loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)", or an objective\'s name')
     concepts: str | None = _flag(None, "loss", "concept vocabulary, a file of coder-plugin concepts [scenes: their own]")
     negatives: str | None = _flag(
         None, "loss", "AsCL's noised negatives: mixture, or names with options, such as 'gaussian(std=0.2)+shuffle', or none"
@@ -121,7 +121,7 @@ class TrainConfig:
     lr_step_epochs: int = _flag(None, "optimisation", "epochs between the drops of --lr-scheduler step [15]")
     lr_step_gamma: float = _flag(None, "optimisation", "factor of each drop [0.1]")
     layer_decay: float = _flag(1.0, "optimisation", "learning-rate factor per layer towards the towers' inputs")
-    heads_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the recipe's heads [1; selfalign-clip: 100]")
+    heads_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the heads [1; selfalign-clip: 100]")
     text_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the text tower's encoder [1; region-bert: 0.1]")
     grad_clip_norm: float | None = _flag(None, "optimisation", "clip the gradient's norm")
     ema_decay: float | None = _flag(None, "optimisation", "evaluate and export an average of the weights with this decay")
@@ -159,11 +159,11 @@ class TrainConfig:
             return replace(self, pretrained=weights).resolved()
         if self.train_data is None and not self.on_scenes:
             raise CoderError(f"--dataset-type {self.dataset_type} needs --train-data")
-        named = dict(Recipe.parse(self.loss).training)
+        named = dict(Objective.parse(self.loss).training)
         unknown = sorted(set(named) - {item.name for item in fields(self)})
         if unknown:
-            raise CoderError(f"the recipe {self.loss!r} sets unknown training options: {', '.join(unknown)}")
-        if self.on_scenes:  # pictures, whatever the recipe was made for
+            raise CoderError(f"the objective {self.loss!r} sets unknown training options: {', '.join(unknown)}")
+        if self.on_scenes:  # pictures, whatever the objective was made for
             named.pop("model", None)
         elif self.model is None and "model" not in named:
             raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
@@ -180,7 +180,7 @@ class TrainConfig:
         defaults = {**DEFAULTS, **(SCENES_DEFAULTS if self.on_scenes else {}), **of_model, **named}
         given = asdict(self)
         filled = {key: value for key, value in defaults.items() if given[key] is None}
-        if self.model_kwargs and "model_kwargs" in named:  # the recipe's, but for those that are given
+        if self.model_kwargs and "model_kwargs" in named:  # the objective's, but for those that are given
             own = {setting.partition("=")[0] for setting in self.model_kwargs}
             others = [setting for setting in named["model_kwargs"] if setting.partition("=")[0] not in own]
             filled["model_kwargs"] = [*others, *self.model_kwargs]

@@ -1,4 +1,4 @@
-"""A backbone with the heads of a recipe, and the loss that reads what they return (DESIGN, "one contract")."""
+"""A backbone with the heads of an objective, and the loss that reads what they return (DESIGN, "one contract")."""
 
 from __future__ import annotations
 
@@ -16,15 +16,27 @@ from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.asymmetry import Texts
-from coder_plugin.heads.base import Head, Widths, in_score
-from coder_plugin.recipe import Recipe
-from coder_plugin.resolver import INSIDE, Resolution, resolve
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.heads.capabilities import (
+    AddsTexts,
+    Capability,
+    FollowsModel,
+    KeepsState,
+    ReadsTags,
+    Scores,
+    affects_ranking,
+    heads_with,
+)
+from coder_plugin.objective import Objective
+from coder_plugin.resolver import INTERMEDIATE_KEYS, Resolution, resolve
 
 AggregatorName = Literal["tower", "gpo"]
+#: The keys that a backbone may return.
+_EVERY_OUTPUT = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 
 
 class Coder(nn.Module):
-    """``model.coder``: the recipe's heads, run in order inside the model's forward.
+    """``model.coder``: the objective's heads, run in order inside the model's forward.
 
     Args:
         aggregator: ``"tower"``, the backbone's own pooling, or ``"gpo"``, an instance branch of ours over its tokens.
@@ -33,33 +45,33 @@ class Coder(nn.Module):
 
     def __init__(
         self,
-        recipe: Recipe,
+        objective: Objective,
         resolution: Resolution,
-        widths: Widths,
+        backbone: BackboneInfo,
         *,
         aggregator: AggregatorName = "tower",
         context_blocks: int = 1,
     ) -> None:
         super().__init__()
-        self.recipe: Recipe = recipe
-        self.views: int = widths.views
+        self.objective: Objective = objective
+        self.views: int = backbone.views
         self.context_blocks: int = context_blocks
         self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
         self.aggregators: Any = nn.ModuleDict()
         if aggregator == "gpo":
-            channels = {"image": widths.image_tokens, "text": widths.text_tokens}
-            self.aggregators.update({side: Aggregator(width, widths.embed_dim) for side, width in channels.items()})
-        options = dict(recipe.heads)
+            channels = {"image": backbone.image_tokens, "text": backbone.text_tokens}
+            self.aggregators.update({side: Aggregator(width, backbone.embed_dim) for side, width in channels.items()})
+        options = dict(objective.heads)
         self.heads: Any = nn.ModuleDict()
         for name in resolution.heads:
             try:
-                head = registry.load("heads", name)(widths, **dict(options.pop(name, ())))
-                head.read = resolution.reads
+                head = registry.load("heads", name)(backbone, **dict(options.pop(name, ())))
+                head.requested_keys = resolution.reads
                 self.heads[name] = head
             except (ValueError, TypeError) as error:
                 raise CoderError(f"head {name!r}: {error}") from error
         if options:
-            logging.warning("options of heads that this recipe does not build: %s", ", ".join(options))
+            logging.warning("options of heads that this objective does not build: %s", ", ".join(options))
 
     def aggregate(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The features that stand in for the towers' own, where an aggregator pools the tokens."""
@@ -76,8 +88,8 @@ class Coder(nn.Module):
         """The retrieval vectors of one side: instance feature and scoring heads' blocks, one after the other."""
         base = 1.0
         blocks: list[tuple[float, Tensor]] = []
-        scoring = [head for head in self.heads.values() if head.scores]
-        # what is added comes after what is interpolated, in whichever order the recipe names them
+        scoring = heads_with(self.heads, Scores).values()
+        # what is added comes after what is interpolated, in whichever order the objective names them
         for head in sorted(scoring, key=lambda head: head.adds_score):
             instead, own = head.score_weights()
             if own > 0:
@@ -98,14 +110,14 @@ class Coder(nn.Module):
         return None if head is None or text is None else head.further_texts(text, text_positive)
 
     @property
-    def adds_texts(self) -> Any:
-        """The head that wants further texts encoded, if there is one."""
-        return next((head for head in self.heads.values() if head.adds_texts), None)
+    def adds_texts(self) -> AddsTexts | None:
+        """The head that has further texts encoded, if there is one."""
+        return next(iter(heads_with(self.heads, AddsTexts).values()), None)
 
     @property
     def reads_tags(self) -> bool:
         """Whether a head reads the classes of the words."""
-        return any(head.reads_tags for head in self.heads.values())
+        return any(head.tag_classes() for head in heads_with(self.heads, ReadsTags).values())
 
     def without_heads(self) -> Coder:
         """The same aggregators and no head: what a momentum copy of the model keeps."""
@@ -115,12 +127,12 @@ class Coder(nn.Module):
 
     def attach(self, model: Any) -> None:
         """Let the heads that follow the model copy it: when it is complete, and again when modules were replaced."""
-        for head in self.heads.values():
+        for head in heads_with(self.heads, FollowsModel).values():
             head.attach(model)
 
     def discard(self) -> None:
-        """Forget what was stashed: the loss was taken of a batch that is no step."""
-        for head in self.heads.values():
+        """Forget what the loss stashed: no step follows."""
+        for head in heads_with(self.heads, KeepsState).values():
             head.discard()
 
     def check(self, *, batch: int, samples: int) -> None:
@@ -140,13 +152,14 @@ class Coder(nn.Module):
         return {key: value for key, value in pool.items() if key.startswith("coder_")}
 
     def post_step(self) -> None:
-        """Write the heads' state: call once after every optimizer step that was performed (rule 3)."""
-        for head in self.heads.values():
+        """Write the heads' state: call once after every optimizer step that was performed."""
+        for head in heads_with(self.heads, KeepsState).values():
             head.post_step()
 
     def health(self) -> dict[str, float]:
-        """What the heads say of their state, as ``head/figure``: for a log, now and then."""
-        return {f"{name}/{figure}": value for name, head in self.heads.items() for figure, value in head.health().items()}
+        """Figures of the heads' state for the log, as ``head/figure``."""
+        stateful = heads_with(self.heads, KeepsState)
+        return {f"{name}/{figure}": value for name, head in stateful.items() for figure, value in head.health().items()}
 
     def state_names(self) -> list[str]:
         """Names, within the whole model, of buffers and frozen copies that accumulate (rule 3)."""
@@ -156,31 +169,31 @@ class Coder(nn.Module):
 
 
 class CoderLoss(nn.Module):
-    """The recipe's terms, weighted: the model's keys in, ``{"dcl_loss": …}`` out, in open_clip's manner.
+    """The objective's terms, weighted: the model's keys in, ``{"dcl_loss": …}`` out, in open_clip's manner.
 
     Entries are already weighted, so their sum is the objective. Holds no parameter and no state.
     """
 
-    def __init__(self, recipe: Recipe, bindings: tuple[Mapping[str, str], ...], heads: Mapping[str, Head]) -> None:
+    def __init__(self, objective: Objective, bindings: tuple[Mapping[str, str], ...], heads: Mapping[str, Head]) -> None:
         super().__init__()
-        self.recipe: Recipe = recipe
+        self.objective: Objective = objective
         self.bindings: tuple[Mapping[str, str], ...] = bindings
         self.terms: Any = nn.ModuleDict()
-        for label, spec in zip(recipe.labels(), recipe.terms, strict=True):
+        for label, spec in zip(objective.labels(), objective.terms, strict=True):
             term = registry.load("losses", spec.name)(**dict(spec.options))
             if next(term.parameters(), None) is not None:
                 raise CoderError(f"loss {spec.name!r} owns parameters, which nothing would train: put them into a head")
-            self.terms[label] = term.bind(heads, local_loss=recipe.local_loss)
+            self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
 
     def forward(self, *, output_dict: bool = True, **outputs: Tensor) -> dict[str, Tensor] | Tensor:
         """The model's outputs as keywords -> weighted scalars by name, or their sum with ``output_dict=False``."""
         losses: dict[str, Tensor] = {}
-        for (label, term), spec, binding in zip(self.terms.items(), self.recipe.terms, self.bindings, strict=True):
+        for (label, term), spec, binding in zip(self.terms.items(), self.objective.terms, self.bindings, strict=True):
             missing = [binding[argument] for argument in term.requires if binding[argument] not in outputs]
             if missing:
                 raise CoderError(
                     f"loss {spec.name!r} needs {', '.join(missing)}, which the model did not return: is the model made "
-                    "with this recipe, in training mode, and given what its heads require (image_id, text_positive)?"
+                    "with this objective, in training mode, and given what its heads require (image_id, text_positive)?"
                 )
             value = term(**{argument: outputs[key] for argument, key in binding.items() if key in outputs})
             named = value if isinstance(value, dict) else {"loss": value}
@@ -192,16 +205,16 @@ class CoderLoss(nn.Module):
 def create_model(
     name: str,
     *,
-    recipe: str | Recipe = "coder",
+    loss: str | Objective = "coder",
     pretrained: str | None = None,
     pretrained_image_path: str | None = None,
     aggregator: AggregatorName = "tower",
     context_blocks: int = 1,
-    catch: Collection[str] = (),
+    return_intermediates: Collection[str] = (),
     inference: bool = False,
     **options: Any,
 ) -> Any:
-    """An open_clip model, or a region model, with the recipe's heads under ``model.coder``.
+    """An open_clip model, or a region model, with the objective's heads under ``model.coder``.
 
     An open_clip model keeps its class, attributes and state-dict keys. In training mode ``model(image, text, image_id=…)``
     returns the backbone's keys and the heads' (``coder_*``), batch-first; in eval mode the backbone's alone.
@@ -212,7 +225,7 @@ def create_model(
         name: any open_clip model name, ``local-dir:…``, ``hf-hub:…``, or the path of a model configuration (``.json``); or a
             backbone of the group ``coder_plugin.backbones``: ``region-bert``, ``region-bigru``, ``region-bert-camera``,
             ``region-bigru-vsrn``, or the ``coder_model.json`` that one's export holds.
-        recipe: a loss expression, a preset's name or a :class:`~coder_plugin.recipe.Recipe`.
+        loss: a loss expression, the name of an objective, or an :class:`~coder_plugin.objective.Objective`.
         pretrained: open_clip tag, or a file that open_clip could load (our exports are); for region models an export's
             weights or a released VSE-infinity, VSRN or CAMERA ``.pth``.
         pretrained_image_path: weights for the image tower alone.
@@ -220,20 +233,20 @@ def create_model(
             features stand in for the towers' own in training and in ``embed_*``.
         context_blocks: so many of the last blocks of an open_clip tower stand between what is read as locals and as contexts.
             Convolutional and hierarchical image towers have no such blocks, and region models their own context stage.
-        catch: keys of ``resolver.INSIDE`` that ``describe_image`` and ``describe_text`` give beside those that the heads read;
-            a region model gives all of its own anyway.
+        return_intermediates: further keys of ``resolver.INTERMEDIATE_KEYS`` that ``describe_image`` and ``describe_text``
+            return besides those that the heads read. A region model always returns all of its own.
         inference: only the heads that take part in the score or re-rank by their own, for evaluation and search: no banks, no
             momentum towers.
         options: for ``open_clip.create_model``: precision, device, force_image_size, …; for a backbone its own, such as
             region_dim, embed_dim, text.
 
     Raises:
-        CoderError: unknown names, files that do not fit, a recipe that this model cannot serve, more context blocks than a
+        CoderError: unknown names, files that do not fit, an objective that this model cannot serve, more context blocks than a
             tower has.
     """
     from coder_plugin.backbones import clip, own
 
-    recipe = Recipe.parse(recipe)
+    objective = Objective.parse(loss)
     if aggregator not in get_args(AggregatorName):
         raise CoderError(f"aggregator must be one of {', '.join(get_args(AggregatorName))}, got {aggregator!r}")
     if context_blocks < 1:
@@ -249,16 +262,16 @@ def create_model(
             name,
             pretrained=pretrained,
             pretrained_image_path=pretrained_image_path,
-            needs_logit_bias=needs_logit_bias(recipe),
+            needs_logit_bias=needs_logit_bias(objective),
             **options,
         )
     return add_heads(
         model,
         name,
-        recipe=recipe,
+        loss=objective,
         aggregator=aggregator,
         context_blocks=context_blocks,
-        catch=catch,
+        return_intermediates=return_intermediates,
         inference=inference,
         cache_dir=options.get("cache_dir"),
     )
@@ -268,43 +281,46 @@ def add_heads(
     model: Any,
     name: str,
     *,
-    recipe: str | Recipe,
+    loss: str | Objective,
     aggregator: AggregatorName = "tower",
     context_blocks: int = 1,
-    catch: Collection[str] = (),
+    return_intermediates: Collection[str] = (),
     inference: bool = False,
     cache_dir: str | None = None,
 ) -> Any:
-    """Put the recipe's heads into a model, in place: what :func:`create_model` does with the one that it has made.
+    """Put the objective's heads into a model, in place: what :func:`create_model` does with the one that it has made.
 
     Args:
         model: an open_clip model that returns a dict, or a region model.
         name: what it was made by; its tokenizer is asked where texts are generated.
-        recipe, aggregator, context_blocks, catch, inference: as in :func:`create_model`. cache_dir: for the tokenizer.
+        loss, aggregator, context_blocks, return_intermediates, inference: as in :func:`create_model`.
+        cache_dir: for the tokenizer.
     """
     from coder_plugin.backbones import clip
     from coder_plugin.backbones.base import Backbone, words_of
     from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
 
-    recipe = Recipe.parse(recipe)
+    objective = Objective.parse(loss)
     of_regions = isinstance(model, Backbone)
-    inside: Set[str] = model.inside if of_regions else clip.INSIDE
-    if absent := sorted(set(catch) - inside):
-        known = "of this model" if set(absent) <= INSIDE else "known"
-        raise CoderError(f"catch: {', '.join(absent)} is no key {known}, which gives: {', '.join(sorted(inside))}")
-    resolution = resolve(recipe, clip.available_keys(model), inside)
+    inside: Set[str] = model.inside if of_regions else clip.INTERMEDIATE_KEYS
+    if absent := sorted(set(return_intermediates) - inside):
+        known = "of this model" if set(absent) <= INTERMEDIATE_KEYS else "known"
+        raise CoderError(
+            f"return_intermediates: {', '.join(absent)} is no key {known}, which gives: {', '.join(sorted(inside))}"
+        )
+    resolution = resolve(objective, clip.available_keys(model), inside)
     if inference:
-        resolution = resolution.of_heads([name for name in resolution.heads if in_score(registry.load("heads", name))])
-        recipe = replace(recipe, heads=tuple(options for options in recipe.heads if options[0] in resolution.heads))
+        resolution = resolution.of_heads([name for name in resolution.heads if affects_ranking(registry.load("heads", name))])
+        objective = replace(objective, heads=tuple(options for options in objective.heads if options[0] in resolution.heads))
     if of_regions:
-        model.coder = Coder(recipe, resolution, model.widths()).to(next(model.parameters()).device)
+        model.coder = Coder(objective, resolution, model.info()).to(next(model.parameters()).device)
     else:
-        wanted = (resolution.reads | set(catch)) & clip.INSIDE
+        wanted = (resolution.reads | set(return_intermediates)) & clip.INTERMEDIATE_KEYS
         if aggregator == "gpo":
             wanted |= AGGREGATED
         taps = TokenTaps(model, wanted, context_blocks=context_blocks) if wanted else None
         coder = Coder(
-            recipe, resolution, clip.probe_widths(model, taps), aggregator=aggregator, context_blocks=context_blocks
+            objective, resolution, clip.probe_backbone(model, taps), aggregator=aggregator, context_blocks=context_blocks
         )
         model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
     if model.coder.adds_texts is not None:
@@ -317,37 +333,48 @@ def add_heads(
     return model
 
 
-def needs_logit_bias(recipe: Recipe) -> bool:
+def needs_logit_bias(objective: Objective) -> bool:
     """Whether a term reads SigLIP's bias."""
-    return any("logit_bias" in registry.load("losses", term.name).requires for term in recipe.terms)
+    return any("logit_bias" in registry.load("losses", term.name).requires for term in objective.terms)
 
 
-def required_heads(recipe: Recipe) -> tuple[str, ...]:
-    """The heads that a recipe builds on a model that has every key."""
-    return resolve(recipe, {"image_features", "text_features", "logit_scale", "logit_bias"}).heads
+def required_heads(objective: Objective) -> tuple[str, ...]:
+    """The heads that an objective builds on a model that has every key."""
+    return resolve(objective, _EVERY_OUTPUT).heads
 
 
-def create_loss(recipe: str | Recipe, *, model: Any) -> CoderLoss:
-    """The recipe's loss for a model that :func:`create_model` made; ``loss(**model(...))`` is a dict of scalars.
+def reads_key(objective: Objective, key: str) -> bool:
+    """Whether a term or head of an objective reads a key, on a model that has every key."""
+    return key in resolve(objective, _EVERY_OUTPUT).reads
+
+
+def required_heads_with(objective: Objective, capability: type[Capability]) -> dict[str, type[Capability]]:
+    """The classes of those required heads that have a capability, by name."""
+    classes = {name: registry.load("heads", name) for name in required_heads(objective)}
+    return {name: cls for name, cls in classes.items() if isinstance(cls, type) and issubclass(cls, capability)}
+
+
+def create_loss(loss: str | Objective, *, model: Any) -> CoderLoss:
+    """The objective's loss for a model that :func:`create_model` made; ``loss(**model(...))`` is a dict of scalars.
 
     Raises:
-        CoderError: the model has not the heads that the recipe requires, or gives an image several features, which one of
+        CoderError: the model has not the heads that the objective requires, or gives an image several features, which one of
             the terms cannot compare.
     """
     from coder_plugin.backbones import clip
 
-    recipe = Recipe.parse(recipe)
+    objective = Objective.parse(loss)
     if not hasattr(model, "coder"):
         raise CoderError("create_loss needs a model made by coder_plugin.create_model")
-    resolution = resolve(recipe, clip.available_keys(model))
+    resolution = resolve(objective, clip.available_keys(model))
     absent = [name for name in resolution.heads if name not in model.coder.heads]
     if absent:
-        raise CoderError(f"the model was made without the heads {', '.join(absent)}: give create_model the same recipe")
-    loss = CoderLoss(recipe, resolution.bindings, model.coder.heads)
-    for spec, binding, term in zip(recipe.terms, resolution.bindings, loss.terms.values(), strict=True):
+        raise CoderError(f"the model was made without the heads {', '.join(absent)}: give create_model the same objective")
+    loss_module = CoderLoss(objective, resolution.bindings, model.coder.heads)
+    for spec, binding, term in zip(objective.terms, resolution.bindings, loss_module.terms.values(), strict=True):
         if model.coder.views > 1 and "image_features" in binding.values() and not term.takes_views:
             raise CoderError(
                 f"loss {spec.name!r} compares one feature of an image, and this model gives {model.coder.views}: take "
                 "--model-kwargs image_pooling=gpo, or a loss that takes the best of several (dcl, triplet)"
             )
-    return loss
+    return loss_module

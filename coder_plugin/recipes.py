@@ -1,6 +1,6 @@
 """The named recipes: CODER's objective, its variants, and every row of its ablation tables (METHODS 6, 11).
 
-A recipe is a function that returns a :class:`~coder_plugin.recipe.Recipe`; entry points give it its name.
+An objective is a function that returns a :class:`~coder_plugin.objective.Objective`; entry points give it its name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
 #: L = 3 L_DCL + L_M-DCL + L_DCL^C + L_PGC (CODER eq. 8), diversity over batch and banks.
 _CODER = "3*dcl(diversity_over='batch+bank') + m_dcl + concept_dcl + pgc"
@@ -39,12 +39,12 @@ _UNPRINTED = {"wd": 0.0, "grad_clip_norm": None, "warmup_epochs": 0.0, "text_lr_
 _PRINTED_TRAINING = {**_TRAINING, **_UNPRINTED, "opt": "adam", "region_dropout": 0.0, "word_dropout": 0.0}
 
 
-def coder() -> Recipe:
+def coder() -> Objective:
     """The paper's objective with METHODS' readings; training options are the trainer's own."""
-    return Recipe.parse(_CODER)
+    return Objective.parse(_CODER)
 
 
-def coder_printed() -> Recipe:
+def coder_printed() -> Objective:
     """The paper's letter: its formula's weight on the positive, no masking of an image's other captions, and every bank
     entry an anchor."""
     settings: dict[str, Any] = {}
@@ -53,10 +53,10 @@ def coder_printed() -> Recipe:
     return coder().with_options({**settings, "m_dcl.reverse": "all"})
 
 
-def benchmark(*, clusters: int, printed: bool = False) -> Recipe:
-    """A data set's recipe: its number of prototypes and the paper's training."""
-    recipe = (coder_printed() if printed else coder()).with_options({"prototypes.clusters": clusters})
-    return _trained(recipe, _PRINTED_TRAINING if printed else _TRAINING)
+def benchmark(*, clusters: int, printed: bool = False) -> Objective:
+    """A data set's objective: its number of prototypes and the paper's training."""
+    objective = (coder_printed() if printed else coder()).with_options({"prototypes.clusters": clusters})
+    return _trained(objective, _PRINTED_TRAINING if printed else _TRAINING)
 
 
 coder_f30k = partial(benchmark, clusters=10_000)
@@ -67,13 +67,13 @@ coder_coco_printed = partial(benchmark, clusters=20_000, printed=True)
 
 def ablation(
     text: str = _CODER, *, options: Mapping[str, Any] | None = None, training: Mapping[str, Any] | None = None
-) -> Recipe:
+) -> Objective:
     """A table's row: the terms it has, as ``coder-f30k`` trains them."""
     given = {"prototypes.clusters": 10_000, **(options or {})} if "pgc" in text else options or {}
-    return _trained(Recipe.parse(text).with_options(given), {**_TRAINING, **(training or {})})
+    return _trained(Objective.parse(text).with_options(given), {**_TRAINING, **(training or {})})
 
 
-def table3(row: int) -> Recipe:
+def table3(row: int) -> Objective:
     """CODER table 3: implicit diversity, explicit over the batch, explicit over batch and banks; rows 4-6 with M-DCL."""
     kind, over = (("none", "batch"), ("std", "batch"), ("std", "batch+bank"))[(row - 1) % 3]
     options = {"dcl.diversity": kind, "dcl.diversity_over": over, "concept_dcl.diversity": kind}
@@ -82,7 +82,7 @@ def table3(row: int) -> Recipe:
     return ablation("3*dcl + concept_dcl + pgc", options=options)
 
 
-def table7(kind: str) -> Recipe:
+def table7(kind: str) -> Objective:
     """CODER table 7: how diversity is estimated, in every term."""
     options = {f"{term}.diversity": kind for term in ("dcl", "m_dcl", "concept_dcl")}
     if kind == "none":  # nothing is averaged with the banks'
@@ -108,7 +108,7 @@ fig3_32_without, fig3_64_without, fig3_128_without = (
 )
 
 
-def fig7(epsilon: float) -> Recipe:
+def fig7(epsilon: float) -> Objective:
     """CODER figure 7: epsilon of the diversity, in every term. The values are ours: the figure is not in the text."""
     return ablation(options={f"{term}.epsilon": epsilon for term in ("dcl", "m_dcl", "concept_dcl")})
 
@@ -116,7 +116,7 @@ def fig7(epsilon: float) -> Recipe:
 fig7_001, fig7_005, fig7_01, fig7_02, fig7_05 = (partial(fig7, value) for value in (0.01, 0.05, 0.1, 0.2, 0.5))
 
 
-def coder_clip() -> Recipe:
+def coder_clip() -> Objective:
     """Fine-tuning a pretrained CLIP: what is new enters slowly, and the loss keeps its scale at any batch.
 
     The paper's mu 0.1 and gamma 0.3 move every negative of every anchor, which rebuilds the space that InfoNCE has left and
@@ -133,5 +133,5 @@ def coder_clip() -> Recipe:
     return _trained(coder().with_options(options), {"lr": 1e-5, "wd": 0.1})
 
 
-def _trained(recipe: Recipe, training: Mapping[str, Any]) -> Recipe:
-    return replace(recipe, training=tuple(training.items()))
+def _trained(objective: Objective, training: Mapping[str, Any]) -> Objective:
+    return replace(objective, training=tuple(training.items()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
 #: The fused score trained as the paper trains it, and the towers' own cosine likewise: the fused score depends on the pair, so
 #: that a shortlist for it needs features that retrieve by themselves (ours).
@@ -41,7 +41,7 @@ def benchmark(
     local_weight: float = 0.6,
     options: Mapping[str, Any] | None = None,
     training: Mapping[str, Any] | None = None,
-) -> Recipe:
+) -> Objective:
     """An objective as the paper trains it; what is not given is Flickr30K's."""
     given = dict(options or {})
     if "ascl" in text:
@@ -49,13 +49,13 @@ def benchmark(
     if "fusion" in text:
         given["fusion.local_weight"] = local_weight
     trained = {**_TRAINING, **(training or {})}
-    return replace(Recipe.parse(text).with_options(given), training=tuple(trained.items()))
+    return replace(Objective.parse(text).with_options(given), training=tuple(trained.items()))
 
 
-def clip() -> Recipe:
+def clip() -> Objective:
     """InfoNCE and AsCL by the cosine of a CLIP's towers, at the temperature that the model learns."""
-    recipe = Recipe.parse("clip + ascl(temperature=logit_scale)")
-    return replace(recipe, training=(("lr", 1e-5), ("wd", 0.1)))
+    objective = Objective.parse("clip + ascl(temperature=logit_scale)")
+    return replace(objective, training=(("lr", 1e-5), ("wd", 0.1)))
 
 
 f30k = benchmark

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
 _CAMERA = "triplet(reduction='sum') + 0.01*view_diversity(reduction='sum')"
 _VSRN = "triplet(reduction='sum') + caption"
@@ -37,22 +37,22 @@ _OF_VSRN: dict[str, Any] = {
 }
 
 
-def selfalign() -> Recipe:
+def selfalign() -> Objective:
     """Both sub-modules, to be added to a base: ``clip + selfalign``.
 
     The hinge is on S_b + S_c, the score that retrieval uses, as in the authors' code: so it also trains the base of a model
     that is given no other loss. It is a mean, as the losses are that it is added to: summed over a batch of 128 it drowned
     InfoNCE and cost recall (docs/RESULTS.md). ``cra.ca_on=context`` is the paper's formula.
     """
-    return Recipe.parse("lca + cra(ca_on='combined')")
+    return Objective.parse("lca + cra(ca_on='combined')")
 
 
 def benchmark(
     *terms: str, options: Mapping[str, Any] | None = None, training: Mapping[str, Any] | None = None
-) -> Recipe:
+) -> Objective:
     """An objective as the paper trains it; what is not given is CAMERA's on Flickr30K."""
-    recipe = Recipe.parse(" + ".join(terms)).with_options(options or {})
-    return replace(recipe, training=tuple({**_OF_CAMERA, **(training or {})}.items()))
+    objective = Objective.parse(" + ".join(terms)).with_options(options or {})
+    return replace(objective, training=tuple({**_OF_CAMERA, **(training or {})}.items()))
 
 
 camera = partial(benchmark, _CAMERA, _LCA, _CRA)
@@ -67,10 +67,10 @@ vsrn = partial(
 vsrn_coco = partial(benchmark, _VSRN, _LCA, _CRA, training={**_OF_VSRN, "lr_step_epochs": 15})
 
 
-def clip() -> Recipe:
+def clip() -> Objective:
     """InfoNCE and SelfAlign on the patches and words of a pretrained CLIP's towers; its heads begin anew, at a rate of their
     own."""
-    return replace(Recipe.parse("clip + selfalign"), training=(("lr", 1e-5), ("wd", 0.1), ("heads_lr_scale", 100.0)))
+    return replace(Objective.parse("clip + selfalign"), training=(("lr", 1e-5), ("wd", 0.1), ("heads_lr_scale", 100.0)))
 
 
 table4_0 = camera

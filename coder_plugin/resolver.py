@@ -1,4 +1,4 @@
-"""From a recipe to the heads it needs: terms and heads say what they require, heads what they provide."""
+"""From an objective to the heads it needs: terms and heads say what they require, heads what they provide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.recipe import Recipe, TermSpec
+from coder_plugin.objective import Objective, TermSpec
 
 #: What a model's forward is given; heads may require it.
 INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
@@ -17,7 +17,7 @@ INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
 #: (contexts; of open_clip's towers both are in the joint space where tokens have a way there), masks, pooled features before
 #: normalisation, the regions' scores for an image's views, and a feature of the whole image. Each backbone has its own of
 #: these.
-INSIDE = frozenset(
+INTERMEDIATE_KEYS = frozenset(
     "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled image_views image_global "
     "text_tokens text_mask text_locals text_contexts text_context_mask text_pooled".split()
 )
@@ -29,7 +29,7 @@ OWN_DISTRIBUTION = "coder-plugin"
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a recipe makes of a backbone.
+    """What an objective makes of a backbone.
 
     ``heads``: names, providers before their readers. ``bindings``: for each term its arguments and the keys they read.
     ``reads``: every key that some term or head reads.
@@ -45,17 +45,17 @@ class Resolution:
         return Resolution(tuple(names), (), reads)
 
 
-def resolve(recipe: Recipe, available: Set[str], inside: Set[str] = INSIDE) -> Resolution:
+def resolve(objective: Objective, available: Set[str], inside: Set[str] = INTERMEDIATE_KEYS) -> Resolution:
     """The heads, and no others, that provide what the terms require.
 
     Args:
         available: keys that the backbone returns, such as ``image_features`` and ``logit_scale``.
-        inside: those of :data:`INSIDE` that it gives its heads.
+        inside: those of :data:`INTERMEDIATE_KEYS` that it gives its heads.
 
     Raises:
         CoderError: a key nobody provides or several heads do, a circle of heads, ``term@head`` of a head without pair.
     """
-    return _Resolver(available | INPUTS | inside).run(recipe)
+    return _Resolver(available | INPUTS | inside).run(objective)
 
 
 class _Resolver:
@@ -66,10 +66,10 @@ class _Resolver:
         self.reads: set[str] = set()
         self.model: str | None = None
 
-    def run(self, recipe: Recipe) -> Resolution:
-        self.model = dict(recipe.training).get("model")
+    def run(self, objective: Objective) -> Resolution:
+        self.model = dict(objective.training).get("model")
         bindings = []
-        for term in recipe.terms:
+        for term in objective.terms:
             who = f"loss {term.name!r}"
             # an instance, because options may change what a term requires
             made = _declared(registry.load("losses", term.name)(**dict(term.options)), who, "requires", "uses")
@@ -98,7 +98,7 @@ class _Resolver:
         if providers:
             self.build(_choose(providers, key, who), who)
         elif unasked is None:
-            made_for = f"; the recipe was made for --model {self.model} and its data" if self.model else ""
+            made_for = f"; the objective was made for --model {self.model} and its data" if self.model else ""
             raise CoderError(f"{who} requires {key!r}, which neither this model nor any head provides{made_for}")
 
     def build(self, name: str, who: str) -> None:
@@ -120,7 +120,7 @@ class _Resolver:
             for key in _head(name).provides:
                 if provider.setdefault(key, name) != name:
                     raise CoderError(
-                        f"the heads {provider[key]!r} and {name!r} both provide {key!r}: a recipe can have one of "
+                        f"the heads {provider[key]!r} and {name!r} both provide {key!r}: an objective can have one of "
                         "them, chosen with head=NAME in every term that requires it"
                     )
 
@@ -133,7 +133,7 @@ def _bind(term: TermSpec, made: Any) -> dict[str, str]:
                 f"{term.name}@{term.source}: the momentum banks hold the backbone's own features, and generated texts have no "
                 f"others: not those of {term.source!r}; use a term of the pairs alone, such as dcl@{term.source}"
             )
-        pair = _head(term.source).pair
+        pair = _head(term.source).feature_keys
         if pair is None:
             raise CoderError(f"{term.name}@{term.source}: head {term.source!r} has no features of its own to compare")
         instead = dict(zip(("image_features", "text_features"), pair, strict=True))
@@ -174,7 +174,7 @@ def _providers(key: str) -> dict[str, str]:
 
 
 def _choose(providers: Mapping[str, str], key: str, who: str) -> str:
-    """Our own head where there is one, so that installing somebody's package never changes what a recipe means."""
+    """Our own head where there is one, so that installing somebody's package never changes what an objective means."""
     own = [name for name, distribution in providers.items() if distribution == OWN_DISTRIBUTION]
     names = own or list(providers)
     if len(names) > 1:

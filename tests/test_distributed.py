@@ -20,14 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coder_plugin import distributed
 from coder_plugin.model import CoderLoss
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests import gloo
 
 PAIRS = 3  # of each rank
 KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 
-#: label: recipe, whether ids are given
+#: label: objective, whether ids are given
 LOSSES = {
     "dcl": ("dcl", True),
     "dcl without ids": ("dcl", False),
@@ -68,7 +68,7 @@ CASES = [
 class Towers(nn.Module):
     """Two linear towers with the parameters that clip and siglip read; all of them in every loss's dict."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, objective: Objective) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         self.image, self.text = nn.Linear(5, 4), nn.Linear(6, 4)
@@ -76,7 +76,7 @@ class Towers(nn.Module):
         with torch.no_grad():
             for parameter in (*self.image.parameters(), *self.text.parameters()):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        reads = resolve(recipe, KEYS).reads - ({"logit_bias"} if "siglip" not in str(recipe) else set())
+        reads = resolve(objective, KEYS).reads - ({"logit_bias"} if "siglip" not in str(objective) else set())
         reads = reads | {"image_features", "text_features"}
         for key in ("logit_scale", "logit_bias"):  # unread parameters are frozen (DESIGN, rule 2)
             getattr(self, key).requires_grad_(key in reads)
@@ -110,10 +110,10 @@ def joint_batch(ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 def step(name: str, local_loss: bool, dtype_name: str, ranks: int) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of this process's share of the joint batch; of all of it where there is one process."""
     expression, with_ids = LOSSES[name]
-    recipe = replace(Recipe.parse(expression), local_loss=local_loss)
+    objective = replace(Objective.parse(expression), local_loss=local_loss)
     dtype = DTYPES[dtype_name]
-    model = Towers(recipe).to(dtype)
-    loss = CoderLoss(recipe, resolve(recipe, KEYS).bindings, {})
+    model = Towers(objective).to(dtype)
+    loss = CoderLoss(objective, resolve(objective, KEYS).bindings, {})
     images, texts, ids = joint_batch(ranks, dtype)
     if distributed.world_size() > 1:
         own = slice(distributed.rank() * PAIRS, (distributed.rank() + 1) * PAIRS)

@@ -27,11 +27,12 @@ import coder_plugin
 from coder_plugin import create_loss, create_model, registry
 from coder_plugin.backbones import clip as backbone
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.losses.base import Term
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_model, plain_state
 from coder_plugin.pretrained.open import load_model
-from coder_plugin.recipe import Recipe
 
 B, T, VOCABULARY, EOT = 3, 16, 120, 119
 TOKEN_KEYS = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")
@@ -47,17 +48,17 @@ class ReadsTokens(Term):
         return sum((tokens[key] * tokens[mask].unsqueeze(-1)).square().mean() for key, mask in pairs)
 
 
-class Bank(Head):
+class Bank(KeepsState):
     """A first-in-first-out bank of one slot a step, whose loss stashes the mean text."""
 
     requires = ("text_features",)
     provides = ("coder_bank_texts",)
 
-    def __init__(self, widths: Widths, *, size: int = 3) -> None:
+    def __init__(self, backbone: BackboneInfo, *, size: int = 3) -> None:
         super().__init__()
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        self.register_buffer("rows", torch.zeros(size, widths.embed_dim))
+        self.register_buffer("rows", torch.zeros(size, backbone.embed_dim))
         self.register_buffer("pointer", torch.tensor(0))
         self.scale = nn.Parameter(torch.ones(()))
         self.momentum = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -85,9 +86,9 @@ class Pair(Head):
 
     requires = ("image_features", "text_features", "kept_inside")
     provides = ("coder_pair_images", "coder_pair_texts")
-    pair = ("coder_pair_images", "coder_pair_texts")
+    feature_keys = ("coder_pair_images", "coder_pair_texts")
 
-    def __init__(self, widths: Widths) -> None:
+    def __init__(self, backbone: BackboneInfo) -> None:
         super().__init__()
 
     def forward(self, image_features: Tensor, text_features: Tensor, kept_inside: Tensor) -> dict[str, Tensor]:
@@ -100,7 +101,7 @@ class Inside(Head):
     requires = ("text_features",)
     provides = ("kept_inside",)
 
-    def __init__(self, widths: Widths) -> None:
+    def __init__(self, backbone: BackboneInfo) -> None:
         super().__init__()
 
     def forward(self, text_features: Tensor) -> dict[str, Tensor]:
@@ -314,13 +315,13 @@ Make = Callable[..., nn.Module]
 
 @pytest.fixture(scope="module")
 def make(configs: Path) -> Make:
-    """`make("vit", "clip")` is ours with that recipe, `make("vit")` plain open_clip's; equal weights at every call."""
+    """`make("vit", "clip")` is ours with that objective, `make("vit")` plain open_clip's; equal weights at every call."""
 
-    def build(name: str, recipe: str | None = None, **options: Any) -> nn.Module:
+    def build(name: str, loss: str | None = None, **options: Any) -> nn.Module:
         torch.manual_seed(0)
         path = str(configs / f"test-{name}.json")
-        if recipe is not None:
-            model = create_model(path, recipe=recipe, **options)
+        if loss is not None:
+            model = create_model(path, loss=loss, **options)
         else:
             model = open_clip.create_model(backbone.register_config(path), output_dict=True, **options)
         if isinstance(model, CoCa) and not options:  # upstream leaves it as the memory was
@@ -385,10 +386,10 @@ def test_class_attributes_and_keys_are_upstreams(make: Make, name: str) -> None:
     ours.set_grad_checkpointing()
 
 
-@pytest.mark.parametrize("recipe", ["clip", "dcl + reads_tokens + reads_bank"])
+@pytest.mark.parametrize("objective", ["clip", "dcl + reads_tokens + reads_bank"])
 @pytest.mark.parametrize("name", KINDS)
-def test_evaluation_is_upstreams_to_the_bit(make: Make, name: str, recipe: str) -> None:
-    plain, ours = make(name).eval(), make(name, recipe).eval()
+def test_evaluation_is_upstreams_to_the_bit(make: Make, name: str, objective: str) -> None:
+    plain, ours = make(name).eval(), make(name, objective).eval()
     image, text = batch(name)
     with torch.no_grad():
         assert_same(ours(image, text), plain(image, text))
@@ -446,8 +447,8 @@ def test_tokens_and_masks(make: Make, name: str) -> None:
     assert torch.equal(mask, made.mask(text))
     assert mask.sum(1).tolist() == [6, 10, 16], "the end token counts, the padding does not"
     assert texts.shape[1] == T
-    widths = backbone.probe_widths(model, model._coder_taps[0])
-    assert widths == Widths(embed_dim=32, image_tokens=images.shape[2], text_tokens=texts.shape[2])
+    widths = backbone.probe_backbone(model, model._coder_taps[0])
+    assert widths == BackboneInfo(embed_dim=32, image_tokens=images.shape[2], text_tokens=texts.shape[2])
     assert widths.embed_dim == got["image_features"].shape[1]
 
 
@@ -481,10 +482,10 @@ def test_the_tokens_gradient_reaches_both_towers(make: Make, name: str) -> None:
     assert {row for row in range(len(words)) if words[row].abs().sum() > 0} >= used - {0}
 
 
-@pytest.mark.parametrize("recipe", ["clip", "dcl", "reads_bank + clip"])
+@pytest.mark.parametrize("objective", ["clip", "dcl", "reads_bank + clip"])
 @pytest.mark.parametrize("name", ["vit", "resnet", "timm-resnet-bert", "timm-convnext", "coca"])
-def test_no_cost_when_nobody_needs_tokens(make: Make, name: str, recipe: str) -> None:
-    plain, ours = make(name), make(name, recipe)
+def test_no_cost_when_nobody_needs_tokens(make: Make, name: str, objective: str) -> None:
+    plain, ours = make(name), make(name, objective)
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     assert not any(getattr(module, kind) for module in ours.modules() for kind in hooks)
     modules = dict(ours.named_modules())
@@ -599,13 +600,13 @@ def test_a_head_without_its_inputs_is_left_out(make: Make) -> None:
 
 
 def test_options_reach_the_heads(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = Recipe.parse("reads_bank").with_options({"bank.size": 7})
-    assert make("vit", recipe).coder.heads["bank"].rows.shape == (7, 32)
+    objective = Objective.parse("reads_bank").with_options({"bank.size": 7})
+    assert make("vit", objective).coder.heads["bank"].rows.shape == (7, 32)
     with pytest.raises(CoderError, match="head 'bank': size must be at least 1, got 0"):
-        make("vit", recipe.with_options({"bank.size": 0}))
+        make("vit", objective.with_options({"bank.size": 0}))
     logging.getLogger().setLevel(logging.WARNING)
-    make("vit", Recipe.parse("clip").with_options({"bank.size": 7}))
-    assert "options of heads that this recipe does not build: bank" in caplog.text
+    make("vit", Objective.parse("clip").with_options({"bank.size": 7}))
+    assert "options of heads that this objective does not build: bank" in caplog.text
 
 
 # State
@@ -691,7 +692,7 @@ def test_at_reads_the_heads_features(make: Make) -> None:
 
 def test_a_loss_needs_the_models_heads(make: Make) -> None:
     model = make("vit", "clip")
-    with pytest.raises(CoderError, match="the model was made without the heads ids: give create_model the same recipe"):
+    with pytest.raises(CoderError, match="the model was made without the heads ids: give create_model the same objective"):
         create_loss("dcl", model=model)
     with pytest.raises(CoderError, match="loss 'siglip' requires 'logit_bias'"):
         create_loss("siglip", model=model)
@@ -705,11 +706,11 @@ def test_a_loss_needs_the_models_heads(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "trains"),
+    ("objective", "trains"),
     [("dcl", False), ("reads_bank + triplet", False), ("clip", True), ("dcl + clip", True), ("clip@pair", True)],
 )
-def test_the_temperature_trains_only_where_it_is_read(make: Make, recipe: str, trains: bool) -> None:
-    model = make("vit", recipe)
+def test_the_temperature_trains_only_where_it_is_read(make: Make, objective: str, trains: bool) -> None:
+    model = make("vit", objective)
     assert model.logit_scale.requires_grad is trains
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad and not n.startswith("coder.")}
     assert frozen == (set() if trains else {"logit_scale"})
@@ -732,8 +733,8 @@ def test_siglip_adds_a_bias_where_there_is_none(make: Make) -> None:
 def test_a_configured_bias_stays_as_configured(configs: Path, make: Make) -> None:
     config = json.loads((configs / "test-vit.json").read_text())
     (configs / "test-biased.json").write_text(json.dumps({**config, "init_logit_bias": -3, "init_logit_scale": 1.5}))
-    for recipe, trains in (("siglip", True), ("clip", True), ("dcl", False)):
-        model = make("biased", recipe)
+    for objective, trains in (("siglip", True), ("clip", True), ("dcl", False)):
+        model = make("biased", objective)
         assert (model.logit_bias.item(), model.logit_scale.item()) == (-3, 1.5)
         assert model.logit_bias.requires_grad is model.logit_scale.requires_grad is trains
 
@@ -801,7 +802,7 @@ def test_the_export_opens_in_plain_open_clip(make: Make, tmp_path: Path, name: s
 @pytest.mark.parametrize(
     "options",
     [
-        {"recipe": "siglip"},
+        {"loss": "siglip"},
         {"force_image_size": 16},
         {"force_context_length": 12},
         {"force_custom_text": True},
@@ -810,7 +811,7 @@ def test_the_export_opens_in_plain_open_clip(make: Make, tmp_path: Path, name: s
     ids=lambda options: next(iter(options)),
 )
 def test_the_export_of_a_model_with_overrides_opens(make: Make, tmp_path: Path, options: dict[str, Any]) -> None:
-    model = make("vit", **{"recipe": "clip", **options}).eval()
+    model = make("vit", **{"loss": "clip", **options}).eval()
     path = export_model(model, tmp_path / "export")
     plain = open_clip.create_model(f"local-dir:{path.parent}", output_dict=True).eval()
     size, (image, text) = model.visual.image_size, batch()
@@ -822,9 +823,9 @@ def test_the_export_of_a_model_with_overrides_opens(make: Make, tmp_path: Path, 
 
 def test_coder_tiny_is_known_by_name() -> None:
     torch.manual_seed(0)
-    model = create_model("coder-tiny", recipe="dcl")
+    model = create_model("coder-tiny", loss="dcl")
     assert "coder-tiny" in open_clip.list_models() and model.visual.image_size == 64
-    again = create_model("coder-tiny", recipe=Recipe.parse("clip"), force_image_size=32, force_context_length=20)
+    again = create_model("coder-tiny", loss=Objective.parse("clip"), force_image_size=32, force_context_length=20)
     assert again.visual.image_size == 32 and again.context_length == 20
     assert coder_plugin.create_model is create_model
 
@@ -888,7 +889,7 @@ def test_image_tower_mistakes(make: Make, tmp_path: Path) -> None:
 
 def refused(name: str, **options: Any) -> str:
     with pytest.raises(CoderError) as caught:
-        create_model(name, **{"recipe": "clip", **options})
+        create_model(name, **{"loss": "clip", **options})
     message = str(caught.value)
     assert len(message.splitlines()) == 1 and len(message) < 2000
     return message
@@ -940,8 +941,8 @@ def test_weights_mistakes(configs: Path, tmp_path: Path, make: Make) -> None:
 
 def test_recipes_that_a_model_cannot_serve(configs: Path) -> None:
     name = str(configs / "test-vit.json")
-    assert 'recipe "clap", column 1' in refused(name, recipe="clap")
-    assert "has no features of its own" in refused(name, recipe="dcl@ids")
+    assert 'objective "clap", column 1' in refused(name, loss="clap")
+    assert "has no features of its own" in refused(name, loss="dcl@ids")
 
 
 def test_text_masks_of_towers_that_pool_the_last_position() -> None:
@@ -959,13 +960,13 @@ def test_text_masks_of_towers_that_pool_the_last_position() -> None:
 def test_heads_take_half_precision_features(make: Make, precision: str, tiny_model: str) -> None:
     import coder_plugin
 
-    recipe = Recipe.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
+    objective = Objective.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
     for aggregator in ("tower", "gpo"):
-        model = coder_plugin.create_model(tiny_model, recipe=recipe, precision=precision, aggregator=aggregator).train()
+        model = coder_plugin.create_model(tiny_model, loss=objective, precision=precision, aggregator=aggregator).train()
         text = torch.ones(4, 40, dtype=torch.long)
         text[:, 3] = 49407
         outputs = model(torch.randn(4, 3, 64, 64).bfloat16(), text, image_id=torch.arange(4))
-        losses = coder_plugin.create_loss(recipe, model=model)(**outputs)
+        losses = coder_plugin.create_loss(objective, model=model)(**outputs)
         assert all(torch.isfinite(value) for value in losses.values())
         sum(losses.values()).backward()
         assert model.embed_image(torch.randn(4, 3, 64, 64).bfloat16()).shape == (4, 64)

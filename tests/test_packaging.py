@@ -194,7 +194,7 @@ HEAVY = ("torch", "numpy", "open_clip", "transformers", "timm", "accelerate", "f
         ("import coder_plugin.cli as cli; cli.main(['plugins'])", set()),
         ("import coder_plugin.functional", {"torch", "numpy"}),
         ("import coder_plugin; coder_plugin.create_model; coder_plugin.create_loss", {"torch", "numpy"}),
-        ("from coder_plugin.recipe import Recipe; Recipe.parse('dcl + triplet')", {"torch", "numpy"}),
+        ("from coder_plugin.objective import Objective; Objective.parse('dcl + triplet')", {"torch", "numpy"}),
     ],
 )
 def test_imports_are_light(code: str, allowed: set[str]) -> None:

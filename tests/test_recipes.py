@@ -10,7 +10,7 @@ from coder_plugin import registry
 from coder_plugin.config import TrainConfig
 from coder_plugin.functional import dcl
 from coder_plugin.model import required_heads
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
 OURS = [p.name for p in registry.list_plugins("recipes") if p.distribution == "coder-plugin"]
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
@@ -18,33 +18,33 @@ ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_recipe_resolves_and_survives_its_file_form(name):
-    recipe = Recipe.parse(name)
-    assert set(required_heads(recipe)) <= ALL_HEADS | {"asymmetry", "fusion", "alignment", "contexts", "views", "captioner"}
-    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    objective = Objective.parse(name)
+    assert set(required_heads(objective)) <= ALL_HEADS | {"asymmetry", "fusion", "alignment", "contexts", "views", "captioner"}
+    assert Objective.from_dict(objective.to_dict()) == objective
     coder, ascl = {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}, {"ascl", "clip"}
     selfalign = {"lca", "cra", "view_diversity", "caption"}
-    assert {term.name for term in recipe.terms} <= coder | ascl | selfalign
-    given = {} if "model" in dict(recipe.training) else {"model": "ViT-B-32"}
+    assert {term.name for term in objective.terms} <= coder | ascl | selfalign
+    given = {} if "model" in dict(objective.training) else {"model": "ViT-B-32"}
     config = TrainConfig(loss=name, train_data="x.tar", **given).resolved()
-    for option, value in recipe.training:
+    for option, value in objective.training:
         assert getattr(config, option) == value
     by_flag = TrainConfig(loss=name, train_data="x.tar", model="ViT-B-32", lr=0.5, wd=0.25, epochs=3).resolved()
     assert (by_flag.model, by_flag.lr, by_flag.wd, by_flag.epochs) == ("ViT-B-32", 0.5, 0.25, 3)
 
 
 def options(name: str) -> dict[str, dict]:
-    recipe = Recipe.parse(name)
-    return {term.name: dict(term.options) for term in recipe.terms} | {head: dict(given) for head, given in recipe.heads}
+    objective = Objective.parse(name)
+    return {term.name: dict(term.options) for term in objective.terms} | {head: dict(given) for head, given in objective.heads}
 
 
 def test_coder_is_equation_8():
-    recipe = Recipe.parse("coder")
-    assert [(term.weight, term.name) for term in recipe.terms] == [
+    objective = Objective.parse("coder")
+    assert [(term.weight, term.name) for term in objective.terms] == [
         (3.0, "dcl"), (1.0, "m_dcl"), (1.0, "concept_dcl"), (1.0, "pgc")
     ]  # fmt: skip
-    assert set(required_heads(recipe)) == ALL_HEADS
+    assert set(required_heads(objective)) == ALL_HEADS
     assert options("coder")["dcl"]["diversity_over"] == "batch+bank"
-    assert recipe.training == ()
+    assert objective.training == ()
 
 
 def test_the_printed_twins_follow_the_letter():
@@ -52,8 +52,8 @@ def test_the_printed_twins_follow_the_letter():
         given = options(name)
         assert all(given[term]["positive_weight"] == "mu" for term in ("dcl", "m_dcl", "concept_dcl"))
         assert given["m_dcl"]["reverse"] == "all" and given["dcl"]["mask_same_image"] is False
-    assert dict(Recipe.parse("coder-f30k-printed").training)["opt"] == "adam"
-    assert dict(Recipe.parse("coder-f30k").training)["opt"] == "adamw"
+    assert dict(Objective.parse("coder-f30k-printed").training)["opt"] == "adam"
+    assert dict(Objective.parse("coder-f30k").training)["opt"] == "adamw"
     assert options("coder-f30k")["prototypes"]["clusters"] == 10_000
     assert options("coder-coco")["prototypes"]["clusters"] == 20_000
 
@@ -74,9 +74,9 @@ def test_the_printed_twins_follow_the_letter():
     ],
 )
 def test_a_row_has_its_terms_and_builds_nothing_else(name, terms, heads):
-    recipe = Recipe.parse(name)
-    assert [term.name for term in recipe.terms] == terms
-    assert set(required_heads(recipe)) == heads
+    objective = Objective.parse(name)
+    assert [term.name for term in objective.terms] == terms
+    assert set(required_heads(objective)) == heads
 
 
 def test_rows_differ_where_the_tables_do():
@@ -90,14 +90,14 @@ def test_rows_differ_where_the_tables_do():
     assert options("coder/table3-4") == options("coder/table7-none")
     assert options("coder/table4-15k")["prototypes"]["clusters"] == 15_000
     assert {options("coder/table7-entropy")[term]["diversity"] for term in ("dcl", "m_dcl", "concept_dcl")} == {"entropy"}
-    assert dict(Recipe.parse("coder/fig3-64").training)["batch_size"] == 64
+    assert dict(Objective.parse("coder/fig3-64").training)["batch_size"] == 64
     assert options("coder/fig7-0.5")["concept_dcl"]["epsilon"] == 0.5
     assert options("coder/table4-10k") == options("coder/table2-5")
 
 
 def test_a_sum_of_recipes_says_nothing_of_training():
-    assert Recipe.parse("coder-f30k + clip").training == ()
-    assert Recipe.parse("2*coder-f30k").training == Recipe.parse("coder-f30k").training
+    assert Objective.parse("coder-f30k + clip").training == ()
+    assert Objective.parse("2*coder-f30k").training == Objective.parse("coder-f30k").training
 
 
 @pytest.mark.parametrize(("mu", "gamma"), [(0.05, 0.6), (0.1, 0.3)])
@@ -140,26 +140,26 @@ ASCL = {"asymmetry", "fusion", "ids"}
     ],
 )
 def test_ascls_rows(name, terms, heads, asymmetry):
-    recipe = Recipe.parse(f"ascl/{name}")
-    assert [term.name for term in recipe.terms] == terms and set(required_heads(recipe)) == heads
-    assert dict(dict(recipe.heads).get("asymmetry", ())) == asymmetry
+    objective = Objective.parse(f"ascl/{name}")
+    assert [term.name for term in objective.terms] == terms and set(required_heads(objective)) == heads
+    assert dict(dict(objective.heads).get("asymmetry", ())) == asymmetry
     # where there is a fusion it is the first term's score, and the towers' own cosine the second's
-    similarities = [dict(term.options).get("similarity", "cosine") for term in recipe.terms]
+    similarities = [dict(term.options).get("similarity", "cosine") for term in objective.terms]
     assert similarities == (["cosine"] if "without-fusion" in name else ["fusion", "cosine"])
     if "ascl" in terms:
-        assert all(dict(term.options)["temperature"] == 0.01 for term in recipe.terms)
+        assert all(dict(term.options)["temperature"] == 0.01 for term in objective.terms)
     if "fusion" in heads:
-        assert dict(dict(recipe.heads)["fusion"])["local_weight"] == 0.6
-    training = dict(recipe.training)
+        assert dict(dict(objective.heads)["fusion"])["local_weight"] == 0.6
+    training = dict(objective.training)
     assert (training["batch_size"], training["epochs"], training["lr"]) == (64, 20, 2e-4)
     assert (training["opt"], training["lr_step_epochs"], training["lr_step_gamma"]) == ("adam", 10, 0.1)
 
 
 def test_ascl_for_coco_and_for_clip():
-    recipe = Recipe.parse("ascl-coco")
-    assert [dict(term.options)["temperature"] for term in recipe.terms] == [0.05, 0.05]
-    assert dict(dict(recipe.heads)["fusion"])["local_weight"] == 0.8
-    assert dict(recipe.training)["lr"] == 5e-4
-    recipe = Recipe.parse("ascl-clip")
-    assert str(recipe) == "clip + ascl(temperature=logit_scale)" and "model" not in dict(recipe.training)
-    assert Recipe.parse("ascl-f30k") == Recipe.parse("ascl/table2-full")
+    objective = Objective.parse("ascl-coco")
+    assert [dict(term.options)["temperature"] for term in objective.terms] == [0.05, 0.05]
+    assert dict(dict(objective.heads)["fusion"])["local_weight"] == 0.8
+    assert dict(objective.training)["lr"] == 5e-4
+    objective = Objective.parse("ascl-clip")
+    assert str(objective) == "clip + ascl(temperature=logit_scale)" and "model" not in dict(objective.training)
+    assert Objective.parse("ascl-f30k") == Objective.parse("ascl/table2-full")

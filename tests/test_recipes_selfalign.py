@@ -10,7 +10,7 @@ import torch
 from coder_plugin import create_loss, create_model, registry
 from coder_plugin.config import TrainConfig
 from coder_plugin.model import required_heads
-from coder_plugin.recipe import Recipe, parse_value
+from coder_plugin.objective import Objective, parse_value
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
 
@@ -21,8 +21,8 @@ CAMERA = {"ids", "views"}
 
 
 def options(name: str) -> dict[str, dict[str, Any]]:
-    recipe = Recipe.parse(name)
-    return {term.name: dict(term.options) for term in recipe.terms} | {head: dict(given) for head, given in recipe.heads}
+    objective = Objective.parse(name)
+    return {term.name: dict(term.options) for term in objective.terms} | {head: dict(given) for head, given in objective.heads}
 
 
 def test_all_are_there():
@@ -37,22 +37,22 @@ def bert(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_resolves_on_its_model_and_survives_its_file_form(name, bert, tiny_model):
-    recipe = Recipe.parse(name)
-    assert Recipe.from_dict(recipe.to_dict()) == recipe
-    training = dict(recipe.training)
+    objective = Objective.parse(name)
+    assert Objective.from_dict(objective.to_dict()) == objective
+    training = dict(objective.training)
     config = TrainConfig(loss=name, train_data="x.tar", **({} if "model" in training else {"model": "ViT-B-32"})).resolved()
     for option, value in training.items():
         assert getattr(config, option) == value
     torch.manual_seed(0)
     if name == "selfalign-clip":
-        model = create_model(tiny_model, recipe=recipe)
+        model = create_model(tiny_model, loss=objective)
     else:
         backbone = training.get("model", "region-bert")
         given = dict(each.split("=") for each in training.get("model_kwargs", []))
         more = {key: parse_value(value) for key, value in given.items()}
-        model = create_model(backbone, recipe=recipe, **{**regions.options(backbone, bert), **more})
-    assert tuple(model.coder.heads) == required_heads(recipe)
-    loss = create_loss(recipe, model=model)
+        model = create_model(backbone, loss=objective, **{**regions.options(backbone, bert), **more})
+    assert tuple(model.coder.heads) == required_heads(objective)
+    loss = create_loss(objective, model=model)
     if name == "selfalign-clip":
         return
     batch = regions.batch(model)
@@ -80,19 +80,19 @@ def test_each_resolves_on_its_model_and_survives_its_file_form(name, bert, tiny_
 )
 def test_a_row_differs_as_table_4_does(row, terms, heads, changed):
     """#9 loses T-global/V-local, so that the image's global side alone is left; #10 mirrors it."""
-    recipe, full = Recipe.parse(ROWS[row]), options(ROWS[0])
-    assert {term.name for term in recipe.terms} == {"triplet", "view_diversity"} | terms
-    assert set(required_heads(recipe)) == heads
+    objective, full = Objective.parse(ROWS[row]), options(ROWS[0])
+    assert {term.name for term in objective.terms} == {"triplet", "view_diversity"} | terms
+    assert set(required_heads(objective)) == heads
     got = options(ROWS[row])
     assert got.keys() >= changed.keys()
     for name, given in got.items():
         assert given == {**full.get(name, {}), **changed.get(name, {})}, name
-    assert recipe.training == Recipe.parse(ROWS[0]).training
+    assert objective.training == Objective.parse(ROWS[0]).training
 
 
 def test_what_the_paper_prints():
-    camera, coco = (dict(Recipe.parse(name).training) for name in ("selfalign-camera", "selfalign-camera-coco"))
-    vsrn, vsrn_coco = (dict(Recipe.parse(name).training) for name in ("selfalign-vsrn", "selfalign-vsrn-coco"))
+    camera, coco = (dict(Objective.parse(name).training) for name in ("selfalign-camera", "selfalign-camera-coco"))
+    vsrn, vsrn_coco = (dict(Objective.parse(name).training) for name in ("selfalign-vsrn", "selfalign-vsrn-coco"))
     for training in (camera, coco, vsrn, vsrn_coco):
         assert (training["batch_size"], training["opt"], training["grad_clip_norm"]) == (128, "adam", 2.0)
     drops = [(t["model"], t["lr"], t["epochs"], t["lr_step_epochs"]) for t in (camera, coco, vsrn, vsrn_coco)]
@@ -104,11 +104,11 @@ def test_what_the_paper_prints():
     ]
     assert ("batch_norm=true" in vsrn["model_kwargs"]) and ("batch_norm=true" not in vsrn_coco["model_kwargs"])
     assert "word_projection=true" in vsrn["model_kwargs"] and "word_projection=true" in vsrn_coco["model_kwargs"]
-    assert [(term.weight, term.name) for term in Recipe.parse("selfalign-camera").terms] == [
+    assert [(term.weight, term.name) for term in Objective.parse("selfalign-camera").terms] == [
         (1.0, "triplet"), (0.01, "view_diversity"), (1.0, "lca"), (1.0, "cra")
     ]  # fmt: skip
-    assert [term.name for term in Recipe.parse("selfalign-vsrn").terms] == ["triplet", "caption", "lca", "cra"]
-    assert [term.name for term in Recipe.parse("selfalign-clip").terms] == ["clip", "lca", "cra"]
+    assert [term.name for term in Objective.parse("selfalign-vsrn").terms] == ["triplet", "caption", "lca", "cra"]
+    assert [term.name for term in Objective.parse("selfalign-clip").terms] == ["clip", "lca", "cra"]
     for name in ("selfalign-camera", "selfalign-vsrn"):  # triplets are summed, other terms means (METHODS 9)
         assert options(name)["triplet"] == {"reduction": "sum"} and options(name)["cra"] == {"reduction": "sum"}
 
@@ -121,8 +121,8 @@ def test_defaults_are_the_papers():
 
 @pytest.mark.parametrize("text", ["clip + selfalign", "dcl + 0.5*selfalign", "coder + selfalign"])
 def test_it_can_be_added_to_other_objectives(text):
-    recipe = Recipe.parse(text)
-    assert {"alignment", "contexts", "ids"} <= set(required_heads(recipe))
-    given = {term.name: term for term in recipe.terms}
+    objective = Objective.parse(text)
+    assert {"alignment", "contexts", "ids"} <= set(required_heads(objective))
+    given = {term.name: term for term in objective.terms}
     assert given["lca"].weight == given["cra"].weight == (0.5 if "0.5" in text else 1.0)
     assert dict(given["cra"].options)["ca_on"] == "combined"

@@ -1,4 +1,4 @@
-"""From a recipe to its heads, with made-up losses and heads of ours, of theirs and of others."""
+"""From an objective to its heads, with made-up losses and heads of ours, of theirs and of others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
-from coder_plugin.recipe import Recipe
-from coder_plugin.resolver import INSIDE, OWN_DISTRIBUTION, Resolution, resolve
+from coder_plugin.objective import Objective
+from coder_plugin.resolver import INTERMEDIATE_KEYS, OWN_DISTRIBUTION, Resolution, resolve
 
 BACKBONE = {"image_features", "text_features", "logit_scale"}
 OURS = OWN_DISTRIBUTION
@@ -44,13 +44,13 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
     return add
 
 
-def head(requires: str = "", provides: str = "", pair: tuple[str, str] | None = None) -> type[Head]:
+def head(requires: str = "", provides: str = "", feature_keys: tuple[str, str] | None = None) -> type[Head]:
     """A head class that no resolver may instantiate."""
 
-    def made(self: Head, widths: Widths) -> None:
+    def made(self: Head, backbone: BackboneInfo) -> None:
         raise AssertionError("resolving must not build heads")
 
-    fields = {"requires": tuple(requires.split()), "provides": tuple(provides.split()), "pair": pair}
+    fields = {"requires": tuple(requires.split()), "provides": tuple(provides.split()), "feature_keys": feature_keys}
     return type("Fake", (Head,), {**fields, "__init__": made})
 
 
@@ -59,7 +59,7 @@ def loss(requires: str = "", uses: str = "") -> type[Term]:
 
 
 def run(text: str, available: set[str] = BACKBONE) -> Resolution:
-    return resolve(Recipe.parse(text), available)
+    return resolve(Objective.parse(text), available)
 
 
 def refused(text: str, available: set[str] = BACKBONE) -> str:
@@ -105,7 +105,7 @@ def test_providers_come_before_their_readers(plug: Plug) -> None:
     assert result.reads == {
         *("coder_top", "coder_mid", "coder_base", "image_features", "text_features", "image_tokens", "text_mask")
     }
-    assert result.reads & INSIDE and not run("mid").reads & {"image_features"}
+    assert result.reads & INTERMEDIATE_KEYS and not run("mid").reads & {"image_features"}
     assert result.bindings == ({"coder_top": "coder_top", "text_features": "text_features"}, {"coder_mid": "coder_mid"})
 
 
@@ -158,7 +158,7 @@ def test_two_providers(plug: Plug) -> None:
 
 
 def test_our_own_head_is_preferred(plug: Plug) -> None:
-    """Installing somebody's package must not change what a recipe means."""
+    """Installing somebody's package must not change what an objective means."""
     plug("heads", "theirs", aaa=head(provides="coder_key"))
     plug("losses", key=loss("coder_key"), maybe=loss("image_features", "coder_key"))
     assert run("key").heads == ("aaa",)
@@ -243,9 +243,9 @@ def test_at_reads_the_heads_pair(plug: Plug) -> None:
 
 
 def test_at_builds_that_head_and_no_other(plug: Plug) -> None:
-    pair = ("coder_x", "coder_y")
-    plug("heads", own=head(provides="coder_x coder_y", pair=pair))
-    plug("heads", "theirs", theirs=head(provides="coder_x coder_y", pair=pair), key=head(provides="coder_key"))
+    features = ("coder_x", "coder_y")
+    plug("heads", own=head(provides="coder_x coder_y", feature_keys=features))
+    plug("heads", "theirs", theirs=head(provides="coder_x coder_y", feature_keys=features), key=head(provides="coder_key"))
     plug("heads", "others", key_2=head(provides="coder_key"))
     plug("losses", both=loss("image_features text_features coder_key"), plain=loss("image_features text_features"))
     assert run("plain@theirs").heads == ("theirs",)

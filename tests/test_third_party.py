@@ -88,13 +88,13 @@ import json, logging, torch
 logging.disable(logging.WARNING)
 from coder_plugin import create_loss, create_model
 said = {}
-for recipe in ("clip", "dcl", "triplet + 0.5*clip", "dcl(mask_same_image=false)"):
+for objective in ("clip", "dcl", "triplet + 0.5*clip", "dcl(mask_same_image=false)"):
     torch.manual_seed(0)
-    model = create_model("coder-tiny", recipe=recipe, force_image_size=32).train()
+    model = create_model("coder-tiny", loss=objective, force_image_size=32).train()
     outputs = model(torch.randn(4, 3, 32, 32), torch.randint(1, 999, (4, 40)), image_id=torch.tensor([1, 2, 1, 3]))
-    losses = create_loss(recipe, model=model)(**outputs)
+    losses = create_loss(objective, model=model)(**outputs)
     sum(losses.values()).backward()
-    said[recipe] = {
+    said[objective] = {
         "heads": list(model.coder.heads),
         "keys": sorted(outputs),
         "state": list(model.state_dict()),
@@ -115,12 +115,12 @@ STEPS = """
 import json, logging, torch
 logging.disable(logging.WARNING)
 from coder_plugin import create_loss, create_model
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
-recipe = Recipe.parse("theirs(temperature=0.1)").with_options({"their_bank.size": 20})
+objective = Objective.parse("theirs(temperature=0.1)").with_options({"their_bank.size": 20})
 torch.manual_seed(0)
-model = create_model("coder-tiny", recipe=recipe, force_image_size=32).train()
-loss = create_loss(recipe, model=model)
+model = create_model("coder-tiny", loss=objective, force_image_size=32).train()
+loss = create_loss(objective, model=model)
 bank = model.coder.heads["their_bank"]
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 images, texts = torch.randn(5, 8, 3, 32, 32), torch.randint(1, 999, (5, 8, 40))  # more than the bank: no positive in it
@@ -182,7 +182,7 @@ def test_the_command_line_trains_with_it(run: Run, tmp_path: Path) -> None:
     [
         ("theirs(temprature=1)", "column 8: 'theirs' has no option 'temprature'; it has: temperature"),
         ("theirs(temperature=0)", "column 8: 'theirs': temperature must be > 0, got 0.0"),
-        ("clip + their", "column 8: unknown loss or recipe 'their'; did you mean 'theirs'?"),
+        ("clip + their", "column 8: unknown loss or objective 'their'; did you mean 'theirs'?"),
     ],
 )
 def test_mistakes_with_it_are_one_line(run: Run, loss: str, said: str) -> None:
@@ -197,13 +197,13 @@ def test_mistakes_with_it_are_one_line(run: Run, loss: str, said: str) -> None:
 def _two_steps(site: str, rows: int) -> dict[str, Any]:
     """Two steps of these rows of a global batch of two: both on one process, one on each of two ranks."""
     from coder_plugin import distributed, registry
-    from coder_plugin.heads.base import Widths
+    from coder_plugin.heads.base import BackboneInfo
 
     if site not in sys.path:
         sys.path.insert(0, site)
         registry.refresh()
     theirs = importlib.import_module("their_losses")
-    bank, term = theirs.Bank(Widths(embed_dim=4), size=5), theirs.Theirs()
+    bank, term = theirs.Bank(BackboneInfo(embed_dim=4), size=5), theirs.Theirs()
     term.bind({"their_bank": bank}, local_loss=False)
     own = slice(distributed.rank() * rows, (distributed.rank() + 1) * rows)
     losses = []
@@ -229,9 +229,9 @@ def test_the_bank_holds_every_ranks_texts_in_the_same_order(site: Path, theirs: 
 
 
 def test_a_batch_larger_than_the_bank_leaves_its_last_rows(theirs: ModuleType) -> None:
-    from coder_plugin.heads.base import Widths
+    from coder_plugin.heads.base import BackboneInfo
 
-    bank = theirs.Bank(Widths(embed_dim=1), size=3)
+    bank = theirs.Bank(BackboneInfo(embed_dim=1), size=3)
     bank.write(texts=torch.arange(5.0)[:, None])
     assert sorted(bank.texts.flatten().tolist()) == [2, 3, 4] and int(bank.count) == 3
     bank.write(texts=torch.tensor([[9.0]]))

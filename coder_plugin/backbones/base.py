@@ -1,4 +1,4 @@
-"""What a backbone of ours is: two towers that give named tensors, with the recipe's heads run inside forward.
+"""What a backbone of ours is: two towers that give named tensors, with the objective's heads run inside forward.
 
 open_clip's models are extended in place instead (``backbones/clip.py``); to trainers, heads and losses both look alike.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from coder_plugin.backbones.words import Words
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.norm import statistics_of
 
 #: The file of an export that says how its model is made.
@@ -28,14 +28,14 @@ class Backbone(nn.Module):
     A subclass gives the two sides, their widths and what reads its data; ``create_model`` puts the heads under ``coder``.
     """
 
-    #: The keys that heads may read and that do not leave the model; see ``resolver.INSIDE``.
+    #: The keys that heads may read and that do not leave the model; see ``resolver.INTERMEDIATE_KEYS``.
     inside: frozenset[str] = frozenset()
 
     coder: Any
     logit_scale: nn.Parameter
     words: Words
 
-    def widths(self) -> Widths:
+    def info(self) -> BackboneInfo:
         """Dimensions that heads are built from."""
         raise NotImplementedError
 

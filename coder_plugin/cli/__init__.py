@@ -129,14 +129,14 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         type=float,
         nargs="+",
         metavar="B",
-        help="weights of the instance level against the concept level, instead of the recipe's: a row for each",
+        help="weights of the instance level against the concept level, instead of the objective's: a row for each",
     )
     parser.add_argument(
         "--context-weight",
         type=float,
         nargs="+",
         metavar="W",
-        help="weights of SelfAlign's context level, instead of the recipe's: a row for each; 0 leaves it out (of one run, "
+        help="weights of SelfAlign's context level, instead of the objective's: a row for each; 0 leaves it out (of one run, "
         "without pictures)",
     )
     parser.add_argument(

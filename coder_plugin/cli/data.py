@@ -93,8 +93,8 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
 
 def _extract(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.extract import extract_command
+    from coder_plugin.data.from_config import reading_options
     from coder_plugin.data.pictures import is_pictures
-    from coder_plugin.pretrained.data import reading_options
 
     config = _reading_config(arguments)
     bare = config.dataset_type == "auto" and is_pictures(arguments.images)
@@ -109,7 +109,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "convert",
         help="any file of region features to region shards or precomp files",
-        description="Copy region features to region shards or precomp files, number for number, with captions joined in if "
+        description="Copy region features unchanged to region shards or precomp files, with captions joined in if "
         "--captions-data names some: then these say which images are written, in their order.",
         allow_abbrev=False,
     )
@@ -129,8 +129,8 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    from coder_plugin.data.from_config import make_captions
     from coder_plugin.data.regions.convert import convert
-    from coder_plugin.pretrained.data import make_captions
 
     captions = None
     if arguments.captions_data is not None:
@@ -171,8 +171,8 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "doctor",
-        help="check installation, machine, data, recipe or a trained run, and say what to do",
-        description="Check the installation and the machine; with data, a model or a recipe named as for train, these too; "
+        help="check installation, machine, data, objective or a trained run, and say what to do",
+        description="Check the installation and the machine; with data, a model or an objective named as for train, these too; "
         "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
         allow_abbrev=False,
     )

@@ -32,24 +32,26 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
 
     from coder_plugin.model import create_loss, required_heads
     from coder_plugin.pretrained import build
+    from coder_plugin.training import prepare
 
     if config.model is None and not config.on_scenes and not _names_model(config):
         yield note("recipe.model", "no --model: recipe and model were not checked", "--model NAME, as train has it")
         return
     config = config.resolved()
-    recipe = build.make_recipe(config)
-    heads = ", ".join(required_heads(recipe)) or "none"
-    yield ok("recipe.loss", f'--loss "{config.loss}" is {recipe}; heads: {heads}')
+    objective = prepare.make_objective(config)
+    heads = ", ".join(required_heads(objective)) or "none"
+    yield ok("recipe.loss", f'--loss "{config.loss}" is {objective}; heads: {heads}')
     if source is None:
         do = "mend them, or run doctor where they are: what the recipe takes from the data is not known"
         yield note("recipe.data", "without training data the model is not checked", do)
         return
     samples = whole.samples(config.captions, config.train_num_samples)
-    recipe = build.fit_recipe(recipe, config, samples_per_epoch=samples)
+    objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
     offline, waived = _without_downloads(config)
     yield from waived
     trains = yield from _steps(config, samples)
-    model = yield from _unless_absent(config.model, build.make_model, offline, recipe, torch.device("cpu"), source)
+    cpu = torch.device("cpu")
+    model = yield from _unless_absent(config.model, prepare.make_training_model, offline, objective, cpu, source)
     if model is None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -63,8 +65,8 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
         reads = f"pictures of {size} pixels" if isinstance(size, int) else f"pictures of {size[0]} x {size[1]} pixels"
     texts = "" if made.tokenizer is None else f" and texts of {made.tokenizer(['a']).shape[1]} tokens"
     yield ok("recipe.model", f"{config.model}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}")
-    create_loss(recipe, model=model)
-    build.check_accumulation(model, config)
+    create_loss(objective, model=model)
+    prepare.check_accumulation(model, config)
     build.make_transforms(model, config)
     yield from _check_tagger(model, config)
     if trains:
@@ -84,9 +86,9 @@ def _unless_absent(what: str, make: Callable[..., Any], *arguments: Any) -> Gene
 
 
 def _names_model(config: Any) -> bool:
-    from coder_plugin.recipe import Recipe
+    from coder_plugin.objective import Objective
 
-    return "model" in dict(Recipe.parse(config.loss).training)
+    return "model" in dict(Objective.parse(config.loss).training)
 
 
 def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
@@ -118,10 +120,10 @@ def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
 
 
 def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
-    from coder_plugin.pretrained import build
+    from coder_plugin.training import prepare
 
     try:
-        tags = build.make_tags(model, config)
+        tags = prepare.make_tags(model, config)
     except CoderError as error:
         yield problem("recipe.tagger", str(error), "install or name the pipeline, as it says")
     else:

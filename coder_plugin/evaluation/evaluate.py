@@ -12,16 +12,16 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig, read_flags
+from coder_plugin.data.from_config import make_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft as retention
 from coder_plugin.evaluation.evaluation_sets import Known, Sets, asked, further, known_of
 from coder_plugin.evaluation.sweep import sweep
 from coder_plugin.evaluation.two_stage import measure, plain
 from coder_plugin.evaluation.zero_shot import zero_shot
-from coder_plugin.pretrained.data import make_source
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.pretrained.open import open_trained, trained_config
-from coder_plugin.recipe import Recipe
 from coder_plugin.report import pictures
 from coder_plugin.report.alignment import LOCALS
 from coder_plugin.report.plots import check_figures
@@ -60,7 +60,7 @@ def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
         CoderError: it is neither, or the model has no fusion score to re-rank by.
     """
     if rerank is None:
-        return SHORTLIST if encoder.reranking is None or _trains_towers(encoder.model.coder.recipe) else None
+        return SHORTLIST if encoder.reranking is None or _trains_towers(encoder.model.coder.objective) else None
     if rerank == "all" or (str(rerank).isdecimal() and int(rerank) > 0):
         if encoder.reranking is None:
             raise CoderError(
@@ -71,9 +71,9 @@ def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
     raise CoderError(f"--rerank must be a number of candidates, 1 or more, or all, got {rerank!r}")
 
 
-def _trains_towers(recipe: Recipe) -> bool:
+def _trains_towers(objective: Objective) -> bool:
     """Whether some term compares the towers' own features."""
-    bindings = resolve(recipe, {"image_features", "text_features", "logit_scale", "logit_bias"}).bindings
+    bindings = resolve(objective, {"image_features", "text_features", "logit_scale", "logit_bias"}).bindings
     return any("image_features" in binding.values() for binding in bindings)
 
 
@@ -290,6 +290,6 @@ def _evaluated(arguments: Any, run: str | None, *, data: tuple[TrainConfig, Any]
     """The name, the data, the model and the shortlist's length of one run's export, or of what the flags name."""
     config, source = data or _data_of(arguments, run)
     drawing = bool(getattr(arguments, "pictures", None))
-    trained = open_trained(config, name=run and str(run), source=source, catch=LOCALS if drawing else ())
+    trained = open_trained(config, name=run and str(run), source=source, return_intermediates=LOCALS if drawing else ())
     beside = pictures.pictures_beside(config, arguments.split) if drawing else None
     return _Evaluated(trained.name, source, trained.encoder(), config.rerank, beside)

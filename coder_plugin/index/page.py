@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from coder_plugin.html import data_uri, jpeg_uri, render
 from coder_plugin.index.index import Index
 from coder_plugin.index.search import Hit
-from coder_plugin.report.page import data_uri, jpeg_uri, render
 
 
 def results_page(index: Index, found: Sequence[tuple[str, Any, Sequence[Hit]]]) -> str:
@@ -34,7 +34,7 @@ def results_page(index: Index, found: Sequence[tuple[str, Any, Sequence[Hit]]]) 
         name=index.folder.resolve().name,
         sizes=f"{made['images']:,} images, {made['captions']:,} captions",
         model=PurePath(made["model"].get("name", "")).name,  # a page may be passed on, and folders are nobody's business
-        recipe=made["model"].get("recipe", ""),
+        objective=made["model"].get("objective", ""),
         queries=queries,
     )
 

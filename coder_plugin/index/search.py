@@ -63,7 +63,7 @@ class Searcher:
         if trained.fingerprint() != of["fingerprint"]:
             raise CoderError(
                 f"{index.folder} was made with another model than {trained.name}: its vectors would be compared with ones "
-                f"that mean something else. It was made with {of.get('name', 'one')} ({of.get('recipe', '')})"
+                f"that mean something else. It was made with {of.get('name', 'one')} ({of.get('objective', '')})"
             )
         self.encoder = trained.encoder()
         if index.manifest["plan"]["re-ranking"]:

@@ -17,7 +17,7 @@ class Term(nn.Module):
     """Base of all loss terms (DESIGN, "one contract").
 
     A subclass takes its options as keyword-only arguments of ``__init__`` (annotated: they are checked against the
-    recipe), names in ``requires`` the keys it needs and in ``uses`` those it takes when they are there, and is called
+    objective), names in ``requires`` the keys it needs and in ``uses`` those it takes when they are there, and is called
     with exactly these. It returns a scalar, or a dict of ``*_loss`` scalars.
 
     A term owns no parameter: whatever learns lives in a head, under ``model.coder``, and is used inside the model's

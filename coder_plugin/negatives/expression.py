@@ -4,7 +4,7 @@ Grammar, one line::
 
     expression = part { "+" part }
     part       = name [ "(" [ option { "," option } ] ")" ]
-    option     = key "=" value         number, true, false, none, word or 'quoted text', as in a recipe
+    option     = key "=" value         number, true, false, none, word or 'quoted text', as in an objective
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.recipe import check_types, parse_value, required_options
+from coder_plugin.objective import check_types, parse_value, required_options
 
 _PART = re.compile(
     r"""\s*(?P<name>[A-Za-z_]\w*(?:[./-]\w+)*)\s*

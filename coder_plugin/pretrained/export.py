@@ -21,8 +21,9 @@ from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import in_score
-from coder_plugin.recipe import Recipe
+from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking, heads_with
+from coder_plugin.model import required_heads_with
+from coder_plugin.objective import Objective
 
 WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; backbones of ours have their own
 OLDER = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")  # what open_clip has called them
@@ -59,17 +60,17 @@ def export_model(
 
 
 def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = None) -> Path | None:
-    """Write scoring heads and aggregators with the recipe they are of, and the vocabulary beside them; None where the
+    """Write scoring heads and aggregators with the objective they are of, and the vocabulary beside them; None where the
     score is the towers' alone. ``state``: as in :func:`export_model`."""
     scoring = _scoring_state(model, state)
     if not scoring:
         return None
     made = made_with(model)
-    for options in made["recipe"]["heads"].values():
+    for options in made["objective"]["heads"].values():
         options.pop("vocabulary", None)  # it lies beside, and where it was is nobody's business
     _write(scoring, folder / HEADS, coder=json.dumps(made))
-    for head in model.coder.heads.values():
-        if getattr(head, "vocabulary", None) is not None:
+    for head in heads_with(model.coder.heads, ReadsConcepts).values():
+        if head.vocabulary is not None:
             head.vocabulary.save(folder / VOCABULARY)
     return folder / HEADS
 
@@ -77,8 +78,8 @@ def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = 
 def made_with(model: Any) -> dict[str, Any]:
     """What :class:`Made` is read from."""
     aggregator = "gpo" if len(model.coder.aggregators) else "tower"
-    recipe, blocks = model.coder.recipe, model.coder.context_blocks
-    return {"recipe": recipe.to_dict(), "aggregator": aggregator, "context_blocks": blocks}
+    objective, blocks = model.coder.objective, model.coder.context_blocks
+    return {"objective": objective.to_dict(), "aggregator": aggregator, "context_blocks": blocks}
 
 
 def exported(folder: Path) -> tuple[Path | None, Path | None]:
@@ -104,7 +105,7 @@ def heads_beside(pretrained: str | None) -> Path | None:
 class Made(NamedTuple):
     """What a model of an export was made with."""
 
-    recipe: Recipe
+    objective: Objective
     aggregator: str
     context_blocks: int
 
@@ -116,11 +117,12 @@ def read_heads(path: Path) -> Made:
     try:
         with safe_open(path, "pt") as file:
             made = json.loads(file.metadata()["coder"])
-        recipe = Recipe.from_dict(made["recipe"])
+        objective = Objective.from_dict(made["objective"])
         if (vocabulary := path.parent / VOCABULARY).is_file():
-            recipe = recipe.with_options({"concepts.vocabulary": str(vocabulary)})
+            readers = required_heads_with(objective, ReadsConcepts)
+            objective = objective.with_options({f"{name}.vocabulary": str(vocabulary) for name in readers})
         # exports of earlier versions read nothing before or after a context stage
-        return Made(recipe, made["aggregator"], made.get("context_blocks", 1))
+        return Made(objective, made["aggregator"], made.get("context_blocks", 1))
     except CoderError:
         raise
     except Exception as error:  # whatever a damaged file makes safetensors and json say
@@ -129,7 +131,7 @@ def read_heads(path: Path) -> Made:
 
 def start_heads(model: Any, pretrained: str | None) -> bool:
     """Take scoring heads that come with weights to start from, those beside an export or in a checkpoint of open_clip's
-    trainer. Returns whether there were any; a warning where they are another recipe's."""
+    trainer. Returns whether there were any; a warning where they are another objective's."""
     file = heads_beside(pretrained)
     checkpoint = read_training_checkpoint(pretrained)
     if file is not None:
@@ -152,7 +154,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
 
 
 def load_heads(model: Any, path: Path) -> None:
-    """Put the weights that :func:`export_heads` wrote into a model made with the same recipe."""
+    """Put the weights that :func:`export_heads` wrote into a model made with the same objective."""
     _load(model, _read(path), str(path))
 
 
@@ -176,7 +178,8 @@ def _load(model: Any, state: Mapping[str, Tensor], where: str) -> None:
 
 
 def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if in_score(head)]]
+    ranking = [f"coder.heads.{name}." for name, head in model.coder.heads.items() if affects_ranking(head)]
+    wanted = ["coder.aggregators.", *ranking]
     state = model.state_dict() if state is None else state
     return {name: value for name, value in state.items() if name.startswith(tuple(wanted))}
 

@@ -101,7 +101,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise CoderError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(record, dict):
         raise CoderError(f"{path} cannot be read: it is no object")
-    record = {"recipe": None, "terms": {}, "run": {}, "results": {}, "stated": {}, **record}
+    record = {"objective": None, "terms": {}, "run": {}, "results": {}, "stated": {}, **record}
     for key in ("files", "options", "terms", "run", "results", "stated"):
         if not isinstance(record.get(key), dict):
             raise CoderError(f"{path} cannot be read: {key} is no object")

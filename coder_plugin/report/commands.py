@@ -47,7 +47,7 @@ def report_command(folder: str) -> str:
 
 
 def needed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without which the configuration would come out another: defaults, also the recipe's and those that
+    """The options without which the configuration would come out another: defaults, also the objective's and those that
     depend on the data, are left out."""
     whole = TrainConfig.from_dict({name: value for name, value in config.items() if name not in _OF_PLACE})
     defaults = {item.name: _default(item) for item in fields(TrainConfig)}
@@ -58,7 +58,7 @@ def needed(config: Mapping[str, Any]) -> dict[str, Any]:
             without = {other: value for other, value in kept.items() if other != name}
             if _resolves_to(without, target):
                 kept = without
-    except CoderError:  # a plugin's recipe, or a file, that is gone: then all are named
+    except CoderError:  # a plugin's objective, or a file, that is gone: then all are named
         pass
     return kept
 

@@ -1,4 +1,4 @@
-"""What was run, in words: options, data, machine, and the recipe's terms and heads with every option."""
+"""What was run, in words: options, data, machine, and the objective's terms and heads with every option."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from coder_plugin.report.records import Run
 
 
 class Part(NamedTuple):
-    """A term or a head of the recipe.
+    """A term or a head of the objective.
 
     Args:
-        set: options that the recipe gives. default: those that it leaves as they are.
+        set: options that the objective gives. default: those that it leaves as they are.
     """
 
     name: str
@@ -30,7 +30,7 @@ def described(run: Run) -> list[tuple[str, str]]:
     """Rows of a table: what, and how it was."""
     config, plan = run.config or {}, run.plan or {}
     rows: list[tuple[str, str]] = [
-        ("Recipe", str(plan.get("recipe") or config.get("loss") or "")),
+        ("Objective", str(plan.get("objective") or config.get("loss") or "")),
         ("Model", _model(plan, config)),
         ("Training data", _data(plan.get("training data"))),
         ("Validation data", _data(plan.get("validation data"))),
@@ -46,9 +46,9 @@ def described(run: Run) -> list[tuple[str, str]]:
 
 
 def terms_of(run: Run) -> list[Part]:
-    recipe = _recipe(run)
+    objective = _recipe(run)
     parts = []
-    for term in recipe.get("terms", ()):
+    for term in objective.get("terms", ()):
         name = term["name"] + (f"@{term['head']}" if term.get("head") else f"@{term['source']}" if term.get("source") else "")
         parts.append(Part(name, format_number(float(term["weight"])), *_options("losses", term["name"], term["options"])))
     return parts
@@ -61,7 +61,7 @@ def heads_of(run: Run) -> list[Part]:
 
 
 def _recipe(run: Run) -> Mapping[str, Any]:
-    return (run.manifest or {}).get("recipe") or (run.plan or {}).get("options") or {}
+    return (run.manifest or {}).get("objective") or (run.plan or {}).get("options") or {}
 
 
 def _options(group: str, name: str, given: Mapping[str, Any]) -> tuple[str, str]:

@@ -15,18 +15,18 @@ def state_blocks(run: Run) -> list[dict[str, Any]]:
     """Each bank and set of centres: its ``name``, ``tiles`` of a number and what it counts, and ``figures``.
 
     Raises:
-        CoderError: no checkpoint, or the recipe keeps no such state.
+        CoderError: no checkpoint, or the objective keeps no such state.
     """
     if run.checkpoint is None:
         raise CoderError("no whole checkpoint: nothing to read banks and centres from")
     batch = run.pairs_per_step
     if batch is None:
         raise CoderError("neither plan.json nor the checkpoint's options tell how many pairs a step had")
-    heads = ((run.manifest or {}).get("recipe") or {}).get("heads", {})
-    patience = float(heads.get("prototypes", {}).get("patience", 30.0))
+    heads = ((run.manifest or {}).get("objective") or {}).get("heads", {})
+    patience = float(next((options["patience"] for options in heads.values() if "patience" in options), 30.0))
     found = read_state(run.checkpoint, pairs_per_step=batch, patience=patience)
     if not found:
-        raise CoderError("the recipe keeps no banks and no centres")
+        raise CoderError("the objective keeps no banks and no centres")
     return [_bank(each) if isinstance(each, Bank) else _centres(each) for each in found]
 
 

@@ -53,7 +53,7 @@ class Run:
 
     @property
     def heads(self) -> Mapping[str, Any]:
-        """The recipe's heads with the numbers of their parameters."""
+        """The objective's heads with the numbers of their parameters."""
         return (self.plan or {}).get("heads", {})
 
     @property

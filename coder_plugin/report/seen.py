@@ -11,8 +11,9 @@ from coder_plugin import registry
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.sweep import Layout, layout_of, reweighed
+from coder_plugin.heads.capabilities import ReadsConcepts, Reweighs, Scores, heads_with
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Encoded, Encoder
-from coder_plugin.recipe import Recipe
 from coder_plugin.report import samples
 from coder_plugin.report.attention import alignment_figures, concept_attention
 from coder_plugin.report.charts import Series, bars, format_number, histogram, lines, scatter
@@ -81,8 +82,8 @@ def _sweeps(seen: Evaluated) -> list[Figure]:
 
 def _layout(seen: Evaluated) -> Layout | None:
     """How the vectors are put together; None: a head of others has a part of them."""
-    heads = {name: head for name, head in seen.encoder.model.coder.heads.items() if head.scores}
-    return None if heads.keys() - {"concepts", "contexts"} else layout_of(heads)
+    heads = heads_with(seen.encoder.model.coder.heads, Scores)
+    return layout_of(heads) if all(isinstance(head, Reweighs) for head in heads.values()) else None
 
 
 def _sweep(name: str, weights: list[float], values: list[float], said: str) -> Figure:
@@ -98,7 +99,7 @@ def aligns(run: Run) -> bool:
 
 
 def diversity(seen: Evaluated, run: Run) -> Figure:
-    term, options = _weighing(seen.encoder.model.coder.recipe)
+    term, options = _weighing(seen.encoder.model.coder.objective)
     layout, batch = _layout(seen), run.pairs_per_step
     if layout is None:
         raise CoderError("heads of other packages have a part in the vectors: the towers' features cannot be told in them")
@@ -119,9 +120,9 @@ def diversity(seen: Evaluated, run: Run) -> Figure:
     return Figure("Diversity of validation anchors", chart, note)
 
 
-def _weighing(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+def _weighing(objective: Objective) -> tuple[str, dict[str, Any]]:
     """The first term that weighs its anchors by their diversity over the batch, and all its options."""
-    for term in recipe.terms:
+    for term in objective.terms:
         if term.name in ("dcl", "m_dcl") and term.source is None:
             parameters = inspect.signature(registry.load("losses", term.name)).parameters
             options = {name: each.default for name, each in parameters.items()} | dict(term.options)
@@ -160,7 +161,7 @@ def _sample_items(seen: Evaluated, images: int) -> list[Item]:
 
 
 def concepts(seen: Evaluated, images: int) -> list[dict[str, Any]]:
-    if "concepts" not in seen.encoder.model.coder.heads:
+    if not heads_with(seen.encoder.model.coder.heads, ReadsConcepts):
         raise CoderError("the model has no concept head")
     items = _sample_items(seen, images)
     beside = samples.beside_of(seen.beside, {item.key for item in items})
@@ -182,7 +183,7 @@ def concepts(seen: Evaluated, images: int) -> list[dict[str, Any]]:
 
 def alignments(seen: Evaluated, run: Run, images: int) -> list[dict[str, str]]:
     if not aligns(run):
-        raise CoderError("the recipe has no term of SelfAlign (lca, cra)")
+        raise CoderError("the objective has no term of SelfAlign (lca, cra)")
     from coder_plugin.report.plots import new_figure
 
     new_figure(1, 1)  # says what to install

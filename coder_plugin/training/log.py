@@ -58,7 +58,7 @@ class RunLog:
             config = json.dumps(asdict(self.config), indent=2)
             (self.folder / "config.json").write_text(config)
             self.say(
-                f"run {plan['run']}: {plan['recipe']} on {plan['model']}, {plan['trainable']:,} of "
+                f"run {plan['run']}: {plan['objective']} on {plan['model']}, {plan['trainable']:,} of "
                 f"{plan['parameters']:,} parameters train; {plan['epochs']} epochs of {plan['steps per epoch']} steps, "
                 f"{plan['batch']['global per step']} pairs a step; {plan['precision']} on {plan['ranks']} x "
                 f"{plan['device']}"

@@ -67,7 +67,7 @@ def parameter_groups(
     """Trainable parameters by (learning-rate factor, weight decay): ``[{"params", "lr", "weight_decay", "lr_scale"}, …]``.
 
     ``text_lr_scale`` is the factor of the text tower's encoder: not of projections, poolings and heads. ``heads_lr_scale`` is
-    that of the recipe's heads, which begin anew where the towers are pretrained.
+    that of the objective's heads, which begin anew where the towers are pretrained.
     """
     skip = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     factor = layer_factors(model, layer_decay)

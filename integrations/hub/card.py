@@ -149,13 +149,14 @@ def _made(record: Mapping[str, Any]) -> str:
             f", its weights between those of two models (WiSE-FT, arXiv:2109.01903): {_of(mixed, 'alpha')} of the fine-tuned "
             f"one, `{_of(mixed, 'tuned')}`, and the rest of the one before, `{_of(mixed, 'base')}`"
         )
-    return " trained with coder_plugin" if record["run"] or record["recipe"] else ""
+    return " trained with coder_plugin" if record["run"] or record["objective"] else ""
 
 
 def _training(record: Mapping[str, Any], base_model: str | None, datasets: Sequence[str]) -> str:
     run, lines = record["run"], ["## Training", ""]
     whose = ", that of the fine-tuned model" if record.get("wise_ft") else ""
-    lines.append(f"- recipe{whose}: `{record['recipe']}`" if record["recipe"] else "- recipe: not known: the export had no run")
+    objective = f"- objective{whose}: `{record['objective']}`"
+    lines.append(objective if record["objective"] else "- objective: not known: the export had no run")
     for term in record["terms"].get("terms", []):
         options = ", ".join(f"{key}={value}" for key, value in term["options"].items())
         lines.append(f"  - {term['name']}: weight {term['weight']:g}" + (f", {options}" if options else ""))
@@ -211,7 +212,7 @@ def _limits(record: Mapping[str, Any], license: str | None) -> str:
     lines = ["## Limits", ""]
     if isinstance(images, int) and images < _SMALL:
         lines.append(f"- {images:,} training images are few: things, scenes and wordings outside them were hardly seen.")
-    if (record["recipe"] or run) and not record.get("wise_ft"):
+    if (record["objective"] or run) and not record.get("wise_ft"):
         lines.append("- One run with one seed: a difference of a point of R@1 to another model may be chance.")
     lines.append("- Not known: other data, other languages, fairness between groups of people, harmful or private content.")
     if model["re-ranks"]:

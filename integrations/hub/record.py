@@ -23,14 +23,14 @@ _PLANNED = ("steps per epoch", "epochs", "batch", "precision", "device", "ranks"
 
 
 def run_record(run: Path | None, export: str) -> dict[str, Any]:
-    """``recipe``, ``terms`` (every option of every term and head), ``options``, ``run`` and ``results`` of a training run's
+    """``objective``, ``terms`` (every option of every term and head), ``options``, ``run`` and ``results`` of a training run's
     folder, as far as its files are there; of no run, None and empty ones."""
     config = {} if run is None else _read(run / "config.json")
     plan = {} if run is None else _read(run / "plan.json")
     data = {kind: _data(plan.get(kind)) for kind in ("training data", "validation data")}
     return {
-        "recipe": plan.get("recipe"),
-        "terms": bare_recipe(plan.get("options", {})),
+        "objective": plan.get("objective"),
+        "terms": bare_objective(plan.get("options", {})),
         "options": {name: _option(name, value) for name, value in config.items() if name not in _OF_PLACE},
         "run": {**data, **{name: plan[name] for name in _PLANNED if name in plan}} if plan else {},
         "results": {} if run is None else results_of(run, export),
@@ -81,13 +81,13 @@ def _data(data: Any) -> dict[str, Any] | None:
     return {**data, "name": bare(str(data.get("name")))} if isinstance(data, dict) else None
 
 
-def bare_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as JSON, its heads' vocabularies without where they lay."""
+def bare_objective(objective: Mapping[str, Any]) -> dict[str, Any]:
+    """An objective as JSON, its heads' vocabularies without where they lay."""
     heads = {
         head: {name: bare(value) if name == "vocabulary" else value for name, value in options.items()}
-        for head, options in recipe.get("heads", {}).items()
+        for head, options in objective.get("heads", {}).items()
     }
-    return {**recipe, "heads": heads} if recipe else {}
+    return {**objective, "heads": heads} if objective else {}
 
 
 def _option(name: str, value: Any) -> Any:

@@ -24,7 +24,7 @@ from coder_plugin.files import digest
 from coder_plugin.integrations.hub import sentence_transformers as st
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.folder import check_replaceable, swap
-from coder_plugin.integrations.hub.record import bare, bare_recipe, read_wise_ft, run_record, without_paths
+from coder_plugin.integrations.hub.record import bare, bare_objective, read_wise_ft, run_record, without_paths
 from coder_plugin.pretrained.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_heads, export_model, exported
 from coder_plugin.pretrained.hub_cache import CARD, HUB, RECORD, fetch, hub_error, is_on_hub, kept_of, read_record
 from coder_plugin.pretrained.open import Trained, open_trained, trained_config
@@ -190,9 +190,9 @@ def _write(spec: str | Path, aside: Path, name: str, export: str, **stated: Any)
     stated = {option: value or record.get("stated", {}).get(option) or value for option, value in stated.items()}
     kept = kept_of(record)
     trained = open_trained(trained_config(source.place, kept), device=torch.device("cpu"))
-    if record["recipe"] is None and (source.place / HEADS).is_file():  # an export knows the recipe of its heads
-        recipe = trained.model.coder.recipe
-        record = {**record, "recipe": str(recipe), "terms": bare_recipe(recipe.to_dict())}
+    if record["objective"] is None and (source.place / HEADS).is_file():  # an export knows the objective of its heads
+        objective = trained.model.coder.objective
+        record = {**record, "objective": str(objective), "terms": bare_objective(objective.to_dict())}
     aside.mkdir(parents=True)
     export_model(trained.model, aside, tokenizer=trained.tokenizer)
     export_heads(trained.model, aside)
@@ -202,7 +202,7 @@ def _write(spec: str | Path, aside: Path, name: str, export: str, **stated: Any)
         st.write_files(aside)
     written = {
         "format": 1,
-        **{key: record[key] for key in ("recipe", "terms", "options", "run", "results")},
+        **{key: record[key] for key in ("objective", "terms", "options", "run", "results")},
         **({"wise_ft": record["wise_ft"]} if "wise_ft" in record else {}),
         "model": facts,
         "stated": stated,

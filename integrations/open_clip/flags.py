@@ -11,7 +11,7 @@ from typing import Any
 
 from coder_plugin.config import TrainConfig, add_flags, read_flags
 from coder_plugin.errors import CoderError
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
 #: Fields of TrainConfig that are flags here, ``--coder-`` before each; all else of a run is upstream's.
 OURS = ("concepts", "negatives", "positives", "tagger", "set", "aggregator", "context_blocks", "captions", "heads_lr_scale")
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--loss",
         metavar="RECIPE",
-        help='loss expression, such as "clip + 0.5*selfalign", or a recipe\'s name, such as coder; without it everything is '
+        help='loss expression, such as "clip + 0.5*selfalign", or a named objective, such as coder; without it everything is '
         "upstream's own",
     )
     add_flags(ours, only=OURS, prefix="coder-")
@@ -50,7 +50,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     given = [name for name in ("config", *OURS) if name in vars(ours) and vars(ours)[name] is not None]
     if ours.loss is None and given:
         flags = ", ".join(f"--coder-{name.replace('_', '-')}" for name in given)
-        raise CoderError(f"{flags} without --loss: name the recipe that it is of, such as --loss coder")
+        raise CoderError(f"{flags} without --loss: name the objective that it is of, such as --loss coder")
     for flag in rest:
         name = flag.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_") in OURS:
@@ -73,7 +73,7 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
     if getattr(args, "precision", "") in ("fp16", "pure_fp16"):
         raise CoderError(f"--precision {args.precision} does not go with --loss: float16 weights overflow; take amp")
     if getattr(args, "coca_contrastive_loss_weight", 1.0) != 1.0:
-        raise CoderError("--coca-contrastive-loss-weight does not go with --loss: weigh the recipe's terms, as in 0.5*clip")
+        raise CoderError("--coca-contrastive-loss-weight does not go with --loss: weigh the objective's terms, as in 0.5*clip")
     given = read_flags(ours)
     if foreign := sorted(given.keys() - {"loss", *OURS}):
         named = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
@@ -102,7 +102,7 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
         path = getattr(args, flag)
         if path and (args.dataset_type == "csv" or path.endswith((".csv", ".tsv"))) and not Path(path).is_file():
             raise CoderError(f"--{flag.replace('_', '-')} {path} does not exist")
-    if args.siglip and "siglip" not in [term.name for term in Recipe.parse(config.loss).terms]:
+    if args.siglip and "siglip" not in [term.name for term in Objective.parse(config.loss).terms]:
         raise CoderError(
             f'--siglip begins with a temperature for the sigmoid loss, which --loss "{config.loss}" does not take: leave it '
             "out, or name the term siglip"

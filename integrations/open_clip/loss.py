@@ -1,4 +1,4 @@
-"""A recipe's loss as upstream's trainers call it, beside what upstream's own flags ask for."""
+"""An objective's loss as upstream's trainers call it, beside what upstream's own flags ask for."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ScaledGradient(torch.autograd.Function):
 
 
 class UpstreamLoss(nn.Module):
-    """The recipe's terms, and CoCa's captioning or the distillation term where upstream's flags switch these on.
+    """The objective's terms, and CoCa's captioning or the distillation term where upstream's flags switch these on.
 
     ``--loss`` stands in for the contrastive part alone. Under accumulation upstream takes the loss once for each of
     its micro-batches, so what the loss reads directly (the temperature) would get its gradient that many times: it is divided
     by their number, and the accumulated gradient is the big batch's.
 
     Args:
-        terms: the recipe's. own: upstream's loss for these flags, asked for its captioning or distillation part alone.
+        terms: the objective's. own: upstream's loss for these flags, asked for its captioning or distillation part alone.
         accum_freq: micro-batches of a step.
     """
 

@@ -1,4 +1,4 @@
-"""A learning rate of their own for the recipe's heads, which begin anew where the towers are pretrained."""
+"""A learning rate of their own for the objective's heads, which begin anew where the towers are pretrained."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Released(Adapter):
         return torch.nn.parallel.DistributedDataParallel(module, device_ids=None if on_cpu else device_ids, **options)
 
     def pt_load(self, path: str, map_location: Any = None) -> Any:
-        """Upstream's, with a checkpoint's recipe compared, and ``module.`` before its names where this run has it: upstream
+        """Upstream's, with a checkpoint's objective compared, and ``module.`` before its names where this run has it: upstream
         resumes the other way alone."""
         checkpoint = self.own["pt_load"](path, map_location=map_location)
         run = self.run

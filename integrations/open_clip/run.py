@@ -18,16 +18,18 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, own
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import in_score
+from coder_plugin.heads.base import Head
+from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
 from coder_plugin.integrations.open_clip import flags, saving
 from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import Extras, samples_of
 from coder_plugin.integrations.open_clip.loss import UpstreamLoss
 from coder_plugin.memory.momentum import MomentumCopy
-from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads
+from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads_with
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.export import made_with, start_heads, weights_named
-from coder_plugin.recipe import Recipe
+from coder_plugin.training import prepare
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Run:
         if {"audio_cfg", "genlip_cfg", "genlap_cfg"} & clip.read_config(args.model).keys():  # open_clip 4's
             raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
         self.config = flags.options(ours, args)
-        self.recipe: Recipe = build.make_recipe(self.config)
+        self.objective: Objective = prepare.make_objective(self.config)
         args.loss = self.config.loss  # among what upstream logs of a run
         for name in flags.OURS:
             setattr(args, f"coder_{name}", getattr(self.config, name))
@@ -70,7 +72,7 @@ class Run:
         """Whether the loss is upstream's own ClipLoss, whose flags then hold as they are (``--gather-with-grad``)."""
         args = self.args
         other = args.siglip or getattr(args, "distill", False) or hasattr(self.model, "text_decoder")
-        is_clip = replace(self.recipe, local_loss=False) == Recipe.parse("clip")
+        is_clip = replace(self.objective, local_loss=False) == Objective.parse("clip")
         return is_clip and self.config.aggregator == "tower" and not other
 
     @property
@@ -79,9 +81,9 @@ class Run:
 
     @property
     def heads_lr_scale(self) -> float:
-        """Ours, or else the recipe's."""
+        """Ours, or else the objective's."""
         given = self.config.heads_lr_scale
-        return dict(self.recipe.training).get("heads_lr_scale", 1.0) if given is None else given
+        return dict(self.objective.training).get("heads_lr_scale", 1.0) if given is None else given
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
@@ -89,7 +91,8 @@ class Run:
         if not self.trains and args.resume:
             self._take_what_data_decided(saving.read_made(args.resume))
         # rows of a table are pairs, and how many captions an image of shards has is not known
-        self.recipe = build.fit_recipe(self.recipe, replace(config, captions="all"), samples_per_epoch=samples_of(args))
+        config = replace(config, captions="all")
+        self.objective = prepare.fit_objective(self.objective, config, samples_per_epoch=samples_of(args))
         transforms: list[Any] = []
 
         def with_transforms(name: str, weights: str | None, *, force_preprocess_cfg: Any = None, **given: Any) -> Any:
@@ -103,28 +106,28 @@ class Run:
         model = clip.create_clip(
             name,
             pretrained=pretrained or None,
-            needs_logit_bias=needs_logit_bias(self.recipe),
+            needs_logit_bias=needs_logit_bias(self.objective),
             create=with_transforms,
             **options,
         )
         model = add_heads(
             model,
             name,
-            recipe=self.recipe,
+            loss=self.objective,
             aggregator=config.aggregator,  # type: ignore[arg-type]
             context_blocks=config.context_blocks,
             cache_dir=args.cache_dir,
         )
         self._check_precision(model)
         self.tokenizer = build.make_tokenizer(config, model)
-        build.check_accumulation(model, config)
+        prepare.check_accumulation(model, config)
         self.extras = Extras(
-            self.tokenizer, build.make_positives(model), build.make_tags(model, config), config.captions or "draw"
+            self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.captions or "draw"
         )
         self.model = in_upstream.extend(model, self.extras.names)
         place = name.removeprefix("local-dir:")  # whose weights come with it
         started = start_heads(self.model, pretrained or (weights_named(place) if place != name else None))
-        if not (self.trains or args.resume or started) and any(map(in_score, model.coder.heads.values())):
+        if not (self.trains or args.resume or started) and any(map(affects_ranking, model.coder.heads.values())):
             raise CoderError(
                 f'--loss "{config.loss}" scores by heads, and {pretrained or name} brings none: evaluate an export or a '
                 "checkpoint of a run with this --loss, or the towers alone with --loss clip"
@@ -137,10 +140,10 @@ class Run:
         for label, term in self.loss.terms.terms.items():
             if not term.masks_same_image:
                 log.info("%s takes other captions of an image in a batch for negatives", label)
-        theirs = [(key, value) for key, value in self.recipe.training if key != "heads_lr_scale"]
+        theirs = [(key, value) for key, value in self.objective.training if key != "heads_lr_scale"]
         if theirs and self.trains:
             named = ", ".join(f"{key}={value}" for key, value in theirs)
-            log.warning("the recipe's training options are coder-plugin train's; here upstream's flags rule: %s", named)
+            log.warning("the objective's training options are coder-plugin train's; here upstream's flags rule: %s", named)
         return (self.model, *transforms)
 
     def made_with(self) -> dict[str, Any]:
@@ -149,15 +152,17 @@ class Run:
         return {**made_with(self.model), "heads_lr_scale": self.heads_lr_scale, "preprocess_cfg": preprocessing}
 
     def _take_what_data_decided(self, made: Mapping[str, Any] | None) -> None:
-        """In evaluation alone, of the checkpoint's recipe: there are no training data to ask."""
+        """In evaluation alone, of the checkpoint's objective: there are no training data to ask."""
         if made is None:
             return
-        then, now = dict(Recipe.from_dict(made["recipe"]).heads), dict(self.recipe.heads)
-        decided = [("prototypes", "clusters"), ("alignment", "freeze_steps")]
-        for head, option in decided if self.config.concepts else [*decided, ("concepts", "vocabulary")]:
-            value = dict(then.get(head, ())).get(option)
-            if value is not None and option not in dict(now.get(head, ())) and head in required_heads(self.recipe):
-                self.recipe = self.recipe.with_options({f"{head}.{option}": value})
+        then, now = dict(Objective.from_dict(made["objective"]).heads), dict(self.objective.heads)
+        for name, head in required_heads_with(self.objective, Head).items():
+            if self.config.concepts and issubclass(head, ReadsConcepts):
+                continue
+            for option in head.data_options:
+                value = dict(then.get(name, ())).get(option)
+                if value is not None and option not in dict(now.get(name, ())):
+                    self.objective = self.objective.with_options({f"{name}.{option}": value})
 
     def _check_precision(self, model: Any) -> None:
         """An average that moves by half a per cent a step stands still in bfloat16."""
@@ -169,7 +174,7 @@ class Run:
                 )
 
     def make_loss(self) -> UpstreamLoss:
-        terms = create_loss(self.recipe, model=self.model)
+        terms = create_loss(self.objective, model=self.model)
         return UpstreamLoss(terms, own=self.own_loss(), accum_freq=self.args.accum_freq)
 
     def own_loss(self) -> Any:
@@ -200,7 +205,7 @@ class Run:
 
         named = [(name, each) for name, each in model.named_parameters() if not name.startswith("coder.")]
         model.coder_unread = tuple(name for name, each in named if not each.requires_grad)
-        model.coder_unread += tuple(build.freeze_unread(model, probe, self.tokenizer))
+        model.coder_unread += tuple(prepare.freeze_unread(model, probe, self.tokenizer))
         if model.coder_unread:
             log.info("frozen, for no term reads them: %s", ", ".join(model.coder_unread))
 

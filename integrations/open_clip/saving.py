@@ -14,8 +14,8 @@ from typing import Any
 from coder_plugin.backbones.clip import MADE_WITH, read_training_checkpoint
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model
-from coder_plugin.recipe import Recipe
 from coder_plugin.training.loop import comparable
 
 #: In the directory of a sharded checkpoint (main): what its heads were made with.
@@ -106,11 +106,11 @@ def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: 
             f"--resume {path} is no checkpoint of a run with --loss: its optimizer and state know no heads. Start from its "
             "weights with --pretrained"
         )
-    then, recipe = Recipe.from_dict(made["recipe"]), Recipe.from_dict(now["recipe"])
-    if comparable(then) != comparable(recipe):
+    then, objective = Objective.from_dict(made["objective"]), Objective.from_dict(now["objective"])
+    if comparable(then) != comparable(objective):
         raise CoderError(
-            f'--resume {path} was trained with --loss "{then}", this run asks for "{recipe}", or other options of heads: '
-            "resume with its own recipe, or start from its weights with --pretrained"
+            f'--resume {path} was trained with --loss "{then}", this run asks for "{objective}", or other options of heads: '
+            "resume with its own objective, or start from its weights with --pretrained"
         )
     for name in ("aggregator", "context_blocks", *(["heads_lr_scale"] if trains else [])):
         if made[name] != now[name]:

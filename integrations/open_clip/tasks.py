@@ -47,11 +47,11 @@ class TaskLayer(Adapter):
         return Shadow(torch, save=self.save, nn=Shadow(torch.nn, SyncBatchNorm=sync))
 
     def create_task(self, args: Any, model: Any, **options: Any) -> Any:
-        """Upstream's task for these flags, with the recipe's loss in it."""
+        """Upstream's task for these flags, with the objective's loss in it."""
         run = self.run
         if run is not None and args.variable_text and run.extras.names:
             raise CoderError(
-                f'--model {args.model} reads texts as long as they are, and --loss "{run.recipe}" reads '
+                f'--model {args.model} reads texts as long as they are, and --loss "{run.objective}" reads '
                 f"{', '.join(run.extras.names)} of the captions' own length: take a model with a fixed context length"
             )
         task = self.own["create_task"](args, model=model, **options)
@@ -97,7 +97,7 @@ class TaskLayer(Adapter):
 
     @contextlib.contextmanager
     def _checking(self, path: str) -> Iterator[None]:
-        """Upstream reads a checkpoint once, from wherever it lies: its recipe is compared there."""
+        """Upstream reads a checkpoint once, from wherever it lies: its objective is compared there."""
         read = file_utils.pt_load
 
         def checked(*args: Any, **options: Any) -> Any:
@@ -133,7 +133,7 @@ class TaskLayer(Adapter):
 
 
 class CoderTask:
-    """Mixed into a task whose model has heads and whose loss is a recipe's, or upstream's ClipLoss."""
+    """Mixed into a task whose model has heads and whose loss is an objective's, or upstream's ClipLoss."""
 
     coder_collect: Any
     #: Names of the parameters without dimension, which upstream gives one before it shards them.

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Time and peak memory of a whole training step of one recipe over those of `clip`, measured in the same run.
+"""Time and peak memory of a whole training step of one objective over those of `clip`, measured in the same run.
 
     python scripts/bench/coder_step.py                                     this machine's processor, a small tower
     python scripts/bench/coder_step.py --model ViT-B-32 --device cuda --precision bf16 --repeats 50
 
 A step is forward, loss, backward, AdamW and post_step. Both recipes take turns in one process, so that other work on the
-machine meets both; the ratio is the median over repetitions. Peak memory is that of a process of its own for each recipe:
+machine meets both; the ratio is the median over repetitions. Peak memory is that of a process of its own for each objective:
 the device's allocated peak, on a CPU the growth of the resident set over what importing and data take. The parts' shares are
 measured in further steps, with a synchronisation around each part.
 """
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import coder_plugin
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
 WARM_UP = 3
 
@@ -44,7 +44,7 @@ def main() -> None:
         print(json.dumps(memory(options.memory_of, options)))
         return
     print(machine(options))
-    steps = {name: Step(name, options) for name in ("clip", options.recipe)}
+    steps = {name: Step(name, options) for name in ("clip", options.loss)}
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
@@ -54,32 +54,32 @@ def main() -> None:
     for repeat in range(options.repeats):
         for name in names[repeat % 2 :] + names[: repeat % 2]:
             times[name].append(seconds(steps[name], options.device))
-    ratios = list(map(float.__truediv__, times[options.recipe], times["clip"]))
+    ratios = list(map(float.__truediv__, times[options.loss], times["clip"]))
     spread = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    print(f"step: clip {1e3 * statistics.median(times['clip']):.1f} ms, {options.recipe} "
-          f"{1e3 * statistics.median(times[options.recipe]):.1f} ms, ratio {statistics.median(ratios):.2f} "
+    print(f"step: clip {1e3 * statistics.median(times['clip']):.1f} ms, {options.loss} "
+          f"{1e3 * statistics.median(times[options.loss]):.1f} ms, ratio {statistics.median(ratios):.2f} "
           f"(quartiles {spread[0]:.2f} to {spread[2]:.2f})")  # fmt: skip
     peaks = {name: peak_in_own_process(name) for name in steps}
-    print(f"peak memory: clip {peaks['clip'] / 2**20:.0f} MiB, {options.recipe} {peaks[options.recipe] / 2**20:.0f} MiB, "
-          f"ratio {peaks[options.recipe] / peaks['clip']:.2f}")  # fmt: skip
-    parts = steps[options.recipe].parts(options.repeats)
+    print(f"peak memory: clip {peaks['clip'] / 2**20:.0f} MiB, {options.loss} {peaks[options.loss] / 2**20:.0f} MiB, "
+          f"ratio {peaks[options.loss] / peaks['clip']:.2f}")  # fmt: skip
+    parts = steps[options.loss].parts(options.repeats)
     total = parts.pop("step")
-    print(f"parts of a step of {options.recipe} ({1e3 * total:.1f} ms):")
+    print(f"parts of a step of {options.loss} ({1e3 * total:.1f} ms):")
     for part, spent in parts.items():
         print(f"  {part:<28} {1e3 * spent:8.2f} ms  {100 * spent / total:5.1f} %")
 
 
 class Step:
-    """One recipe's model, loss, optimizer and batch; calling it takes a training step."""
+    """One objective's model, loss, optimizer and batch; calling it takes a training step."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         self.name, self.device = name, options.device
-        recipe = Recipe.parse(name)
-        if "pgc" in str(recipe):
-            recipe = recipe.with_options({"prototypes.clusters": options.clusters, "momentum.bank_size": options.bank})
-        self.model = coder_plugin.create_model(options.model, recipe=recipe, device=options.device).train()
-        self.loss = coder_plugin.create_loss(recipe, model=self.model)
+        objective = Objective.parse(name)
+        if "pgc" in str(objective):
+            objective = objective.with_options({"prototypes.clusters": options.clusters, "momentum.bank_size": options.bank})
+        self.model = coder_plugin.create_model(options.model, loss=objective, device=options.device).train()
+        self.loss = coder_plugin.create_loss(objective, model=self.model)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
         self.parameters = sum(p.numel() for p in trained)
@@ -186,7 +186,7 @@ def machine(options: argparse.Namespace) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="coder-tiny", help="open_clip model name [coder-tiny]")
-    parser.add_argument("--recipe", "--loss", default="coder", help="what is compared with clip [coder]")
+    parser.add_argument("--loss", default="coder", help="what is compared with clip [coder]")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--bank", type=int, default=4096, help="entries of each bank [4096]")
     parser.add_argument("--clusters", type=int, default=10_000, help="prototypes [10000]")

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 import coder_plugin
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.functional.sets import mean
+from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained import build
-from coder_plugin.pretrained.data import make_source
-from coder_plugin.recipe import Recipe, parse_value
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
                                                                         losses.items()), flush=True)  # fmt: skip
             if options.json:
                 with Path(options.json).open("a") as file:
-                    line = {"kind": options.kind, "recipe": text, "set": options.set, "seed": seed, "result": result}
+                    line = {"kind": options.kind, "objective": text, "set": options.set, "seed": seed, "result": result}
                     file.write(json.dumps({**line, "without context": alone, "losses": losses}) + "\n")
         if len(sums) > 1:
             print(f"{text}: mean {statistics.mean(sums):.1f}, standard deviation {statistics.stdev(sums):.1f}", flush=True)
@@ -118,7 +118,7 @@ def opened(options: argparse.Namespace) -> Any:
         return make_source(config, split=split)
 
     source_of.config = config  # type: ignore[attr-defined]
-    return build.make_model(config, Recipe.parse("clip"), torch.device("cpu")).eval(), source_of
+    return build.make_model(config, Objective.parse("clip"), torch.device("cpu")).eval(), source_of
 
 
 def grid(model: Any, images: Tensor) -> Tensor:
@@ -148,9 +148,9 @@ class States(nn.Module):
 class Camera:
     """``region-bert-camera`` on cells and hidden states."""
 
-    def __init__(self, recipe: Recipe, options: argparse.Namespace, channels: int) -> None:
+    def __init__(self, objective: Objective, options: argparse.Namespace, channels: int) -> None:
         made = {"text": options.model, "embed_dim": options.embed_dim, "heads": 16, "context_length": 24}
-        self.model = coder_plugin.create_model("region-bert-camera", recipe=recipe, region_dim=channels, **made)
+        self.model = coder_plugin.create_model("region-bert-camera", loss=objective, region_dim=channels, **made)
         self.model.text.transformer = States(self.model.text.transformer.config.hidden_size)
         self.cells = options.cells
         side = torch.arange(options.cells) / options.cells
@@ -181,8 +181,8 @@ class Camera:
 class Clip:
     """An open_clip model with timm and transformers towers, of which the cache has all but the projections."""
 
-    def __init__(self, recipe: Recipe, options: argparse.Namespace, _: int) -> None:
-        self.model = coder_plugin.create_model(options.model, recipe=recipe)
+    def __init__(self, objective: Objective, options: argparse.Namespace, _: int) -> None:
+        self.model = coder_plugin.create_model(options.model, loss=objective)
         self.model.visual.trunk.requires_grad_(False)
         self.model.text.transformer.requires_grad_(False)
 
@@ -222,14 +222,14 @@ def train(
 ) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
     """Recall on the validation split of the whole score and of S_b alone, and the losses in the first and last epoch."""
     torch.manual_seed(seed)
-    recipe = Recipe.parse(text)
-    owners = {*coder_plugin.model.required_heads(recipe), *(term.name for term in recipe.terms)}
+    objective = Objective.parse(text)
+    owners = {*coder_plugin.model.required_heads(objective), *(term.name for term in objective.terms)}
     pairs = dict(setting.split("=", 1) for setting in options.set)
-    recipe = recipe.with_options({k: parse_value(v) for k, v in pairs.items() if k.split(".")[0] in owners})
+    objective = objective.with_options({k: parse_value(v) for k, v in pairs.items() if k.split(".")[0] in owners})
     split, size = data["train"], options.batch_size
-    runner = KINDS[options.kind](recipe, options, split["grids"].shape[2])
+    runner = KINDS[options.kind](objective, options, split["grids"].shape[2])
     model = runner.model.train()
-    loss = coder_plugin.create_loss(recipe, model=model)
+    loss = coder_plugin.create_loss(objective, model=model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.wd)
     own = split["own"]
@@ -281,7 +281,7 @@ def check(data: dict[str, Any], options: argparse.Namespace) -> None:
     """What `--kind clip` makes of the cache, against the real model's own float32 forward, on eight images."""
     model, source_of = opened(options)
     torch.manual_seed(0)
-    runner = Clip(Recipe.parse("clip + selfalign"), options, 0)
+    runner = Clip(Objective.parse("clip + selfalign"), options, 0)
     runner.model.visual.trunk.load_state_dict(model.visual.trunk.state_dict())
     runner.model.text.transformer.load_state_dict(model.text.transformer.state_dict())
     real, transform = runner.model.eval(), build.make_transforms(model, source_of.config)[1]

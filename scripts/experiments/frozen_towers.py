@@ -8,7 +8,7 @@
 
 `cache` encodes every image (evaluation transform: no augmentation) and every caption once, by a timm image tower and a
 transformers text tower of open_clip. `train` makes the same model, puts the cached features where trunk and transformer
-were, and trains what is left (projections and heads) with the recipe's own terms, heads, `post_step` and `embed_*`. Of the
+were, and trains what is left (projections and heads) with the objective's own terms, heads, `post_step` and `embed_*`. Of the
 momentum copy only projections and heads are copied either: frozen towers give it the same features.
 """
 
@@ -30,11 +30,11 @@ import coder_plugin
 from coder_plugin.backbones import clip
 from coder_plugin.backbones.tokens import TokenTaps
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
+from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained import build
-from coder_plugin.pretrained.data import make_source
-from coder_plugin.recipe import Recipe, parse_value
-from coder_plugin.resolver import INSIDE, resolve
+from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from coder_plugin.training.step import gradient_shares
 
 
@@ -65,7 +65,7 @@ def main() -> None:
                 torch.save({k: v for k, v in model.state_dict().items() if not k.startswith("coder.")}, options.save)
             if options.json:
                 with Path(options.json).open("a") as file:
-                    file.write(json.dumps({"recipe": text, "seed": seed, "results": results, "losses": losses}) + "\n")
+                    file.write(json.dumps({"objective": text, "seed": seed, "results": results, "losses": losses}) + "\n")
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def cache(options: argparse.Namespace) -> None:
         train_data=options.train_data,
         val_data=options.val_data,
     ).resolved()
-    model = build.make_model(config, Recipe.parse("dcl"), torch.device("cpu")).eval()
+    model = build.make_model(config, Objective.parse("dcl"), torch.device("cpu")).eval()
     tokenize, transform = build.make_tokenizer(config, model), build.make_transforms(model, config)[1]
     pad, splits = model.text.config.pad_token_id, {}
     for split in ("train", "val"):
@@ -126,14 +126,14 @@ class Tokens(nn.Module):
         return SimpleNamespace(last_hidden_state=self.held[0])
 
 
-def make_model(recipe: Recipe, seed: int, path: str, start: dict[str, Tensor] | None) -> Any:
+def make_model(objective: Objective, seed: int, path: str, start: dict[str, Tensor] | None) -> Any:
     torch.manual_seed(seed)
-    model = coder_plugin.create_model(path, recipe=recipe)
+    model = coder_plugin.create_model(path, loss=objective)
     model.visual.trunk, model.text.transformer = Given(), Tokens()
     if start is not None:
         model.load_state_dict({**model.state_dict(), **start})
-    reads = resolve(recipe, clip.available_keys(model)).reads
-    model._coder_taps = (TokenTaps(model, reads & INSIDE),)  # on what now stands there
+    reads = resolve(objective, clip.available_keys(model)).reads
+    model._coder_taps = (TokenTaps(model, reads & INTERMEDIATE_KEYS),)  # on what now stands there
     model.coder.attach(model)
     return model.train()
 
@@ -142,17 +142,17 @@ def train(
     text: str, seed: int, data: dict[str, Any], options: argparse.Namespace, start: dict[str, Tensor] | None
 ) -> tuple[dict[int, dict[str, float]], Any, dict[str, tuple[float, float]]]:
     settings: dict[str, Any] = dict(setting.split("=", 1) for setting in options.set)
-    recipe = Recipe.parse(text)
-    heads = coder_plugin.model.required_heads(recipe)
+    objective = Objective.parse(text)
+    heads = coder_plugin.model.required_heads(objective)
     if "concepts" in heads:
         settings.setdefault("concepts.vocabulary", options.concepts)
     if "prototypes" in heads:
         settings.setdefault("prototypes.clusters", len(data["train"]["own"]) // 15)
     settings = {key: parse_value(str(value)) for key, value in settings.items() if key.split(".")[0] in
-                {*heads, *(term.name for term in recipe.terms)}}  # fmt: skip
-    recipe = recipe.with_options(settings)
-    model = make_model(recipe, seed, options.model, start)
-    loss = coder_plugin.create_loss(recipe, model=model)
+                {*heads, *(term.name for term in objective.terms)}}  # fmt: skip
+    objective = objective.with_options(settings)
+    model = make_model(objective, seed, options.model, start)
+    loss = coder_plugin.create_loss(objective, model=model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coder_plugin.backbones import joint
-from coder_plugin.backbones.clip import probe_widths
+from coder_plugin.backbones.clip import probe_backbone
 from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.momentum import MomentumCopy
@@ -90,7 +90,7 @@ def test_either_way_of_checkpointing_timms_blocks(make, reentrant: bool) -> None
 
     gradients = []
     for enable in (False, True):
-        model = make("timm-token", catch=IMAGE).train()
+        model = make("timm-token", return_intermediates=IMAGE).train()
         model.visual.set_grad_checkpointing(enable)
         set_reentrant_ckpt(reentrant)
         try:
@@ -153,35 +153,35 @@ def test_float64_stays_float64(make) -> None:
 
 def test_widths_and_what_is_given(make) -> None:
     model = make("timm-resnet", "bert-mean")
-    widths = probe_widths(model, model._coder_taps[0])
+    widths = probe_backbone(model, model._coder_taps[0])
     assert (widths.image_locals, widths.image_contexts, widths.text_locals, widths.text_contexts) == (D, D, D, D)
     assert (widths.image_tokens, widths.text_tokens, widths.embed_dim) == (96, 16, D)
-    found = make("timm-xcit", catch=["image_locals"])
-    assert probe_widths(found, found._coder_taps[0]).image_locals == 128
-    assert probe_widths(found, found._coder_taps[0]).text_locals == 0
+    found = make("timm-xcit", return_intermediates=["image_locals"])
+    assert probe_backbone(found, found._coder_taps[0]).image_locals == 128
+    assert probe_backbone(found, found._coder_taps[0]).text_locals == 0
 
 
 @pytest.mark.parametrize("image", ["vit", "resnet", "timm-token", "timm-convnext"])
 def test_only_what_is_asked_for_is_caught(make, image: str) -> None:
-    model = make(image, catch=["text_locals"])
+    model = make(image, return_intermediates=["text_locals"])
     assert model.describe_image(images(model)).keys() == {"image_features"}
     assert model.describe_text(texts()).keys() == {"text_features", "text_locals", "text_mask", "text_context_mask"}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.visual.modules())
-    model = make(image, catch=["image_contexts"])
+    model = make(image, return_intermediates=["image_contexts"])
     masks = {"image_mask", "image_context_mask"}
     assert model.describe_image(images(model)).keys() == {"image_features", "image_contexts", *masks}
     assert model.describe_text(texts()).keys() == {"text_features"}
-    model = make(image, catch=["image_mask"])
+    model = make(image, return_intermediates=["image_mask"])
     assert model.describe_image(images(model)).keys() == {"image_features", "image_tokens", "image_mask"}
-    model = make(image, catch=["image_context_mask"])
+    model = make(image, return_intermediates=["image_context_mask"])
     assert model.describe_image(images(model)).keys() == {"image_features", "image_contexts", *masks}
-    assert make(image, catch=())._coder_taps == ()
-    model = make(image, catch=(), aggregator="gpo")
+    assert make(image, return_intermediates=())._coder_taps == ()
+    model = make(image, return_intermediates=(), aggregator="gpo")
     assert model._coder_taps[0].reads == AGGREGATED and not model._coder_taps[0]._joint
 
 
 def test_training_features_stay_upstreams(make) -> None:
-    model, plain = make("timm-token").train(), make("timm-token", catch=()).train()
+    model, plain = make("timm-token").train(), make("timm-token", return_intermediates=()).train()
     found, wanted = model(images(model), texts()), plain(images(model), texts())
     assert found.keys() == wanted.keys()  # nothing of it leaves the model
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -236,14 +236,14 @@ def test_blocks_that_a_tower_has_not(make, image: str, text: str, blocks: int, m
 
 def test_blocks_are_counted_from_one_whoever_reads_them(make) -> None:
     with pytest.raises(CoderError, match="context_blocks must be 1 or more, got 0"):
-        make(catch=(), context_blocks=0)
+        make(return_intermediates=(), context_blocks=0)
 
 
 def test_keys_that_no_model_or_not_this_one_has(make) -> None:
-    with pytest.raises(CoderError, match="catch: image_locales is no key known, which gives: image_context_mask, image_con"):
-        make(catch=["image_locales"])
-    with pytest.raises(CoderError, match="catch: image_views is no key of this model, which gives: image_context_mask"):
-        make(catch=["image_views", "image_locals"])
+    with pytest.raises(CoderError, match="return_intermediates: image_locales is no key known, which gives: image_context_ma"):
+        make(return_intermediates=["image_locales"])
+    with pytest.raises(CoderError, match="return_intermediates: image_views is no key of this model, which gives: image_con"):
+        make(return_intermediates=["image_views", "image_locals"])
 
 
 def test_towers_that_nobody_knows(make) -> None:
@@ -259,20 +259,20 @@ def test_towers_that_nobody_knows(make) -> None:
 
 
 def test_an_export_keeps_its_context_blocks(make, tmp_path: Path) -> None:
-    recipe = "dcl + concept_dcl"
-    model = make(recipe=recipe, context_blocks=2)
+    objective = "dcl + concept_dcl"
+    model = make(loss=objective, context_blocks=2)
     weights = export_model(model, tmp_path / "export" / "best")
     heads = export_heads(model, weights.parent)
     assert heads is not None and read_heads(heads).context_blocks == 2
     assert load_model(tmp_path).coder.context_blocks == 2
-    assert make(catch=()).coder.context_blocks == 1
+    assert make(return_intermediates=()).coder.context_blocks == 1
 
 
 def test_an_export_of_an_earlier_version_has_one(make, tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    heads = export_heads(make(recipe="dcl + concept_dcl"), tmp_path)
+    heads = export_heads(make(loss="dcl + concept_dcl"), tmp_path)
     assert heads is not None
     with safe_open(heads, "pt") as file:
         made = json.loads(file.metadata()["coder"])

@@ -156,7 +156,7 @@ def cell_alone(visual: Any, cell: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", GRIDS)
 @torch.no_grad()
 def test_the_cells_of_a_grid_are_locals_and_contexts(make, name: str) -> None:
-    model = make(name, context_blocks=7, catch=[*IMAGE, "image_mask"])  # seven means nothing here
+    model = make(name, context_blocks=7, return_intermediates=[*IMAGE, "image_mask"])  # seven means nothing here
     found = model.describe_image(images(model))
     assert torch.equal(found[IMAGE[0]], found[IMAGE[1]])
     grid = grid_of(model.visual, images(model))

@@ -1,4 +1,4 @@
-"""Region models under every recipe they serve: keys, score, gradients, padding, batches, refusals, exports."""
+"""Region models under every objective they serve: keys, score, gradients, padding, batches, refusals, exports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPES = {
     "region-bert-camera": [*ANY, *ASCL, "triplet + 0.01*view_diversity(reduction='sum')"],
     "region-bigru-vsrn": [*ANY, "coder", "clip", *ASCL],
 }
-CASES = [(name, recipe) for name, recipes in RECIPES.items() for recipe in recipes]
+CASES = [(name, objective) for name, recipes in RECIPES.items() for objective in recipes]
 SMALL = {
     "momentum.bank_size": 8,
     "prototypes.clusters": 4,
@@ -51,17 +51,17 @@ def options(name: str, bert: str) -> dict[str, Any]:
 
 def recipe_of(text: str) -> Any:
     from coder_plugin.model import required_heads
-    from coder_plugin.recipe import Recipe
+    from coder_plugin.objective import Objective
 
-    recipe = Recipe.parse(text)
-    heads = required_heads(recipe)
-    return recipe.with_options({key: value for key, value in SMALL.items() if key.split(".")[0] in heads})
+    objective = Objective.parse(text)
+    heads = required_heads(objective)
+    return objective.with_options({key: value for key, value in SMALL.items() if key.split(".")[0] in heads})
 
 
-def made(name: str, bert: str, recipe: str = "dcl", **given: Any) -> Any:
+def made(name: str, bert: str, objective: str = "dcl", **given: Any) -> Any:
     """A model whose zero-initialised layers were given values, as training would: a fresh VSRN's graph is the identity."""
     torch.manual_seed(0)
-    model = create_model(name, recipe=recipe_of(recipe), **{**options(name, bert), **given})
+    model = create_model(name, loss=recipe_of(objective), **{**options(name, bert), **given})
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key.rpartition(".")[0].rpartition(".")[2]:
@@ -98,16 +98,16 @@ def rows(image: dict[str, Tensor], which: slice) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def models(bert):
-    return cache(lambda name, recipe="dcl": made(name, bert, recipe))
+    return cache(lambda name, objective="dcl": made(name, bert, objective))
 
 
 # keys, score, gradients
 
 
-@pytest.mark.parametrize(("name", "recipe"), CASES)
-def test_keys_losses_and_gradients(models, name, recipe):
-    model = models(name, recipe).train()
-    loss = create_loss(model.coder.recipe, model=model)
+@pytest.mark.parametrize(("name", "objective"), CASES)
+def test_keys_losses_and_gradients(models, name, objective):
+    model = models(name, objective).train()
+    loss = create_loss(model.coder.objective, model=model)
     outputs = model(**batch(model))
     views = (3,) if "camera" in name else ()
     assert outputs["image_features"].shape == (ROWS, *views, DIM) and outputs["text_features"].shape == (ROWS, DIM)
@@ -116,7 +116,7 @@ def test_keys_losses_and_gradients(models, name, recipe):
     assert all(key.startswith("coder_") for key in outputs.keys() - {"image_features", "text_features", "logit_scale"})
     assert all(len(value) == ROWS for key, value in outputs.items() if key.startswith("coder_"))
     losses = loss(**outputs)
-    assert len(losses) >= len(loss.recipe.terms) and all(torch.isfinite(value) for value in losses.values())
+    assert len(losses) >= len(loss.objective.terms) and all(torch.isfinite(value) for value in losses.values())
 
     model.zero_grad()
     sum(losses.values()).backward()
@@ -187,7 +187,7 @@ def test_the_pooled_feature_of_several_views_is_their_mean(models):
 @torch.no_grad()
 def test_locals_stand_before_the_context_stage_and_contexts_after_it(models, name):
     model = models(name).eval()
-    widths = model.widths()
+    widths = model.info()
     for side, known in (("image", model.describe_image(images())), ("text", model.describe_text(model.tokenizer()(TEXTS)))):
         assert known.keys() - {"image_views"} <= {f"{side}_features"} | model.inside
         assert known[f"{side}_contexts"] is known[f"{side}_tokens"]
@@ -204,11 +204,11 @@ def test_projected_words_are_what_the_gru_reads(bert):
     known = model.describe_text(ids)
     words = text.project(text.embed(ids[:, : known["text_locals"].shape[1]]))
     torch.testing.assert_close(known["text_locals"], words)
-    assert words.shape[2] == DIM == model.widths().text_locals == text.rnn.input_size
+    assert words.shape[2] == DIM == model.info().text_locals == text.rnn.input_size
     one = text.rnn(words[2:3, :3])[0].unflatten(-1, (2, -1)).mean(-2)  # the text of one word, its start and end
     torch.testing.assert_close(known["text_contexts"][2:3, :3], one)
     plain = made("region-bigru-vsrn", bert)
-    assert plain.widths().text_locals == 7 and "text.project.weight" not in plain.state_dict()
+    assert plain.info().text_locals == 7 and "text.project.weight" not in plain.state_dict()
     with pytest.raises(CoderError, match="word_projection is the BiGRU's"):
         made("region-bert", bert, word_projection=True)
 
@@ -216,7 +216,7 @@ def test_projected_words_are_what_the_gru_reads(bert):
 def test_an_export_keeps_the_word_projection(tmp_path, bert):
     model = made("region-bigru", bert, word_projection=True)
     weights = export_model(model, tmp_path)
-    opened = create_model(str(tmp_path), recipe="dcl", pretrained=str(weights))
+    opened = create_model(str(tmp_path), loss="dcl", pretrained=str(weights))
     assert all(torch.equal(*pair) for pair in zip(embeddings(opened), embeddings(model), strict=True))
 
 
@@ -372,19 +372,19 @@ def test_other_images_are_refused(models, image, message):
 )
 def test_options_are_checked(bert, name, given, message):
     with pytest.raises(CoderError, match=message) as caught:
-        create_model(name, recipe="dcl", **{**options(name, bert), **given})
+        create_model(name, loss="dcl", **{**options(name, bert), **given})
     assert "\n" not in str(caught.value)
 
 
 def test_the_command_lines_none_is_the_word(bert):
     """``--model-kwargs context=none`` arrives as None."""
     given = {"context": None, "text_context": None, "image_pooling": "gpo"}
-    model = create_model("region-bert-camera", recipe="coder", **{**options("region-bert-camera", bert), **given})
-    assert model.visual.attention is None and model.text.context is None and model.widths().views == 1
+    model = create_model("region-bert-camera", loss="coder", **{**options("region-bert-camera", bert), **given})
+    assert model.visual.attention is None and model.text.context is None and model.info().views == 1
 
 
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("objective", "message"),
     [
         ("coder", "head 'momentum': a bank holds one key per image, and this model gives an image 3 features"),
         ("clip", "loss 'clip' compares one feature of an image, and this model gives 3.*image_pooling=gpo"),
@@ -392,36 +392,37 @@ def test_the_command_lines_none_is_the_word(bert):
         ("dcl + pgc", "loss 'pgc' compares one feature of an image"),
     ],
 )
-def test_views_are_refused_where_one_feature_is_compared(bert, recipe, message):
+def test_views_are_refused_where_one_feature_is_compared(bert, objective, message):
     with pytest.raises(CoderError, match=message):
-        model = create_model("region-bert-camera", recipe=recipe, **options("region-bert-camera", bert))
-        create_loss(recipe, model=model)
+        model = create_model("region-bert-camera", loss=objective, **options("region-bert-camera", bert))
+        create_loss(objective, model=model)
 
 
 def test_siglip_needs_a_bias(bert):
     with pytest.raises(CoderError, match="loss 'siglip' requires 'logit_bias', which neither this model"):
-        create_model("region-bert", recipe="siglip", **options("region-bert", bert))
+        create_model("region-bert", loss="siglip", **options("region-bert", bert))
 
 
 @pytest.mark.parametrize("name", ["region-bert", "region-bigru-vsrn"])
 def test_diversity_of_views_needs_views(bert, name):
     with pytest.raises(CoderError, match="image_views"):
-        create_model(name, recipe="triplet + view_diversity", **options(name, bert))
+        create_model(name, loss="triplet + view_diversity", **options(name, bert))
 
 
 def test_the_context_stage_is_the_models_own(bert):
     with pytest.raises(CoderError, match="region-bert has a context stage of its own: context_blocks"):
-        create_model("region-bert", recipe="dcl", context_blocks=2, **options("region-bert", bert))
-    with pytest.raises(CoderError, match="catch: image_views is no key of this model"):
-        create_model("region-bert", recipe="dcl", catch=["image_views"], **options("region-bert", bert))
-    views = create_model("region-bert-camera", recipe="dcl", catch=["image_views"], **options("region-bert-camera", bert))
+        create_model("region-bert", loss="dcl", context_blocks=2, **options("region-bert", bert))
+    with pytest.raises(CoderError, match="return_intermediates: image_views is no key of this model"):
+        create_model("region-bert", loss="dcl", return_intermediates=["image_views"], **options("region-bert", bert))
+    given = options("region-bert-camera", bert)
+    views = create_model("region-bert-camera", loss="dcl", return_intermediates=["image_views"], **given)
     assert views.describe_image(images())["image_views"].shape == (ROWS, REGIONS, 3)
 
 
 @pytest.mark.parametrize("given", [{"aggregator": "gpo"}, {"pretrained_image_path": "x.pth"}])
 def test_clips_options_are_refused(bert, given):
     with pytest.raises(CoderError, match="region-bert pools its regions itself"):
-        create_model("region-bert", recipe="dcl", **options("region-bert", bert), **given)
+        create_model("region-bert", loss="dcl", **options("region-bert", bert), **given)
 
 
 # what data decide
@@ -430,14 +431,14 @@ def test_clips_options_are_refused(bert, given):
 def test_data_fill_what_options_leave_open(bert):
     example = Regions(np.zeros((2, 9), np.float32))
     found = {"example": example, "captions": lambda: iter(["a dog runs"] * 4 + ["a cat"])}
-    model = create_model("region-bigru", recipe="dcl", embed_dim=8, **found)
+    model = create_model("region-bigru", loss="dcl", embed_dim=8, **found)
     assert model.options.region_dim == 9 and list(model.options.vocabulary) == [*SPECIAL, "a", "dog", "runs"]
-    model = create_model("region-bigru", recipe="dcl", embed_dim=8, vocabulary=WORDS, region_dim=3, **found)
+    model = create_model("region-bigru", loss="dcl", embed_dim=8, vocabulary=WORDS, region_dim=3, **found)
     assert model.options.region_dim == 3 and model.options.vocabulary == WORDS
-    bert_model = create_model("region-bert", recipe="dcl", embed_dim=8, text=bert, **found)
+    bert_model = create_model("region-bert", loss="dcl", embed_dim=8, text=bert, **found)
     assert bert_model.options.region_dim == 9 and bert_model.options.vocabulary is None
     with pytest.raises(CoderError, match="no word occurs 4 times"):
-        create_model("region-bigru", recipe="dcl", **{**found, "captions": lambda: ["a dog"]})
+        create_model("region-bigru", loss="dcl", **{**found, "captions": lambda: ["a dog"]})
 
 
 # frozen and adapted text
@@ -453,7 +454,7 @@ def test_a_frozen_bert_is_in_evaluation_mode_and_gets_no_gradient(tmp_path):
     """From the first forward, whatever mode transformers loads in, and after later calls of train()."""
     folder = dropout_bert(tmp_path)
     for given in ({}, {"pretrained_text": False}):
-        model = create_model("region-bert-camera", recipe="dcl", **{**options("region-bert-camera", folder), **given})
+        model = create_model("region-bert-camera", loss="dcl", **{**options("region-bert-camera", folder), **given})
         assert model.training and model.text.proj.training and not model.text.transformer.training
         text = model.tokenizer()(TEXTS)
         for _ in range(2):
@@ -466,7 +467,7 @@ def test_a_frozen_bert_is_in_evaluation_mode_and_gets_no_gradient(tmp_path):
 
 
 def test_a_trained_bert_is_in_training_mode_from_the_start(tmp_path):
-    model = create_model("region-bert", recipe="dcl", **options("region-bert", dropout_bert(tmp_path)))
+    model = create_model("region-bert", loss="dcl", **options("region-bert", dropout_bert(tmp_path)))
     assert model.text.transformer.training
     text = model.tokenizer()(TEXTS)
     assert not torch.equal(model.encode_text(text), model.encode_text(text))
@@ -539,10 +540,10 @@ def test_momentum_copies_follow(models, bert, name):
 
 def test_momentum_towers_in_training_mode_have_berts_dropout(tmp_path):
     """A copy has no gradient either, but was not frozen."""
-    recipe = "dcl + m_dcl"
+    objective = "dcl + m_dcl"
     for name, mode, same in (("train", "train", False), ("eval", "eval", True)):
         given = options("region-bert", dropout_bert(tmp_path / name))
-        model = create_model("region-bert", recipe=recipe_of(recipe).with_options({"momentum.mode": mode}), **given)
+        model = create_model("region-bert", loss=recipe_of(objective).with_options({"momentum.mode": mode}), **given)
         found = [model(**batch(model))["coder_text_keys"] for _ in range(2)]
         assert torch.equal(*found) == same
 
@@ -555,7 +556,7 @@ def test_tokens_leave_the_model_at_the_inputs_length(models, name):
     text = torch.nn.functional.pad(model.tokenizer()(TEXTS), (0, 3), value=model.tokenizer().pad)
     known = {**model.image_side(images()), **model.text_side(text), "text": text}
     assert known["text_tokens"].shape[1] < text.shape[1] == 15
-    head = Tokens(model.widths())
+    head = Tokens(model.info())
     found = head(**{key: known[key] for key in head.requires})
     assert found["coder_text_tokens"].shape == (ROWS, 15, DIM) and found["coder_image_tokens"].shape == (ROWS, REGIONS, DIM)
     expected = model.text.mask(text)
@@ -584,14 +585,14 @@ def test_an_export_is_the_model_to_the_bit(tmp_path, bert, name, by):
     folder = tmp_path / "moved"
     shutil.move(weights.parent, folder)
     names = {"folder": str(folder), "json": str(folder / "coder_model.json"), "local-dir": f"local-dir:{folder}"}
-    opened = create_model(names[by], recipe="dcl", pretrained=str(folder / weights.name))
+    opened = create_model(names[by], loss="dcl", pretrained=str(folder / weights.name))
     assert opened.name == name and all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
     texts = ["a red xylophone", "dog", ""]
     assert torch.equal(opened.tokenizer()(texts), model.tokenizer()(texts))
-    other = create_model(names[by], recipe="dcl")  # without weights: the same shape, fresh
+    other = create_model(names[by], loss="dcl")  # without weights: the same shape, fresh
     assert other.state_dict().keys() == opened.state_dict().keys()
     again = export_model(opened, tmp_path / "again")  # an export of an export
-    opened = create_model(str(again.parent), recipe="dcl", pretrained=str(again))
+    opened = create_model(str(again.parent), loss="dcl", pretrained=str(again))
     assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
 
 
@@ -603,7 +604,7 @@ def test_the_scoring_head_goes_beside_an_export(tmp_path, models, bert, name):
     weights = export_model(model, folder)
     heads = export_heads(model, folder)
     assert heads is not None
-    opened = create_model(str(folder), recipe=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
+    opened = create_model(str(folder), loss=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
     load_heads(opened, heads)
     assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
     for place in (tmp_path, folder):  # a run's, an export's
@@ -616,32 +617,32 @@ def test_the_scoring_head_goes_beside_an_export(tmp_path, models, bert, name):
 
 def test_options_over_an_exports(tmp_path, bert):
     weights = export_model(made("region-bigru", bert), tmp_path)
-    longer = create_model(str(tmp_path), recipe="dcl", pretrained=str(weights), context_length=20)
+    longer = create_model(str(tmp_path), loss="dcl", pretrained=str(weights), context_length=20)
     assert longer.tokenizer()(["a"]).shape == (1, 20)
     with pytest.raises(CoderError, match="does not fit RegionText.*of another shape.*--model-kwargs"):
-        create_model(str(tmp_path), recipe="dcl", pretrained=str(weights), embed_dim=8)
+        create_model(str(tmp_path), loss="dcl", pretrained=str(weights), embed_dim=8)
     with pytest.raises(CoderError, match="tensors missing.*made with other --model-kwargs"):
-        create_model("region-bert", recipe="dcl", pretrained=str(weights), **options("region-bert", bert))
+        create_model("region-bert", loss="dcl", pretrained=str(weights), **options("region-bert", bert))
 
 
 def test_what_is_no_export(tmp_path, bert):
     weights = export_model(made("region-bigru", bert), tmp_path)
     with pytest.raises(CoderError, match="weights nowhere.safetensors do not exist"):
-        create_model(str(tmp_path), recipe="dcl", pretrained="nowhere.safetensors")
+        create_model(str(tmp_path), loss="dcl", pretrained="nowhere.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CoderError, match="coder_model.safetensors cannot be read"):
-        create_model(str(tmp_path), recipe="dcl", pretrained=str(weights))
+        create_model(str(tmp_path), loss="dcl", pretrained=str(weights))
     path = tmp_path / "coder_model.json"
     made_of = json.loads(path.read_text())
     path.write_text(json.dumps({**made_of, "backbone": "region-bort"}))
     with pytest.raises(CoderError, match="region-bort"):
-        create_model(str(path), recipe="dcl")
+        create_model(str(path), loss="dcl")
     path.write_text(json.dumps({**made_of, "options": {"depth": 3}}))
     with pytest.raises(CoderError, match="has no option depth"):
-        create_model(str(path), recipe="dcl")
+        create_model(str(path), loss="dcl")
     path.write_text("{")
     with pytest.raises(CoderError, match="coder_model.json cannot be read"):
-        create_model(str(path), recipe="dcl")
+        create_model(str(path), loss="dcl")
 
 
 def test_a_bert_of_half_precision_is_trained_in_full(tmp_path, bert):

@@ -84,7 +84,7 @@ def maker(folder: Path) -> Callable[..., Any]:
     sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
     MT5Model(MT5Config(num_layers=3, num_decoder_layers=1, dropout_rate=0.0, **sizes)).save_pretrained(texts["t5"])
 
-    def build(image: str = "vit", text: str = "clip", recipe: str = "clip", **options: Any) -> Any:
+    def build(image: str = "vit", text: str = "clip", loss: str = "clip", **options: Any) -> Any:
         config = copy.deepcopy({"embed_dim": D, "vision_cfg": IMAGES[image], **TEXTS[text]})
         name = config["text_cfg"].get("hf_model_name")
         if name is not None:
@@ -92,7 +92,7 @@ def maker(folder: Path) -> Callable[..., Any]:
         path = folder / f"joint-{image}-{text}.json"
         path.write_text(json.dumps(config))
         torch.manual_seed(0)
-        model = create_model(str(path), recipe=recipe, **{"catch": EVERY, **options}).eval()
+        model = create_model(str(path), loss=loss, **{"return_intermediates": EVERY, **options}).eval()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for key, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Recipe, model, concepts, word vectors and regions, each with a fault planted."""
+"""Objective, model, concepts, word vectors and regions, each with a fault planted."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft as retention
 from coder_plugin.evaluation.evaluation_sets import Sets, known_of
 from coder_plugin.evaluation.zero_shot import format_zero_shot, read_classes, read_templates, zero_shot
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import WEIGHTS, export_heads, export_model
 from coder_plugin.pretrained.open import open_trained, trained_config
-from coder_plugin.recipe import Recipe
 from tests import gloo
 from tests.training import region_data
 
@@ -51,13 +51,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-def concepts() -> Recipe:
-    return Recipe.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
+def concepts() -> Objective:
+    return Objective.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
 
 
-def make_encoder(name: str, *, seed: int = 0, recipe: str | Recipe = "clip", **options: Any) -> Encoder:
+def make_encoder(name: str, *, seed: int = 0, loss: str | Objective = "clip", **options: Any) -> Encoder:
     torch.manual_seed(seed)
-    model = coder_plugin.create_model(name, recipe=recipe, **options)
+    model = coder_plugin.create_model(name, loss=loss, **options)
     config = TrainConfig(model=name)
     transform = build.make_transforms(model, config)[1]
     tokenizer = build.make_tokenizer(config, model)
@@ -138,7 +138,7 @@ def test_places_and_templates_of_any_length(tiny_model: str, folder: str, tmp_pa
 
 
 def test_vectors_that_hold_more_than_the_towers(tiny_model: str, folder: str) -> None:
-    got = zero_shot(make_encoder(tiny_model, recipe=concepts(), inference=True), read_classes(folder, None, "simple"))
+    got = zero_shot(make_encoder(tiny_model, loss=concepts(), inference=True), read_classes(folder, None, "simple"))
     assert got["vectors"].keys() == got["towers"].keys()
     table = format_zero_shot({"a": {"i2t_r1": 1.0, "t2i_r1": 2.0, "rsum": 3.0, "zero_shot": got}})
     assert "CLIP top-1" in table and "vectors top-1" in table
@@ -188,7 +188,7 @@ def test_what_is_no_classification_set(folder: str, tmp_path: Path) -> None:
 def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A base, and a fine-tuned model with a scoring head, exported."""
     base = make_encoder(tiny_model).model
-    tuned = make_encoder(tiny_model, seed=1, recipe=concepts(), inference=True)
+    tuned = make_encoder(tiny_model, seed=1, loss=concepts(), inference=True)
     tuned.model.register_buffer("steps", torch.tensor(7))
     base.register_buffer("steps", torch.tensor(3))
     out = tmp_path_factory.mktemp("tuned")

@@ -49,22 +49,22 @@ def tokenizer_of(name: str) -> contextlib.AbstractContextManager[Any]:
 
 @pytest.fixture(scope="module")
 def model_of(make, tmp_path_factory):  # noqa: F811
-    """A model of a kind with a recipe, in training mode without dropout and with BatchNorm's running statistics, and its
+    """A model of a kind with an objective, in training mode without dropout and with BatchNorm's running statistics, and its
     images and texts."""
     from tests.backbones import tiny_bert
 
     bert = tiny_bert.make(tmp_path_factory.mktemp("bert"))
 
-    def build(name: str, recipe: str = "ascl") -> tuple[Any, Any, Tensor]:
+    def build(name: str, objective: str = "ascl") -> tuple[Any, Any, Tensor]:
         if name in KINDS:
             with tokenizer_of(name):
-                model = make(name, recipe)
+                model = make(name, objective)
             image, text = batch(name)
             if "bert" not in name:  # their vocabulary is not that of CLIP's tokenizer
                 model.words._special = torch.tensor([EOT])
                 model.words.pad = KINDS[name].config["text_cfg"].get("pad_id", 0)
         else:
-            model = made(name, bert, recipe)
+            model = made(name, bert, objective)
             image, text = images(), model.tokenizer()(TEXTS)
         model.train()
         for module in model.modules():
@@ -252,24 +252,24 @@ def test_a_token_prefix_stands_in_for_text_that_was_not_given(model_of, name):
     ],
 )
 def test_what_is_not_asked_for_is_not_made(make, options, keys):  # noqa: F811
-    from coder_plugin.recipe import Recipe
+    from coder_plugin.objective import Objective
 
-    recipe = Recipe.parse("ascl").with_options({f"asymmetry.{key}": value for key, value in options.items()})
-    model = make("vit", recipe).train()
+    objective = Objective.parse("ascl").with_options({f"asymmetry.{key}": value for key, value in options.items()})
+    model = make("vit", objective).train()
     image, text = batch()
     outputs = model(image, text, image_id=torch.arange(len(text)))
     assert {key for key in outputs if key in (*MADE, "coder_noise_changed")} == keys
-    create_loss(recipe, model=model)(**outputs, output_dict=False).backward()
-    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    create_loss(objective, model=model)(**outputs, output_dict=False).backward()
+    assert Objective.from_dict(objective.to_dict()) == objective
 
 
 def test_noise_at_the_output_is_of_the_fusions_words(make):  # noqa: F811
-    from coder_plugin.recipe import Recipe
+    from coder_plugin.objective import Objective
 
-    recipe = Recipe.parse("ascl(similarity=fusion) + clip").with_options(
+    objective = Objective.parse("ascl(similarity=fusion) + clip").with_options(
         {"asymmetry.noise_at": "output", "asymmetry.negatives": "shuffle"}
     )
-    model = make("vit", recipe).train()
+    model = make("vit", objective).train()
     image, text = batch()
     outputs = model(image, text, text_positive=text.roll(1, 0))
     assert "coder_noised_features" not in outputs
@@ -280,9 +280,9 @@ def test_noise_at_the_output_is_of_the_fusions_words(make):  # noqa: F811
     model.coder.heads["asymmetry"].noise = Zero()
     assert not torch.allclose(model(image, text)["coder_fusion_noised"], outputs["coder_fusion"])
 
-    recipe = Recipe.parse("ascl").with_options({"asymmetry.noise_at": "output"})
+    objective = Objective.parse("ascl").with_options({"asymmetry.noise_at": "output"})
     with pytest.raises(CoderError, match="noise_at=output noises the words that the fusion reads"):
-        create_loss(recipe, model=make("vit", recipe))
+        create_loss(objective, model=make("vit", objective))
 
 
 def test_positives_of_another_shape_are_refused(model_of):

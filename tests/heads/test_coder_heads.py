@@ -9,12 +9,12 @@ from torch.nn.functional import cosine_similarity, leaky_relu, normalize
 import coder_plugin
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.concepts import Concepts
 from coder_plugin.heads.prototypes import Prototypes
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 
-WIDTHS = Widths(embed_dim=6, image_tokens=5, text_tokens=7)
+WIDTHS = BackboneInfo(embed_dim=6, image_tokens=5, text_tokens=7)
 
 
 def inputs(n: int = 4, tokens: int = 5) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def test_mistakes_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Concepts(WIDTHS, **options)
     with pytest.raises(ValueError, match="this tower gives none"):
-        Concepts(Widths(embed_dim=6))
+        Concepts(BackboneInfo(embed_dim=6))
 
 
 def test_warm_up_lets_gradient_and_score_in_step_by_step(vocabulary):
@@ -99,8 +99,8 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny-vit-for-heads.json"
     path.write_text(json.dumps(TINY))
     torch.manual_seed(0)
-    recipe = Recipe.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
-    return coder_plugin.create_model(str(path), recipe=recipe)
+    objective = Objective.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
+    return coder_plugin.create_model(str(path), loss=objective)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -141,7 +141,7 @@ def test_before_its_warm_up_the_head_leaves_the_embedding_as_it_is(model):
 
 
 def test_an_aggregator_stands_in_for_the_towers_pooling(tiny_model):
-    model = coder_plugin.create_model(tiny_model, recipe="dcl + m_dcl", aggregator="gpo").train()
+    model = coder_plugin.create_model(tiny_model, loss="dcl + m_dcl", aggregator="gpo").train()
     outputs = model(**batch(), image_id=torch.arange(5))
     model.eval()
     torch.testing.assert_close(model.embed_image(batch()["image"]), outputs["image_features"], rtol=1e-4, atol=1e-5)
@@ -158,10 +158,10 @@ def test_an_aggregator_stands_in_for_the_towers_pooling(tiny_model):
 
 
 def test_inference_builds_what_scores_and_nothing_else(tiny_model):
-    recipe = Recipe.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
-    model = coder_plugin.create_model(tiny_model, recipe=recipe, inference=True)
+    objective = Objective.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
+    model = coder_plugin.create_model(tiny_model, loss=objective, inference=True)
     assert list(model.coder.heads) == ["concepts"]
-    assert list(coder_plugin.create_model(tiny_model, recipe="dcl", inference=True).coder.heads) == []
+    assert list(coder_plugin.create_model(tiny_model, loss="dcl", inference=True).coder.heads) == []
 
 
 def test_reclustering_happens_once_in_so_many_pairs_and_is_state():
@@ -189,8 +189,8 @@ def test_reclustering_happens_once_in_so_many_pairs_and_is_state():
 
 
 def test_sizes_that_cannot_work_are_named(tiny_model):
-    recipe = Recipe.parse("m_dcl").with_options({"momentum.bank_size": 8})
-    model = coder_plugin.create_model(tiny_model, recipe=recipe)
+    objective = Objective.parse("m_dcl").with_options({"momentum.bank_size": 8})
+    model = coder_plugin.create_model(tiny_model, loss=objective)
     model.coder.check(batch=8, samples=100)
     with pytest.raises(CoderError, match="head 'momentum': bank_size 8 is smaller than the global batch of 9"):
         model.coder.check(batch=9, samples=100)

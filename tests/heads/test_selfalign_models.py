@@ -13,10 +13,10 @@ from coder_plugin import create_loss, create_model
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.sets import without_start
 from coder_plugin.functional.similarity import cosine
-from coder_plugin.pretrained.build import freeze_unread
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model
 from coder_plugin.pretrained.open import load_model
-from coder_plugin.recipe import Recipe
+from coder_plugin.training.prepare import freeze_unread
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
 from tests.references import selfalign as reference
@@ -32,9 +32,9 @@ def bert(tmp_path_factory) -> str:
     return tiny_bert.make(tmp_path_factory.mktemp("bert"))
 
 
-def small(text: str, **more: Any) -> Recipe:
+def small(text: str, **more: Any) -> Objective:
     given = {"alignment.prototypes": 6} if "lca" in text else {}
-    return Recipe.parse(text).with_options({**given, **more})
+    return Objective.parse(text).with_options({**given, **more})
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,11 @@ def models(bert, tiny_model):
     @cache
     def make(name: str, text: str = RECIPE, **more: Any) -> Any:
         torch.manual_seed(0)
-        recipe = small(text, **{key.replace("__", "."): value for key, value in more.items()})
+        objective = small(text, **{key.replace("__", "."): value for key, value in more.items()})
         if name == "clip":
-            return create_model(tiny_model, recipe=recipe)
+            return create_model(tiny_model, loss=objective)
         options = {**regions.options(name, bert), **({"word_projection": True} if "bigru" in name else {})}
-        model = create_model(name, recipe=recipe, **options)
+        model = create_model(name, loss=objective, **options)
         with torch.no_grad():  # a fresh VSRN's graph is the identity
             for key, parameter in model.named_parameters():
                 if key.endswith("norm.weight"):
@@ -74,7 +74,7 @@ def valid(known: dict[str, Tensor], side: str) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_keys_losses_and_gradients(models, name):
     model = models(name).train()
-    loss = create_loss(model.coder.recipe, model=model)
+    loss = create_loss(model.coder.objective, model=model)
     given = batch(model, name)
     outputs = model(**given)
     length = given["text"].shape[1]
@@ -95,9 +95,9 @@ def test_keys_losses_and_gradients(models, name):
 
 def test_words_and_regions_must_share_a_space(bert):
     with pytest.raises(CoderError, match=r"head 'alignment': words \(7 channels .* regions \(16\).* word_projection=true"):
-        create_model("region-bigru", recipe=small(RECIPE), **regions.options("region-bigru", bert))
+        create_model("region-bigru", loss=small(RECIPE), **regions.options("region-bigru", bert))
     # contexts do share one, whatever stands before them
-    model = create_model("region-bigru", recipe="triplet + cra", **regions.options("region-bigru", bert))
+    model = create_model("region-bigru", loss="triplet + cra", **regions.options("region-bigru", bert))
     assert list(model.coder.heads) == ["ids", "contexts"]
 
 
@@ -150,14 +150,14 @@ def test_exports_keep_what_the_score_needs(models, name, tmp_path):
 )
 def test_what_nothing_reads_is_frozen_before_ddp(models, text, unread):
     model = models("region-bert-camera", text)
-    found = freeze_unread(model, create_loss(model.coder.recipe, model=model), model.tokenizer())
+    found = freeze_unread(model, create_loss(model.coder.objective, model=model), model.tokenizer())
     heads = {key.removeprefix("coder.heads.").rpartition(".")[0] for key in found if key.startswith("coder.heads.")}
     assert heads == unread and not any(key.startswith(("visual.", "text.proj")) for key in found)
 
 
 def test_frozen_prototypes_count_as_read(models):
     model = models("region-bert-camera", RECIPE, alignment__freeze_steps=3)
-    freeze_unread(model, create_loss(model.coder.recipe, model=model), model.tokenizer())
+    freeze_unread(model, create_loss(model.coder.objective, model=model), model.tokenizer())
     assert model.coder.heads["alignment"].prototypes.requires_grad
     assert "coder.heads.alignment.steps" in model.coder.state_names() and model.coder.heads["alignment"].steps == 0
     model.coder.post_step()

@@ -43,9 +43,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def made(folder: Path, recipe: str, seed: int = 0) -> Path:
+def made(folder: Path, objective: str, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    model = coder_plugin.create_model("coder-tiny", recipe=recipe)
+    model = coder_plugin.create_model("coder-tiny", loss=objective)
     export_model(model, folder)
     export_heads(model, folder)
     return folder
@@ -54,8 +54,8 @@ def made(folder: Path, recipe: str, seed: int = 0) -> Path:
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose score has two levels."""
-    recipe = coder_plugin.recipe.Recipe.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
-    return made(tmp_path_factory.mktemp("export"), recipe)
+    objective = coder_plugin.objective.Objective.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
+    return made(tmp_path_factory.mktemp("export"), objective)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_regions_with_a_fusion_score(tmp_path: Path, capsys) -> None:
     torch.manual_seed(3)
     words = build_vocabulary(caption for record in region_data.records("dev") for caption in record.captions)
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
-    model = coder_plugin.create_model("region-bigru", recipe="dcl + ascl(similarity=fusion)", **options)
+    model = coder_plugin.create_model("region-bigru", loss="dcl + ascl(similarity=fusion)", **options)
     export_model(model, tmp_path / "export")
     export_heads(model, tmp_path / "export")
     flags = ["--data", data, "--split", "dev", "--workers", "0", "--batch-size", "5", "--output", str(tmp_path / "index")]
@@ -221,7 +221,7 @@ def test_candidates_are_as_many_as_in_evaluation(tmp_path: Path) -> None:
     data = region_data.write_precomp(tmp_path)
     words = build_vocabulary(caption for record in region_data.records("dev") for caption in record.captions)
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
-    model = coder_plugin.create_model("region-bigru", recipe="ascl(similarity=fusion)", **options)
+    model = coder_plugin.create_model("region-bigru", loss="ascl(similarity=fusion)", **options)
     export_model(model, tmp_path / "export")
     export_heads(model, tmp_path / "export")
     flags = ["--data", data, "--split", "dev", "--workers", "0", "--output", str(tmp_path / "index")]

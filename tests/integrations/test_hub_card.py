@@ -13,8 +13,8 @@ from huggingface_hub import ModelCard
 import coder_plugin
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.record import bare, results_of, run_record, without_paths
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model
-from coder_plugin.recipe import Recipe
 
 MODEL = {
     "class": "CLIP",
@@ -45,9 +45,9 @@ RECALLS = {"i2t_r1": 1.5, "i2t_r5": 2.5, "i2t_r10": 3.5, "t2i_r1": 4.5, "t2i_r5"
 RESULTS = {**RECALLS, "images": 1000, "texts": 5000, "epoch": 10, "step": 460}
 
 
-def record(recipe: str = "3*dcl(mu=0.07) + clip", **changed: Any) -> dict[str, Any]:
+def record(objective: str = "3*dcl(mu=0.07) + clip", **changed: Any) -> dict[str, Any]:
     options = {"model": "ViT-B-32", "seed": 7, "precision": "amp_bf16", "pretrained": "openai"}
-    known = {"recipe": recipe, "terms": Recipe.parse(recipe).to_dict(), "options": options}
+    known = {"objective": objective, "terms": Objective.parse(objective).to_dict(), "options": options}
     return {**known, "run": RUN, "results": RESULTS, "model": MODEL, **changed}
 
 
@@ -63,7 +63,7 @@ def test_what_was_run_and_measured_is_in_it() -> None:
         "1,234,567",
         "96 dimensions",
         "`open_clip_model.safetensors` 12.3 MB",
-        "recipe: `3*dcl(mu=0.07) + clip`",
+        "objective: `3*dcl(mu=0.07) + clip`",
         "- dcl: weight 3, mu=0.07",
         "- clip: weight 1",
         "began as: group/base",
@@ -102,7 +102,7 @@ def test_of_a_repository() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "wanted"),
+    ("objective", "wanted"),
     [
         ("coder", {"2208.09843"}),
         ("clip + ascl", {"2405.10029"}),
@@ -111,8 +111,8 @@ def test_of_a_repository() -> None:
         ("clip", set()),
     ],
 )
-def test_the_papers_of_the_losses_are_cited(recipe: str, wanted: set[str]) -> None:
-    made = card(record(recipe)).content
+def test_the_papers_of_the_losses_are_cited(objective: str, wanted: set[str]) -> None:
+    made = card(record(objective)).content
     assert {paper for paper in ("2208.09843", "2405.10029", "2308.14009") if paper in made} == wanted
     assert "zenodo.5143773" in made
 
@@ -136,28 +136,28 @@ def test_a_region_model_promises_no_plain_clip() -> None:
 
 def test_what_is_not_known_is_not_said() -> None:
     made = card({**record(), **run_record(None, "best")})
-    assert "recipe: not known" in made.content and "Not measured" in made.content and "No licence was stated" in made.content
+    assert "objective: not known" in made.content and "Not measured" in made.content and "No licence was stated" in made.content
     assert made.data.eval_results is None and "None" not in made.content and "None" not in str(made.data)
 
 
 def test_an_export_without_its_run_knows_the_recipe_of_its_heads(tmp_path: Path, tiny_model: str) -> None:
     """And is shared from wherever it lies; a plain one knows nothing."""
     torch.manual_seed(0)
-    model = coder_plugin.create_model(tiny_model, recipe="dcl + concept_dcl").eval()
+    model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
     export_model(model, tmp_path / "export")
     plain = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "plain")
-    assert "recipe: not known" in (plain / "README.md").read_text()
+    assert "objective: not known" in (plain / "README.md").read_text()
     export_heads(model, tmp_path / "export")
     whole = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "whole")
     text = (whole / "README.md").read_text()
-    assert "recipe: `dcl + concept_dcl`" in text and "heads beside the towers: concepts" in text
+    assert "objective: `dcl + concept_dcl`" in text and "heads beside the towers: concepts" in text
     assert json.loads((whole / "coder_run.json").read_text())["results"] == {}
 
 
 def test_the_middle_of_two_models_is_not_called_trained(tmp_path: Path, tiny_model: str) -> None:
     """Nor is a plain CLIP, of which nobody knows where it is from."""
     torch.manual_seed(0)
-    model = coder_plugin.create_model(tiny_model, recipe="dcl + concept_dcl").eval()
+    model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
     export_model(model, tmp_path / "export")
     plain = (coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "plain") / "README.md").read_text()
     assert "an open_clip model (CLIP). Texts" in plain and "trained with" not in plain and "one seed" not in plain
@@ -170,7 +170,7 @@ def test_the_middle_of_two_models_is_not_called_trained(tmp_path: Path, tiny_mod
     for folder in (first, coder_plugin.save_pretrained(first, tmp_path / "second")):
         text = (folder / "README.md").read_text()
         assert "WiSE-FT, arXiv:2109.01903): 0.5 of the fine-tuned one, `tuned`, and the rest of the one before, `base`" in text
-        assert "- recipe, that of the fine-tuned model: `dcl + concept_dcl`" in text and "trained with" not in text
+        assert "- objective, that of the fine-tuned model: `dcl + concept_dcl`" in text and "trained with" not in text
         assert "one seed" not in text and "janedoe" not in (folder / "coder_run.json").read_text()
 
 
@@ -271,7 +271,7 @@ def test_a_runs_options_lose_their_places(tmp_path: Path) -> None:
         "image_mean": [0.5, 0.5, 0.5],
     }
     heads = {"concepts": {"vocabulary": "/home/janedoe/c.safetensors", "beta": 0.9}}
-    plan = {"recipe": "dcl", "options": {"terms": [], "heads": heads}, "run": "/home/janedoe/logs/janedoe-1"}
+    plan = {"objective": "dcl", "options": {"terms": [], "heads": heads}, "run": "/home/janedoe/logs/janedoe-1"}
     plan["training data"] = {"name": "/home/janedoe/f30k/train.tar", "images": None, "captions": "all"}
     plan["validation data"] = None
     config["regions"] = "https://h.example/f30k/regions.tar?X-Amz-Signature=janedoe"

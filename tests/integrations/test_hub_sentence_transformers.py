@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     """A model with a concept head, shared."""
     place = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = coder_plugin.create_model(tiny_model, recipe="dcl + concept_dcl").eval()
+    model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
     with torch.no_grad():
         model.coder.heads["concepts"].steps.fill_(10**6)  # warmed up
     export_model(model, place / "export")
@@ -71,7 +71,7 @@ def test_it_trains(folder: Path, pictures: list[Image.Image]) -> None:
 def test_region_models_are_not_for_it(tmp_path: Path) -> None:
     words = build_vocabulary(["a dog"] * 4)
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
-    export_model(coder_plugin.create_model("region-bigru", recipe="dcl", **options), tmp_path / "export")
+    export_model(coder_plugin.create_model("region-bigru", loss="dcl", **options), tmp_path / "export")
     shared = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "shared")
     assert not (shared / "modules.json").exists()
     with pytest.raises(CoderError, match="reads region features"):

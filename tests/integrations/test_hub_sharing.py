@@ -89,7 +89,7 @@ def test_what_came_with_a_run_comes_with_the_folder(shared: Path, runs: dict[str
     assert trained_config(shared / "gpo", {}).channels_last and not trained_config(shared / "lora", {}).channels_last
     record = json.loads((shared / "coder" / "coder_run.json").read_text())
     assert record["options"]["concepts"] == "words.safetensors" and record["terms"]["heads"]["momentum"]["bank_size"] == 24
-    assert record["recipe"] == json.loads((runs["coder"] / "plan.json").read_text())["recipe"]
+    assert record["objective"] == json.loads((runs["coder"] / "plan.json").read_text())["objective"]
     assert record["results"] == hub_runs.FIGURES and not {"logs", "name"} & record["options"].keys()
     assert {"coder.safetensors", "concepts.safetensors", "concepts.json", "README.md"} <= record["files"].keys()
     fusion = coder_plugin.from_pretrained(shared / "fusion")
@@ -182,7 +182,7 @@ def test_the_command(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_shared_folder_is_evaluated_as_its_run(runs: dict[str, Path], shared: Path) -> None:
-    from coder_plugin.pretrained.data import make_source
+    from coder_plugin.data.from_config import make_source
 
     config = trained_config(shared / "bigru", {"val_data": str(runs["bigru"].parents[1] / "precomp"), "workers": 0})
     source = make_source(config, split="dev")
@@ -212,7 +212,7 @@ def test_a_setting_that_is_in_no_weights_and_no_digest_shows_in_the_vectors(
 def test_a_model_of_nans_is_not_shared(tmp_path: Path, tiny_model: str) -> None:
     from coder_plugin.pretrained.export import export_model
 
-    model = coder_plugin.create_model(tiny_model, recipe="clip")
+    model = coder_plugin.create_model(tiny_model, loss="clip")
     model.visual.proj.data[0, 0] = float("nan")
     export_model(model, tmp_path / "export")
     with pytest.raises(CoderError, match="vectors with NaN or infinity: nothing was shared"):

@@ -20,7 +20,7 @@ from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import pack
 from coder_plugin.integrations.open_clip.evaluation import Collected, accuracy
 from coder_plugin.integrations.open_clip.model import VECTORS
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 from tests.references import recall as reference
 
 
@@ -97,12 +97,12 @@ def test_memory_is_that_of_a_tile() -> None:
 
 
 @pytest.mark.parametrize("aggregator", ["tower", "gpo"])
-@pytest.mark.parametrize("recipe", ["clip", "coder"])
-def test_vectors_are_those_that_the_model_retrieves_by(tiny_model: str, recipe: str, aggregator: str) -> None:
-    made = Recipe.parse(recipe)
-    if recipe == "coder":
+@pytest.mark.parametrize("objective", ["clip", "coder"])
+def test_vectors_are_those_that_the_model_retrieves_by(tiny_model: str, objective: str, aggregator: str) -> None:
+    made = Objective.parse(objective)
+    if objective == "coder":
         made = made.with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
-    model = coder_plugin.create_model(tiny_model, recipe=made, aggregator=aggregator)
+    model = coder_plugin.create_model(tiny_model, loss=made, aggregator=aggregator)
     model = in_upstream.extend(model, ()).eval()
     images, texts = torch.randn(3, 3, 64, 64), torch.randint(1, 40000, (3, 40))
     ids = torch.tensor([7, 7, 2**62])
@@ -114,7 +114,7 @@ def test_vectors_are_those_that_the_model_retrieves_by(tiny_model: str, recipe: 
     torch.testing.assert_close(outputs[VECTORS[0]], image)
     torch.testing.assert_close(outputs[VECTORS[1]], text)
     assert torch.equal(outputs[VECTORS[2]], ids)
-    assert (image.shape[1] > 32) == (recipe == "coder"), "concepts' block"
+    assert (image.shape[1] > 32) == (objective == "coder"), "concepts' block"
     assert set(plain) == set(outputs) - set(VECTORS), "upstream's keys"
     torch.testing.assert_close(outputs["image_features"], plain["image_features"])
 

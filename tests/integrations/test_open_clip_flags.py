@@ -49,7 +49,7 @@ def test_ours_never_reaches_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
             kept, rest = flags.split(argv)
             assert rest == ARGV and kept.loss == "dcl" and kept.set == EXTRA["--coder-set"] and kept.context_blocks == 2
         args = trainer.parse_args(["--loss", "dcl(mu=0.07)", *ARGV])
-        assert seen == [ARGV] and adapter.run is not None and str(adapter.run.recipe).startswith("dcl")
+        assert seen == [ARGV] and adapter.run is not None and str(adapter.run.objective).startswith("dcl")
         assert (args.batch_size, args.model) == (4, "coder-tiny")
         assert args.loss_dist_impl is None if hasattr(args, "loss_dist_impl") else True
 
@@ -72,7 +72,7 @@ def test_nothing_of_ours_is_abbreviated_and_upstreams_still_is() -> None:
 
 @pytest.mark.parametrize("flag", EXTRA)
 def test_our_flags_need_a_loss(flag: str) -> None:
-    with pytest.raises(CoderError, match=f"{flag} without --loss: name the recipe"):
+    with pytest.raises(CoderError, match=f"{flag} without --loss: name the objective"):
         flags.split([*ARGV, flag, *EXTRA[flag]])
 
 

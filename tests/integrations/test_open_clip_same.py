@@ -58,7 +58,7 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 def test_no_weight_of_a_new_coca_is_left_to_chance(released: Any, tmp_path: Any, nan_in_new_memory: None) -> None:
-    made = create_model(released.models["coca"], recipe="dcl")
+    made = create_model(released.models["coca"], loss="dcl")
     assert all(value.isfinite().all() for value in made.parameters())
     line = runs.command(tmp_path, "run", released.models["coca"], released.data["csv"], "--loss", "dcl", epochs=1)
     assert runs.train(line).logged()[0] < 20

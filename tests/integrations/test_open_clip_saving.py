@@ -22,9 +22,9 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import evaluate_command
 from coder_plugin.integrations.open_clip import saving
-from coder_plugin.pretrained import build
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import made_with
-from coder_plugin.recipe import Recipe
+from coder_plugin.training import prepare
 from tests.integrations import upstream_runs
 
 pytestmark = pytest.mark.skipif(not open_clip.__version__.startswith("3.3."), reason="runs open_clip 3.3's trainer")
@@ -88,7 +88,7 @@ def test_checkpoints_say_what_their_heads_were_made_with(run: SimpleNamespace) -
         assert {"epoch", "name", "state_dict", "optimizer", MADE_WITH} <= checkpoint.keys()
         then = checkpoint[MADE_WITH]
         assert (then["aggregator"], then["context_blocks"], then["heads_lr_scale"]) == ("tower", 1, 1)
-        assert str(Recipe.from_dict(then["recipe"])).startswith(RECIPE)
+        assert str(Objective.from_dict(then["objective"])).startswith(RECIPE)
         assert_same(checkpoint["state_dict"], run.state)
 
 
@@ -154,8 +154,8 @@ def test_our_trainer_starts_from_either(run: SimpleNamespace, start: str) -> Non
             **OVERRIDES,
         }
     ).resolved()
-    recipe = build.fit_recipe(build.make_recipe(config), config, samples_per_epoch=32)
-    model = build.make_model(config, recipe, torch.device("cpu"))
+    objective = prepare.fit_objective(prepare.make_objective(config), config, samples_per_epoch=32)
+    model = prepare.make_training_model(config, objective, torch.device("cpu"))
     state = model.state_dict()
     assert_same(towers(state), towers(run.state))
     heads = load_file(run.last / "coder.safetensors")
@@ -165,8 +165,8 @@ def test_our_trainer_starts_from_either(run: SimpleNamespace, start: str) -> Non
 
 @pytest.fixture(scope="module")
 def small(tiny_model: str) -> Any:
-    recipe = Recipe.parse(RECIPE).with_options({"concepts.vocabulary": "scenes"})
-    return coder_plugin.create_model(tiny_model, recipe=recipe)
+    objective = Objective.parse(RECIPE).with_options({"concepts.vocabulary": "scenes"})
+    return coder_plugin.create_model(tiny_model, loss=objective)
 
 
 def save(model: Any, run: Path, name: str) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def test_resuming_needs_the_same_heads(small: Any, tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="no checkpoint of a run with --loss.*--pretrained"):
         saving.check_resumed(None, made(small), "run.pt", trains=True)
     with pytest.raises(CoderError, match='was trained with --loss "dcl.*this run asks for "clip"'):
-        saving.check_resumed(then, made(small, recipe=Recipe.parse("clip").to_dict()), "run.pt", trains=True)
+        saving.check_resumed(then, made(small, objective=Objective.parse("clip").to_dict()), "run.pt", trains=True)
     for name, other in (("aggregator", "gpo"), ("context_blocks", 2), ("heads_lr_scale", 10.0)):
         with pytest.raises(CoderError, match=f"--{name.replace('_', '-')} .* this run has {other}"):
             saving.check_resumed(then, made(small, **{name: other}), "run.pt", trains=True)

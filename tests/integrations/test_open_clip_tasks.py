@@ -384,7 +384,7 @@ def test_exports_open_in_plain_open_clip(main: SimpleNamespace, tmp_path: Path) 
         torch.testing.assert_close(features_of(coder_plugin.load_model(last)), found, rtol=1e-4, atol=1e-5)
         if name == "sharded":
             made = json.loads((ran.folder / "checkpoints" / "epoch_3" / "coder.json").read_text())
-            assert "concept_dcl" in json.dumps(made["recipe"])
+            assert "concept_dcl" in json.dumps(made["objective"])
 
 
 def test_other_heads_and_plain_checkpoints_are_not_resumed(main: SimpleNamespace, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from torch.nn.functional import normalize
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity, m_dcl, pgc
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.model import CoderLoss
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests import gloo
 
@@ -25,7 +26,7 @@ KEYS = frozenset({"image_features", "text_features", "logit_scale"})
 D, Q = 6, 13
 
 
-class Banks(Head):
+class Banks(KeepsState):
     """A provider of keys with a filled bank, as the momentum head is."""
 
     provides = ("coder_image_keys", "coder_text_keys")
@@ -57,9 +58,9 @@ def outputs(n: int = 8, rows: slice = slice(None)) -> dict[str, Tensor]:
 
 
 def make(expression: str, head: Head, *, local_loss: bool = False) -> CoderLoss:
-    recipe = replace(Recipe.parse(expression), local_loss=local_loss)
+    objective = replace(Objective.parse(expression), local_loss=local_loss)
     name = "prototypes" if isinstance(head, Prototypes) else "momentum"
-    return CoderLoss(recipe, resolve(recipe, KEYS).bindings, {name: head})
+    return CoderLoss(objective, resolve(objective, KEYS).bindings, {name: head})
 
 
 def of_function(given: dict[str, Tensor], head: Banks, masked: bool = True, **options: Any) -> Tensor:
@@ -154,7 +155,7 @@ def test_m_dcl_stays_silent_until_its_bank_is_warm():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("objective", "message"),
     [
         ("m_dcl@concepts", "the momentum banks hold the backbone's own features"),
         ("dcl@concepts(diversity_over='batch+bank')", "the momentum banks hold the backbone's own features"),
@@ -162,9 +163,9 @@ def test_m_dcl_stays_silent_until_its_bank_is_warm():
         ("m_dcl(reverse=both)", "reverse=both must be paired or all or 'none'"),
     ],
 )
-def test_recipes_that_make_no_sense(recipe, message):
+def test_recipes_that_make_no_sense(objective, message):
     with pytest.raises(CoderError) as error:
-        resolve(Recipe.parse(recipe), KEYS)
+        resolve(Objective.parse(objective), KEYS)
     assert message in str(error.value)
 
 
@@ -178,7 +179,7 @@ def test_a_provider_without_a_bank_is_named():
 
 def prototypes(clusters: int = 5) -> Prototypes:
     torch.manual_seed(3)
-    return Prototypes(Widths(embed_dim=D), clusters=clusters)
+    return Prototypes(BackboneInfo(embed_dim=D), clusters=clusters)
 
 
 def with_logits(given: dict[str, Tensor], head: Prototypes) -> dict[str, Tensor]:

@@ -19,18 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, lca, triplet
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.model import Coder, CoderLoss
-from coder_plugin.recipe import Recipe
-from coder_plugin.resolver import INSIDE, resolve
+from coder_plugin.objective import Objective
+from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from tests import gloo
 
 PAIRS, L, T, D, K = 4, 3, 6, 5, 4  # pairs of each rank
 LONGEST = (4, 6, 2)  # text of each rank, whose tower cuts the rest
 KEYS = frozenset({"image_features", "text_features", "logit_scale"})
-WIDTHS = Widths(embed_dim=D, image_locals=D, text_locals=D, image_contexts=D, text_contexts=D)
+WIDTHS = BackboneInfo(embed_dim=D, image_locals=D, text_locals=D, image_contexts=D, text_contexts=D)
 
-#: label: recipe, options of heads
+#: label: objective, options of heads
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "lca": ("lca", {}),
     "lca softmax": ("lca(assignment=softmax,temperature=0.3)", {}),
@@ -55,17 +55,17 @@ CASES += [(name, True) for name in ("cra", "cra sum", "cra sum all", "cra combin
 
 
 class Model(nn.Module):
-    """Towers of a matrix for the locals and one for the contexts, with the recipe's heads."""
+    """Towers of a matrix for the locals and one for the contexts, with the objective's heads."""
 
     def __init__(self, name: str, *, local_loss: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         text, options = LOSSES[name]
         with_lca = {"alignment.prototypes": K} if "lca" in text else {}
-        self.recipe = replace(Recipe.parse(text).with_options({**with_lca, **options}), local_loss=local_loss)
-        resolution = resolve(self.recipe, KEYS, INSIDE)
+        self.objective = replace(Objective.parse(text).with_options({**with_lca, **options}), local_loss=local_loss)
+        resolution = resolve(self.objective, KEYS, INTERMEDIATE_KEYS)
         self.image, self.text, self.image_context, self.text_context = (nn.Linear(D, D) for _ in range(4))
-        self.coder = Coder(self.recipe, resolution, WIDTHS)
+        self.coder = Coder(self.objective, resolution, WIDTHS)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm1d):
                 nn.init.uniform_(module.weight, 0.5, 2)
@@ -91,7 +91,7 @@ class Model(nn.Module):
         return {**features, **self.coder(known)}
 
     def loss(self) -> CoderLoss:
-        return CoderLoss(self.recipe, self.coder.bindings, self.coder.heads)
+        return CoderLoss(self.objective, self.coder.bindings, self.coder.heads)
 
 
 def joint(ranks: int) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ def test_lca_equals_its_function(name, local_loss):
     words, word_mask, regions, region_mask = towers(given, model, "locals")
     if name == "lca noun":
         word_mask = word_mask & (given["text_tags"] == 1)
-    options = dict(model.recipe.terms[0].options)
+    options = dict(model.objective.terms[0].options)
     direction = options.pop("direction", "word_to_region")
     prototypes = model.coder.heads["alignment"].prototypes
     wanted = []
@@ -247,7 +247,7 @@ def test_lca_equals_its_function(name, local_loss):
 @pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("cra")])
 def test_cra_equals_its_functions(name, local_loss):
     model, given = Model(name, local_loss=local_loss), joint(2)
-    out, options = model(given), dict(model.recipe.terms[0].options)
+    out, options = model(given), dict(model.objective.terms[0].options)
     got = model.loss()(**out)
     ids = given["image_id"] if options.get("mask_same_image", True) else None
     wanted = {}
@@ -327,7 +327,7 @@ def test_nothing_to_learn_is_an_error():
 )
 def test_options_out_of_range_are_named(text, message):
     with pytest.raises((ValueError, CoderError), match=message):
-        resolve(Recipe.parse(text), KEYS, INSIDE)
+        resolve(Objective.parse(text), KEYS, INTERMEDIATE_KEYS)
 
 
 # accumulation
@@ -341,8 +341,8 @@ def test_accumulated_lca_equals_the_joint_batch(tiny_model, text):
     from coder_plugin.training.step import forward_backward
 
     torch.manual_seed(0)
-    model = create_model(tiny_model, recipe=Recipe.parse(text).with_options({"alignment.prototypes": 5})).train()
-    loss, accelerator = create_loss(model.coder.recipe, model=model), Accelerator(cpu=True)
+    model = create_model(tiny_model, loss=Objective.parse(text).with_options({"alignment.prototypes": 5})).train()
+    loss, accelerator = create_loss(model.coder.objective, model=model), Accelerator(cpu=True)
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(1, 400, (10, 40), generator=generator)
     for row in range(10):  # texts of 4 to 22 tokens

@@ -1,4 +1,4 @@
-"""Terms on one process, through the recipe's loss: equal to their functions, and what CoderLoss does with them."""
+"""Terms on one process, through the objective's loss: equal to their functions, and what CoderLoss does with them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.nn.functional import normalize
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, dcl, triplet
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.ids import Ids
 from coder_plugin.losses.contrastive import Clip, SigLip
 from coder_plugin.losses.dcl import DCL
 from coder_plugin.losses.triplet import Triplet
 from coder_plugin.model import CoderLoss
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 
 KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
@@ -29,8 +29,8 @@ TERMS = {"clip": Clip, "siglip": SigLip, "dcl": DCL, "triplet": Triplet}
 
 
 def make(expression: str, *, local_loss: bool = False, heads: Mapping | None = None) -> CoderLoss:
-    recipe = replace(Recipe.parse(expression), local_loss=local_loss)
-    return CoderLoss(recipe, resolve(recipe, KEYS).bindings, heads or {})
+    objective = replace(Objective.parse(expression), local_loss=local_loss)
+    return CoderLoss(objective, resolve(objective, KEYS).bindings, heads or {})
 
 
 def outputs(n: int = 8, *, dtype: torch.dtype = torch.float64, leaves: bool = False) -> dict[str, Tensor]:
@@ -240,9 +240,9 @@ def test_several_missing_keys_are_all_named() -> None:
 
 def test_a_term_reads_the_keys_it_is_bound_to() -> None:
     given = outputs()
-    recipe = Recipe.parse("dcl")
+    objective = Objective.parse("dcl")
     binding = {"image_features": "coder_a", "text_features": "coder_b", "coder_ids": "coder_ids"}
-    loss = CoderLoss(recipe, (binding,), {})
+    loss = CoderLoss(objective, (binding,), {})
     named = {"coder_a": given["image_features"], "coder_b": given["text_features"], "coder_ids": given["coder_ids"]}
     got = loss(**named, image_features=torch.zeros(8, 6), output_dict=False)
     same(got, make("dcl")(**given, output_dict=False))
@@ -252,7 +252,7 @@ def test_a_term_reads_the_keys_it_is_bound_to() -> None:
 
 @pytest.mark.parametrize("text", ["dcl + triplet + clip + siglip", *TERMS])
 def test_a_loss_owns_nothing(text: str) -> None:
-    heads = {"ids": Ids(Widths(embed_dim=6))}
+    heads = {"ids": Ids(BackboneInfo(embed_dim=6))}
     loss = make(text, heads=heads)
     assert not list(loss.parameters()) and not list(loss.buffers()) and not loss.state_dict()
     assert loss.load_state_dict({}) is not None
@@ -286,7 +286,7 @@ def test_options_out_of_range_are_refused_before_the_first_batch(options: dict, 
     with pytest.raises(ValueError, match=message):
         DCL(**options)
     with pytest.raises(CoderError, match=message):
-        Recipe.parse(expression("dcl", options))
+        Objective.parse(expression("dcl", options))
 
 
 # A term of somebody else

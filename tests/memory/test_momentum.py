@@ -25,7 +25,7 @@ BN = {  # a tower with BatchNorm, for running statistics
 @pytest.fixture
 def model(tiny_model):
     torch.manual_seed(0)
-    return coder_plugin.create_model(tiny_model, recipe=RECIPE).train()
+    return coder_plugin.create_model(tiny_model, loss=RECIPE).train()
 
 
 def batch(n: int = 6, size: int = 64, length: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -84,8 +84,8 @@ def test_the_copy_has_no_gradient_and_keeps_its_mode(model):
 
 
 def test_mode_train_keeps_dropout(tiny_model):
-    recipe = coder_plugin.recipe.Recipe.parse(RECIPE).with_options({"momentum.mode": "train"})
-    model = coder_plugin.create_model(tiny_model, recipe=recipe, force_patch_dropout=0.5)
+    objective = coder_plugin.objective.Objective.parse(RECIPE).with_options({"momentum.mode": "train"})
+    model = coder_plugin.create_model(tiny_model, loss=objective, force_patch_dropout=0.5)
     assert all(module.training for module in tower(model).model.modules())
     model.eval()
     assert all(module.training for module in tower(model).model.modules())
@@ -150,7 +150,7 @@ def follow(path: str) -> dict[str, torch.Tensor]:
     from coder_plugin import distributed
 
     torch.manual_seed(0)
-    model = coder_plugin.create_model(path, recipe=RECIPE).train()
+    model = coder_plugin.create_model(path, loss=RECIPE).train()
     loss = create_loss(RECIPE, model=model)
     for seed in range(3):
         loss(**model(**batch(4, 32, 8, seed=10 * seed + distributed.rank())))

@@ -30,11 +30,11 @@ WITHOUT = 'figures need matplotlib: pip install "coder-plugin[report]"'
 RECORDS = list(region_data.records("dev"))
 
 
-def region_encoder(recipe: str = "dcl", **options: Any) -> Encoder:
+def region_encoder(objective: str = "dcl", **options: Any) -> Encoder:
     torch.manual_seed(0)
     words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
     made = {"region_dim": region_data.CHANNELS, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 12}
-    model = create_model("region-bigru", recipe=recipe, **{**made, **options})
+    model = create_model("region-bigru", loss=objective, **{**made, **options})
     return Encoder(model, model.tokenizer(), model.transform(max_regions=8), device=torch.device("cpu"), workers=0)
 
 
@@ -109,7 +109,7 @@ def test_the_map_is_the_heads() -> None:
 def test_patches_of_a_clip(tiny_model: str) -> None:
     """Cells, the transformed picture, and CLIP's own pieces."""
     torch.manual_seed(0)
-    model = create_model(tiny_model, recipe="clip", catch=LOCALS)
+    model = create_model(tiny_model, loss="clip", return_intermediates=LOCALS)
     import open_clip
 
     config = SimpleNamespace(aug_cfg=None)
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_is_none_and_what_is_wrong_is_told() -> None:
 def test_a_model_that_gives_no_locals_is_told_of(monkeypatch) -> None:
     encoder = region_encoder()
     monkeypatch.setattr(encoder.model, "describe_image", lambda image: {"image_mask": torch.ones(1, 3, dtype=torch.bool)})
-    with pytest.raises(CoderError, match="catch="):
+    with pytest.raises(CoderError, match="return_intermediates="):
         Aligner(encoder).see(item(RECORDS[0].regions))
 
 

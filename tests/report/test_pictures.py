@@ -41,12 +41,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return region_data.write_precomp(tmp_path_factory.mktemp("made"))
 
 
-def make_encoder(data: str, seed: int = 0, recipe: str = "dcl") -> tuple[Encoder, Any]:
+def make_encoder(data: str, seed: int = 0, loss: str = "dcl") -> tuple[Encoder, Any]:
     torch.manual_seed(seed)
     source = open_source(data, split="dev")
     words = build_vocabulary(caption for _, item in source.items() for caption in item.captions)
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 16}
-    model = create_model("region-bigru", recipe=recipe, **options)
+    model = create_model("region-bigru", loss=loss, **options)
     return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0), source
 
 
@@ -90,7 +90,7 @@ def test_what_is_missing_is_told_of_at_once(absent: str, tmp_path: Path, monkeyp
 
 def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch, capsys) -> None:
     def made(given: Any, run: str) -> Any:
-        encoder, source = make_encoder(data, seed=len(run), recipe="dcl + cra" if run == "runs/a" else "dcl")
+        encoder, source = make_encoder(data, seed=len(run), loss="dcl + cra" if run == "runs/a" else "dcl")
         return evaluation._Evaluated(run, source, encoder, None)
 
     monkeypatch.setattr(evaluation, "_evaluated", made)

@@ -32,7 +32,8 @@ def test_cells_lie_where_the_tower_saw_them(kind: str, tmp_path) -> None:
     path = tmp_path / f"places-{kind}.json"
     path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": {"image_size": 64, **vision}, "text_cfg": TEXT}))
     torch.manual_seed(0)
-    model = create_model(str(path), recipe="dcl", catch={"image_locals", "image_mask"}, force_image_size=size).eval()
+    keys = {"image_locals", "image_mask"}
+    model = create_model(str(path), loss="dcl", return_intermediates=keys, force_image_size=size).eval()
     height, width = size if isinstance(size, tuple) else (size, size)
     dark = torch.zeros(1, 3, height, width)
     with torch.no_grad():

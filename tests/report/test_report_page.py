@@ -25,8 +25,8 @@ from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.evaluation import two_stage as recalls
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Items
-from coder_plugin.recipe import Recipe
 from coder_plugin.report import seen
 from coder_plugin.report.charts import format_number
 from coder_plugin.report.records import curve, keys_of, read_run
@@ -248,12 +248,12 @@ def test_diversity_is_of_the_features_that_dcl_compares(made: dict[str, Any], mo
     ],
 )
 def test_recipes_that_weigh_by_diversity(loss: str, term: tuple[str, str, float] | None) -> None:
-    recipe = Recipe.parse(loss)
+    objective = Objective.parse(loss)
     if term is None:
         with pytest.raises(CoderError, match="no term weighs"):
-            seen._weighing(recipe)
+            seen._weighing(objective)
     else:
-        name, options = seen._weighing(recipe)
+        name, options = seen._weighing(objective)
         assert (name, options["diversity_over"], options["epsilon"]) == term
 
 

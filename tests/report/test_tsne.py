@@ -33,7 +33,7 @@ def encoder() -> Encoder:
     torch.manual_seed(0)
     words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
     options = {"region_dim": region_data.CHANNELS, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 12}
-    model = create_model("region-bigru", recipe="dcl", **options)
+    model = create_model("region-bigru", loss="dcl", **options)
     return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0)
 
 

@@ -185,7 +185,7 @@ def test_the_plan_is_made_on_every_rank_and_printed_by_the_first(tmp_path, made,
     """A fusion gathers in forward: a rank that stayed out would leave the others waiting."""
     trainer = Trainer(config(made, tmp_path, loss=FUSED))
     plans = []
-    monkeypatch.setattr(trainer, "plan", lambda: plans.append("made") or {"recipe": "shown"})
+    monkeypatch.setattr(trainer, "plan", lambda: plans.append("made") or {"objective": "shown"})
     monkeypatch.setattr("coder_plugin.training.loop.distributed.rank", lambda: 1)
     trainer.print_plan()
     assert plans == ["made"] and not capsys.readouterr().out

@@ -346,15 +346,15 @@ def edit(path: Path, **changes) -> None:
 
 
 def test_layout_and_manifest(tmp_path):
-    path = write(tmp_path, "epoch_1", 7, epoch=1, recipe={"terms": ("clip", "dcl")})
+    path = write(tmp_path, "epoch_1", 7, epoch=1, objective={"terms": ("clip", "dcl")})
     assert path == tmp_path / "epoch_1" and [p.name for p in tmp_path.iterdir()] == ["epoch_1"]
     manifest, common, own = load(path)
     stems = ("model", "trainer", "rng-rank0")
     assert set(manifest["files"]) == {f"{stem}.{end}" for stem in stems for end in ("json", "safetensors")}
     assert {p.name for p in path.iterdir()} == {*manifest["files"], "manifest.json"}
     assert len({p.stat().st_mode for p in path.iterdir()}) == 1  # safetensors' own files are private otherwise
-    found = {field: manifest[field] for field in ("format", "step", "epoch", "recipe", "world_size")}
-    assert found == {"format": 1, "step": 7, "epoch": 1, "recipe": {"terms": ["clip", "dcl"]}, "world_size": 1}
+    found = {field: manifest[field] for field in ("format", "step", "epoch", "objective", "world_size")}
+    assert found == {"format": 1, "step": 7, "epoch": 1, "objective": {"terms": ["clip", "dcl"]}, "world_size": 1}
     assert common.keys() == {"model", "trainer"} and own == {"rng": (7, "x")} and step_of(path) == 7
     assert load(path, rank=1)[2] is None and load(path, rank=1)[1].keys() == common.keys()
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import coder_plugin
 from coder_plugin import distributed
-from coder_plugin.recipe import Recipe
+from coder_plugin.objective import Objective
 from tests import gloo
 
 
@@ -20,9 +20,9 @@ def train(path: str, steps: int) -> dict[str, Tensor]:
     """A coder run on this rank's own random pairs, with pauses of its own; returns the state."""
     torch.manual_seed(0)
     settings = {"momentum.bank_size": 50, "prototypes.clusters": 20, "prototypes.recluster": 100, "prototypes.patience": 2}
-    recipe = Recipe.parse("coder").with_options({**settings, "concepts.vocabulary": "scenes"})
-    model = coder_plugin.create_model(path, recipe=recipe).train()
-    loss = coder_plugin.create_loss(recipe, model=model)
+    objective = Objective.parse("coder").with_options({**settings, "concepts.vocabulary": "scenes"})
+    model = coder_plugin.create_model(path, loss=objective).train()
+    loss = coder_plugin.create_loss(objective, model=model)
     ignored = model.coder.state_names()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = DistributedDataParallel(model)

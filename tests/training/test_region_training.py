@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from coder_plugin.cli import main
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import make_source
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall
-from coder_plugin.pretrained import build
-from coder_plugin.pretrained.data import make_source
+from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import create_schedule, parameter_groups
 from tests.backbones import tiny_bert
@@ -293,7 +293,7 @@ def averaged(runs: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     owners: list[int] = []
     for run in runs:
         export = Path(run) / "export" / "last"
-        model = create_model(str(export), recipe="dcl", pretrained=str(export / "coder_model.safetensors")).eval()
+        model = create_model(str(export), loss="dcl", pretrained=str(export / "coder_model.safetensors")).eval()
         data = json.loads((Path(run) / "config.json").read_text())["val_data"]
         images, texts, owners = [], [], []
         transform, tokenizer = model.transform(), model.tokenizer()
@@ -543,7 +543,7 @@ def test_adapters_go_into_bert_and_come_out_merged(tmp_path, made):
     from coder_plugin import create_model
 
     export = tmp_path / "run" / "export" / "last"
-    plain = create_model(str(export), recipe="dcl", pretrained=str(export / "coder_model.safetensors")).eval()
+    plain = create_model(str(export), loss="dcl", pretrained=str(export / "coder_model.safetensors")).eval()
     text = plain.tokenizer()(["a red ball", "the dog"])
     with torch.no_grad():
         torch.testing.assert_close(plain.embed_text(text), trainer.model.eval().embed_text(text), rtol=1e-4, atol=1e-5)
@@ -561,7 +561,7 @@ def test_adapters_leave_no_new_layer_untrained(tmp_path, made):
 def setup_model(options: TrainConfig) -> Any:
     options = options.resolved()
     source = make_source(options, split="train")
-    return build.make_model(options, build.make_recipe(options), torch.device("cpu"), source)
+    return prepare.make_training_model(options, prepare.make_objective(options), torch.device("cpu"), source)
 
 
 def test_more_regions_than_are_read_are_told_once(tmp_path, made, caplog):

@@ -16,9 +16,9 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
-def tiny(recipe: str) -> nn.Module:
+def tiny(objective: str) -> nn.Module:
     torch.manual_seed(0)
-    model = create_model("coder-tiny", recipe=recipe).train()
+    model = create_model("coder-tiny", loss=objective).train()
     for module in model.modules():  # BatchNorm makes a batch's rows depend on each other: not what is tested here
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
@@ -43,11 +43,11 @@ def split(full: dict[str, torch.Tensor], sizes: list[int]) -> list[dict[str, tor
     return [{key: parts[key][i] for key in parts} for i in range(len(sizes))]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("objective", RECIPES)
 @pytest.mark.parametrize("sizes", [[5, 5], [3, 3, 4]])
-def test_accumulation_equals_the_joint_batch(accelerator, recipe, sizes):
-    model = tiny(recipe)
-    loss = create_loss(recipe, model=model)
+def test_accumulation_equals_the_joint_batch(accelerator, objective, sizes):
+    model = tiny(objective)
+    loss = create_loss(objective, model=model)
     whole = forward_backward(model, loss, [batch(10)], accelerator)
     expected = gradients(model)
     model.zero_grad()
@@ -86,11 +86,11 @@ class Noisy(nn.Module):
 
 def test_replayed_forward_has_the_same_dropout_and_statistics_move_once(accelerator):
     from coder_plugin.model import CoderLoss
-    from coder_plugin.recipe import Recipe
+    from coder_plugin.objective import Objective
     from coder_plugin.resolver import resolve
 
-    recipe = Recipe.parse("clip")
-    loss = CoderLoss(recipe, resolve(recipe, {"image_features", "text_features", "logit_scale"}).bindings, {})
+    objective = Objective.parse("clip")
+    loss = CoderLoss(objective, resolve(objective, {"image_features", "text_features", "logit_scale"}).bindings, {})
     torch.manual_seed(0)
     model = Noisy()
     inputs = {"image": torch.randn(8, 6), "text": torch.randn(8, 6)}

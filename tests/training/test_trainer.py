@@ -273,7 +273,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--loss", "3*dcl + clip", "--set", "dcl.mu=0.07"]
     assert main(arguments) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["recipe"] == "3*dcl(mu=0.07) + clip"
+    assert plan["objective"] == "3*dcl(mu=0.07) + clip"
     assert plan["heads"] == {"ids": 0}
     assert plan["outputs"]["image_features"] == ["B", 128]
     assert plan["steps per epoch"] == 6000 // 128
@@ -285,12 +285,12 @@ def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):
     file.write_text(json.dumps({"loss": "clip", "batch_size": 32, "logs": str(tmp_path)}))
     assert main(["train", "--config", str(file), "--dry-run", "--batch-size", "16"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["recipe"] == "clip" and plan["batch"]["per rank and forward"] == 16
+    assert plan["objective"] == "clip" and plan["batch"]["per rank and forward"] == 16
 
 
 MISTAKES = {
     "unknown model": (["--model", "ViT-B-23"], "unknown model 'ViT-B-23'; did you mean ViT-B-32"),
-    "loss typo": (["--loss", "3*dcll"], "column 3: unknown loss or recipe 'dcll'; did you mean 'dcl'?"),
+    "loss typo": (["--loss", "3*dcll"], "column 3: unknown loss or objective 'dcll'; did you mean 'dcl'?"),
     "missing shard": (["--train-data", "none-{0..1}.tar", "--model", "coder-tiny"], "none-0.tar"),
     "empty pattern": (["--train-data", "none-*.tar", "--model", "coder-tiny"], "none-*.tar"),
     "batch larger than the data": (["--batch-size", "7000"], "batch of 7000 is larger than the data (6000 samples"),
@@ -334,7 +334,7 @@ def test_mistakes_are_told_in_one_line(mistake, capsys, tmp_path):
 def test_options_may_be_set_by_several_flags(tmp_path, capsys):
     arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--set", "dcl.mu=0.07", "--set", "dcl.gamma=0.2"]
     assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["recipe"] == "dcl(mu=0.07,gamma=0.2)"
+    assert json.loads(capsys.readouterr().out)["objective"] == "dcl(mu=0.07,gamma=0.2)"
 
 
 def test_resume_with_another_optimizer_is_refused(tmp_path):

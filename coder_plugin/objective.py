@@ -2,11 +2,11 @@
 
 Grammar, one line::
 
-    recipe  = item { "+" item }
+    objective  = item { "+" item }
     item    = [ number "*" ] name [ "@" head ] [ "(" [ option { "," option } ] ")" ]
     option  = key "=" value            number, true, false, none, word or 'quoted text'
 
-A name is a loss term, or a recipe of the group ``coder_plugin.recipes``, which is put in its place with its weights
+A name is a loss term, or an objective of the group ``coder_plugin.recipes``, which is put in its place with its weights
 multiplied. ``term@head`` reads that head's features instead of the backbone's; the option ``head=`` of any term names
 which head provides what it requires, where several could.
 """
@@ -40,7 +40,7 @@ _WORDS = {"true": True, "false": False, "none": None, "True": True, "False": Fal
 
 @dataclass(frozen=True)
 class TermSpec:
-    """One term of a recipe: ``weight * name@source(options)``."""
+    """One term of an objective: ``weight * name@source(options)``."""
 
     name: str
     weight: float = 1.0
@@ -56,11 +56,11 @@ class TermSpec:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Objective:
     """Every option of every term and head: what both trainers read, checkpoints keep and ``--dry-run`` prints (rule 8).
 
     ``heads`` holds options by head name, ``local_loss`` is open_clip's flag of that name. ``training`` holds a named
-    recipe's defaults for training options, over which flags win.
+    objective's defaults for training options, over which flags win.
     """
 
     terms: tuple[TermSpec, ...]
@@ -69,11 +69,11 @@ class Recipe:
     training: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def parse(cls, text: str | Recipe) -> Recipe:
+    def parse(cls, text: str | Objective) -> Objective:
         """Read an expression, checking every name and option; :class:`CoderError` names the offending column."""
-        if isinstance(text, Recipe):
+        if isinstance(text, Objective):
             return text
-        return _Parser(text).recipe()
+        return _Parser(text).objective()
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.terms))
@@ -87,10 +87,10 @@ class Recipe:
             labels.append(next(label for label in itertools.chain([base], numbered) if label not in labels))
         return labels
 
-    def scaled(self, factor: float) -> Recipe:
+    def scaled(self, factor: float) -> Objective:
         return replace(self, terms=tuple(replace(term, weight=term.weight * factor) for term in self.terms))
 
-    def with_options(self, settings: Mapping[str, Any]) -> Recipe:
+    def with_options(self, settings: Mapping[str, Any]) -> Objective:
         """Set options by ``"term.option"`` or ``"head.option"``: what the flag ``--set dcl.mu=0.07`` does."""
         owners: dict[str, dict[str, Any]] = {}
         for path, value in settings.items():
@@ -98,12 +98,12 @@ class Recipe:
             if not dot:
                 raise CoderError(f"option {path!r}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
             owners.setdefault(owner, {})[option] = value
-        recipe = self
+        objective = self
         for owner, options in owners.items():
-            recipe = recipe._with_options_of(owner, options)
-        return recipe
+            objective = objective._with_options_of(owner, options)
+        return objective
 
-    def _with_options_of(self, owner: str, options: Mapping[str, Any]) -> Recipe:
+    def _with_options_of(self, owner: str, options: Mapping[str, Any]) -> Objective:
         if any(term.name == owner for term in self.terms):
             terms = tuple(
                 replace(term, options=check_options("losses", owner, {**dict(term.options), **options}))
@@ -118,7 +118,7 @@ class Recipe:
             return replace(self, heads=tuple(sorted(heads.items())))
         known = sorted({term.name for term in self.terms} | set(registry.names("heads")))
         which = ", ".join(f"{owner}.{option}" for option in options)
-        raise CoderError(f"option {which!r}: the recipe has no term and no head {owner!r}; known: {', '.join(known)}")
+        raise CoderError(f"option {which!r}: the objective has no term and no head {owner!r}; known: {', '.join(known)}")
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form; :meth:`from_dict` reads it."""
@@ -129,7 +129,7 @@ class Recipe:
         return json.loads(json.dumps(data))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
+    def from_dict(cls, data: Mapping[str, Any]) -> Objective:
         terms = tuple(
             TermSpec(
                 **{
@@ -280,7 +280,7 @@ class _Parser:
         yield _Token("end", "end of the expression", len(self.text) + 1)
 
     def _error(self, column: int, message: str) -> CoderError:
-        line = f'recipe "{self.text}", column {column}: {message}'
+        line = f'objective "{self.text}", column {column}: {message}'
         return CoderError(re.sub(r"\s", " ", line))  # one line, with the same columns
 
     @property
@@ -300,7 +300,7 @@ class _Parser:
             return True
         return False
 
-    def recipe(self) -> Recipe:
+    def objective(self) -> Objective:
         recipes = [self.item()]
         while self.next.kind != "end":
             # "a +2*b" scans as the number +2: a sign there is the plus between items
@@ -310,17 +310,17 @@ class _Parser:
                 self.take("mark", "+", "'+'")
             recipes.append(self.item())
         heads: dict[str, tuple[tuple[str, Any], ...]] = {}
-        for recipe in recipes:
-            for name, options in recipe.heads:
+        for objective in recipes:
+            for name, options in objective.heads:
                 if heads.setdefault(name, options) != options:
                     raise self._error(1, f"two recipes set the head {name!r} differently; use --set to choose")
-        terms = tuple(term for recipe in recipes for term in recipe.terms)
-        local_loss = any(recipe.local_loss for recipe in recipes)
+        terms = tuple(term for objective in recipes for term in objective.terms)
+        local_loss = any(objective.local_loss for objective in recipes)
         # of a sum nobody has said how it is trained
         training = recipes[0].training if len(recipes) == 1 else ()
-        return Recipe(terms, tuple(sorted(heads.items())), local_loss, training)
+        return Objective(terms, tuple(sorted(heads.items())), local_loss, training)
 
-    def item(self) -> Recipe:
+    def item(self) -> Objective:
         weight = 1.0
         if self.next.kind == "number":
             token = self.take("number")
@@ -328,22 +328,22 @@ class _Parser:
             if not (weight > 0 and math.isfinite(weight)):
                 raise self._error(token.column, f"a weight must be > 0, got {token.text}; leave the term out instead")
             self.take("mark", "*", "'*' after the weight")
-        name = self.take("name", expected="a loss or a recipe")
+        name = self.take("name", expected="a loss or an objective")
         if name.text in registry.names("losses"):
-            return Recipe((self.term(name, weight),))
+            return Objective((self.term(name, weight),))
         if name.text in registry.names("recipes"):
             if self.next.text in ("@", "("):
-                raise self._error(self.next.column, f"{name.text!r} is a recipe: set options with --set TERM.OPTION=…")
+                raise self._error(self.next.column, f"{name.text!r} is an objective: set options with --set TERM.OPTION=…")
             preset = registry.load("recipes", name.text)
             try:
-                return Recipe.parse(preset() if callable(preset) else preset).scaled(weight)
+                return Objective.parse(preset() if callable(preset) else preset).scaled(weight)
             except CoderError as error:
-                raise self._error(name.column, f"the recipe {name.text!r} is at fault: {error}") from error
+                raise self._error(name.column, f"the objective {name.text!r} is at fault: {error}") from error
         known = [*registry.names("losses"), *registry.names("recipes")]
         near = difflib.get_close_matches(name.text, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise self._error(
-            name.column, f"unknown loss or recipe {name.text!r}{hint} (known: {', '.join(known)})"
+            name.column, f"unknown loss or objective {name.text!r}{hint} (known: {', '.join(known)})"
         )
 
     def term(self, name: _Token, weight: float) -> TermSpec:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
-from coder_plugin.recipe import Recipe, TermSpec, check_options, parse_value
+from coder_plugin.objective import Objective, TermSpec, check_options, parse_value
 
 
 class Spy(Term):
@@ -56,7 +56,7 @@ class Unreadable(Term):
 
 
 class Gate(Head):
-    def __init__(self, widths: Widths, *, size: int = 3, wide: bool = False) -> None:
+    def __init__(self, backbone: BackboneInfo, *, size: int = 3, wide: bool = False) -> None:
         super().__init__()
 
 
@@ -64,8 +64,8 @@ class Door(Gate):
     pass
 
 
-def _preset() -> Recipe:
-    return Recipe.parse("0.5*dcl(mu=0.2) + clip")
+def _preset() -> Objective:
+    return Objective.parse("0.5*dcl(mu=0.2) + clip")
 
 
 PLUGINS: dict[str, dict[str, Any]] = {
@@ -82,8 +82,8 @@ PLUGINS: dict[str, dict[str, Any]] = {
         "two": "0.5*dcl(mu=0.2) + clip",
         "two/called": _preset,
         "two/nested": "4*two + triplet",
-        "gated": Recipe(_preset().terms, (("gate", (("size", 5),)),), local_loss=True),
-        "gated/other": Recipe(_preset().terms, (("gate", (("size", 6),)),)),
+        "gated": Objective(_preset().terms, (("gate", (("size", 5),)),), local_loss=True),
+        "gated/other": Objective(_preset().terms, (("gate", (("size", 6),)),)),
         "broken": "clip + gone(mu=1)",
     },
 }
@@ -153,26 +153,26 @@ def term(name: str, weight: float = 1.0, **fields: Any) -> TermSpec:
     ],
 )
 def test_reads(text: str, terms: list[TermSpec]) -> None:
-    recipe = Recipe.parse(text)
-    assert recipe == Recipe(tuple(terms))
-    for mine, wanted in zip(recipe.terms, terms, strict=True):  # 1 == 1.0 == True is not what is asked
+    objective = Objective.parse(text)
+    assert objective == Objective(tuple(terms))
+    for mine, wanted in zip(objective.terms, terms, strict=True):  # 1 == 1.0 == True is not what is asked
         assert [type(value) for _, value in mine.options] == [type(value) for _, value in wanted.options]
         assert type(mine.weight) is float
 
 
 def test_options_are_kept_in_the_order_of_the_signature() -> None:
-    """Two spellings of one recipe are equal: a resumed run compares them."""
-    assert Recipe.parse("dcl(gamma=.1,mu=.2)") == Recipe.parse("dcl(mu=.2,gamma=.1)")
+    """Two spellings of one objective are equal: a resumed run compares them."""
+    assert Objective.parse("dcl(gamma=.1,mu=.2)") == Objective.parse("dcl(mu=.2,gamma=.1)")
 
 
 def test_a_recipe_is_frozen_hashable_and_parsed_once() -> None:
-    recipe = Recipe.parse("clip + dcl(mu=0.2)")
-    assert Recipe.parse(recipe) is recipe
-    assert hash(recipe) == hash(Recipe.parse("clip+dcl(mu=.2)"))
+    objective = Objective.parse("clip + dcl(mu=0.2)")
+    assert Objective.parse(objective) is objective
+    assert hash(objective) == hash(Objective.parse("clip+dcl(mu=.2)"))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.local_loss = True  # type: ignore[misc]
+        objective.local_loss = True  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.terms[0].weight = 2.0  # type: ignore[misc]
+        objective.terms[0].weight = 2.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -201,46 +201,46 @@ def test_parse_value(text: str, value: Any) -> None:
 
 
 def test_presets_are_put_in_their_place_and_scaled() -> None:
-    assert Recipe.parse("2*coder/table2-1 + clip").terms == (term("triplet", 2.0), term("clip"))
-    assert Recipe.parse("coder/table2-2").terms == (term("dcl", 3.0),)
-    assert Recipe.parse("coder/table2-2+2*clip").terms == (term("dcl", 3.0), term("clip", 2.0))
+    assert Objective.parse("2*coder/table2-1 + clip").terms == (term("triplet", 2.0), term("clip"))
+    assert Objective.parse("coder/table2-2").terms == (term("dcl", 3.0),)
+    assert Objective.parse("coder/table2-2+2*clip").terms == (term("dcl", 3.0), term("clip", 2.0))
     two = (term("dcl", 0.5, options={"mu": 0.2}), term("clip"))
-    assert Recipe.parse("two").terms == Recipe.parse("two/called").terms == two
-    assert Recipe.parse("siglip + 3*two + triplet").terms == (
+    assert Objective.parse("two").terms == Objective.parse("two/called").terms == two
+    assert Objective.parse("siglip + 3*two + triplet").terms == (
         term("siglip"),
         term("dcl", 1.5, options={"mu": 0.2}),
         term("clip", 3.0),
         term("triplet"),
     )
-    assert [spec.weight for spec in Recipe.parse("0.25*two/nested").terms] == [0.5, 1.0, 0.25]
+    assert [spec.weight for spec in Objective.parse("0.25*two/nested").terms] == [0.5, 1.0, 0.25]
 
 
 def test_presets_bring_their_heads_options_and_local_loss() -> None:
-    recipe = Recipe.parse("clip + 2*gated")
-    assert recipe.heads == (("gate", (("size", 5),)),) and recipe.local_loss
-    assert [spec.weight for spec in recipe.terms] == [1.0, 1.0, 2.0]
-    assert not Recipe.parse("two").local_loss
-    assert Recipe.parse("gated + gated").heads == recipe.heads
+    objective = Objective.parse("clip + 2*gated")
+    assert objective.heads == (("gate", (("size", 5),)),) and objective.local_loss
+    assert [spec.weight for spec in objective.terms] == [1.0, 1.0, 2.0]
+    assert not Objective.parse("two").local_loss
+    assert Objective.parse("gated + gated").heads == objective.heads
     with pytest.raises(CoderError, match="two recipes set the head 'gate' differently"):
-        Recipe.parse("gated + gated/other")
+        Objective.parse("gated + gated/other")
 
 
 def test_a_broken_preset_is_named() -> None:
     with pytest.raises(CoderError) as caught:
-        Recipe.parse("clip + 2*broken")
+        Objective.parse("clip + 2*broken")
     message = str(caught.value)
-    assert message.startswith('recipe "clip + 2*broken", column 10: the recipe \'broken\' is at fault: ')
-    assert 'recipe "clip + gone(mu=1)", column 8: unknown loss or recipe \'gone\'' in message
+    assert message.startswith('objective "clip + 2*broken", column 10: the objective \'broken\' is at fault: ')
+    assert 'objective "clip + gone(mu=1)", column 8: unknown loss or objective \'gone\'' in message
 
 
 # Mistakes. Columns are counted by hand, from 1.
 
 MISTAKES = [
-    ("dcll", 1, "unknown loss or recipe 'dcll'; did you mean 'dcl'? (known: ascl, "),
+    ("dcll", 1, "unknown loss or objective 'dcll'; did you mean 'dcl'? (known: ascl, "),
     ("clip + tripet", 8, "did you mean 'triplet'?"),
     ("2*coder/table2-9", 3, "did you mean 'coder/table2-"),
-    ("qqqqqq", 1, "unknown loss or recipe 'qqqqqq' (known: "),
-    ("CLIP", 1, "unknown loss or recipe 'CLIP'"),
+    ("qqqqqq", 1, "unknown loss or objective 'qqqqqq' (known: "),
+    ("CLIP", 1, "unknown loss or objective 'CLIP'"),
     ("clip & dcl", 6, "unexpected '&'"),
     ("clip -0.5*dcl", 6, "expected '+', found '-0.5'"),
     ("clip - dcl", 6, "unexpected '-'"),
@@ -251,14 +251,14 @@ MISTAKES = [
     ("clip 2*dcl", 6, "expected '+', found '2'"),
     ("dcl*2", 4, "expected '+', found '*'"),
     ("2 dcl", 3, "expected '*' after the weight, found 'dcl'"),
-    ("2**dcl", 3, "expected a loss or a recipe, found '*'"),
-    ("2*", 3, "expected a loss or a recipe, found 'end of the expression'"),
-    ("", 1, "expected a loss or a recipe, found 'end of the expression'"),
-    ("   ", 4, "expected a loss or a recipe, found 'end of the expression'"),
-    ("clip +", 7, "expected a loss or a recipe, found 'end of the expression'"),
-    ("clip + + dcl", 8, "expected a loss or a recipe, found '+'"),
-    ("+ clip", 1, "expected a loss or a recipe, found '+'"),
-    ("'dcl'", 2, "expected a loss or a recipe, found 'dcl'"),
+    ("2**dcl", 3, "expected a loss or an objective, found '*'"),
+    ("2*", 3, "expected a loss or an objective, found 'end of the expression'"),
+    ("", 1, "expected a loss or an objective, found 'end of the expression'"),
+    ("   ", 4, "expected a loss or an objective, found 'end of the expression'"),
+    ("clip +", 7, "expected a loss or an objective, found 'end of the expression'"),
+    ("clip + + dcl", 8, "expected a loss or an objective, found '+'"),
+    ("+ clip", 1, "expected a loss or an objective, found '+'"),
+    ("'dcl'", 2, "expected a loss or an objective, found 'dcl'"),
     ("clip)", 5, "expected '+', found ')'"),
     ("0*dcl", 1, "a weight must be > 0, got 0;"),
     ("clip + -1*dcl", 8, "a weight must be > 0, got -1;"),
@@ -270,8 +270,8 @@ MISTAKES = [
     ("clip + dcl@ids@ids", 15, "expected '+', found '@'"),
     ("dcl(head=idz)", 5, "unknown head 'idz' (known: "),
     ("dcl(mu=0.1, head=3)", 13, "unknown head 3 (known: "),
-    ("coder/table2-1(margin=1)", 15, "'coder/table2-1' is a recipe: set options with --set"),
-    ("coder/table2-1@ids", 15, "'coder/table2-1' is a recipe"),
+    ("coder/table2-1(margin=1)", 15, "'coder/table2-1' is an objective: set options with --set"),
+    ("coder/table2-1@ids", 15, "'coder/table2-1' is an objective"),
     ("dcl(mo=0.1)", 5, "'dcl' has no option 'mo'; it has: mu, gamma, epsilon,"),
     ("clip(mu=1)", 6, "'clip' has no option 'mu'; it has: none"),
     ("dcl(mu=x)", 5, "'dcl': option mu=x must be float"),
@@ -305,7 +305,7 @@ MISTAKES = [
     ("dcl(mu 0.1)", 8, "expected '=' after 'mu', found '0.1'"),
     ("dcl(mu=)", 8, "expected a value, found ')'"),
     ("dcl(0.1)", 5, "expected an option, found '0.1'"),
-    ("clip\n+ dcll", 8, "unknown loss or recipe 'dcll'"),
+    ("clip\n+ dcll", 8, "unknown loss or objective 'dcll'"),
     ("dcl(mu='a\nb')", 5, "must be float"),
 ]
 
@@ -313,9 +313,9 @@ MISTAKES = [
 @pytest.mark.parametrize(("text", "column", "message"), MISTAKES, ids=[repr(text) for text, *_ in MISTAKES])
 def test_mistakes_are_one_line_with_the_column(text: str, column: int, message: str) -> None:
     with pytest.raises(CoderError) as caught:
-        Recipe.parse(text)
+        Objective.parse(text)
     said = str(caught.value)
-    assert said.startswith(f'recipe "{text.replace(chr(10), " ")}", column {column}: '), said
+    assert said.startswith(f'objective "{text.replace(chr(10), " ")}", column {column}: '), said
     assert message in said
     assert len(said.splitlines()) == 1
 
@@ -323,17 +323,17 @@ def test_mistakes_are_one_line_with_the_column(text: str, column: int, message: 
 @given(st.text(alphabet="dclipte+*@(),=.'\"/-_ 019\n\té٣\u2028", max_size=30) | st.text(max_size=12))
 def test_any_text_is_a_recipe_or_one_line_with_a_column(text: str) -> None:
     try:
-        recipe = Recipe.parse(text)
+        objective = Objective.parse(text)
     except CoderError as error:
         said = str(error)
         assert len(said.splitlines()) == 1
         flat = re.sub(r"\s", " ", text)
-        prefix = f'recipe "{flat}", column '
+        prefix = f'objective "{flat}", column '
         assert said.startswith(prefix)
         column = int(said[len(prefix) :].split(":")[0])
         assert 1 <= column <= len(text) + 1
     else:
-        assert recipe.terms and all(spec.weight > 0 for spec in recipe.terms)
+        assert objective.terms and all(spec.weight > 0 for spec in objective.terms)
 
 
 # Round trips
@@ -381,14 +381,14 @@ def terms(draw: st.DrawFn) -> TermSpec:
     return TermSpec(name, draw(weights), draw(heads), draw(heads), check_options("losses", name, options))
 
 
-recipes = st.lists(terms(), min_size=1, max_size=4).map(lambda found: Recipe(tuple(found)))
+recipes = st.lists(terms(), min_size=1, max_size=4).map(lambda found: Objective(tuple(found)))
 head_options = st.fixed_dictionaries({}, optional={"size": st.integers(), "wide": st.booleans()})
 
 
 @given(recipes)
-def test_text_round_trip(recipe: Recipe) -> None:
-    assert Recipe.parse(str(recipe)) == recipe
-    assert str(Recipe.parse(str(recipe))) == str(recipe)
+def test_text_round_trip(objective: Objective) -> None:
+    assert Objective.parse(str(objective)) == objective
+    assert str(Objective.parse(str(objective))) == str(objective)
 
 
 QUOTED = ["it's", 'say "x"', "true", "none", "inf", "nan", "1", "1e5", "a/b-c", "a b", "", "\n"]
@@ -396,26 +396,26 @@ QUOTED = ["it's", 'say "x"', "true", "none", "inf", "nan", "1", "1e5", "a/b-c", 
 
 @pytest.mark.parametrize("word", QUOTED)
 def test_words_that_need_quotes(word: str) -> None:
-    recipe = Recipe((term("spy", options={"word": word}),))
-    assert Recipe.parse(str(recipe)) == recipe
+    objective = Objective((term("spy", options={"word": word}),))
+    assert Objective.parse(str(objective)) == objective
 
 
 @given(recipes, st.fixed_dictionaries({}, optional={"gate": head_options, "door": head_options}), st.booleans())
-def test_json_round_trip(recipe: Recipe, heads: dict[str, dict[str, Any]], local_loss: bool) -> None:
+def test_json_round_trip(objective: Objective, heads: dict[str, dict[str, Any]], local_loss: bool) -> None:
     checked = tuple((name, check_options("heads", name, options)) for name, options in sorted(heads.items()))
-    recipe = dataclasses.replace(recipe, heads=checked, local_loss=local_loss)
-    again = Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))
-    assert again == recipe
-    for mine, theirs in zip(again.terms, recipe.terms, strict=True):
+    objective = dataclasses.replace(objective, heads=checked, local_loss=local_loss)
+    again = Objective.from_dict(json.loads(json.dumps(objective.to_dict())))
+    assert again == objective
+    for mine, theirs in zip(again.terms, objective.terms, strict=True):
         assert [type(value) for _, value in mine.options] == [type(value) for _, value in theirs.options]
 
 
 @given(recipes, st.floats(min_value=0.25, max_value=4))
-def test_scaling_multiplies_every_weight_and_nothing_else(recipe: Recipe, factor: float) -> None:
-    scaled = recipe.scaled(factor)
-    assert [spec.weight for spec in scaled.terms] == [spec.weight * factor for spec in recipe.terms]
+def test_scaling_multiplies_every_weight_and_nothing_else(objective: Objective, factor: float) -> None:
+    scaled = objective.scaled(factor)
+    assert [spec.weight for spec in scaled.terms] == [spec.weight * factor for spec in objective.terms]
     assert [dataclasses.replace(spec, weight=1.0) for spec in scaled.terms] == [
-        dataclasses.replace(spec, weight=1.0) for spec in recipe.terms
+        dataclasses.replace(spec, weight=1.0) for spec in objective.terms
     ]
 
 
@@ -432,17 +432,17 @@ def test_scaling_multiplies_every_weight_and_nothing_else(recipe: Recipe, factor
     ],
 )
 def test_printing_is_short(text: str, printed: str) -> None:
-    assert str(Recipe.parse(text)) == printed
+    assert str(Objective.parse(text)) == printed
 
 
 def test_a_saved_recipe_is_checked_when_it_is_read_back() -> None:
-    data = Recipe.parse("dcl(mu=0.2)").to_dict()
+    data = Objective.parse("dcl(mu=0.2)").to_dict()
     data["terms"][0]["options"]["mo"] = 1
     with pytest.raises(CoderError, match="'dcl' has no option 'mo'"):
-        Recipe.from_dict(data)
+        Objective.from_dict(data)
     data["terms"][0].update(name="gone", options={})
     with pytest.raises(CoderError, match="'gone'"):
-        Recipe.from_dict(data)
+        Objective.from_dict(data)
 
 
 # Labels
@@ -462,12 +462,12 @@ def test_a_saved_recipe_is_checked_when_it_is_read_back() -> None:
     ],
 )
 def test_labels(text: str, labels: list[str]) -> None:
-    assert Recipe.parse(text).labels() == labels
+    assert Objective.parse(text).labels() == labels
 
 
 @given(st.lists(st.sampled_from(["dcl", "dcl_2", "dcl-2", "dcl@ids", "clip"]), min_size=1, max_size=9))
 def test_labels_are_unique(names: list[str]) -> None:
-    labels = Recipe.parse("+".join(names)).labels()
+    labels = Objective.parse("+".join(names)).labels()
     assert len(set(labels)) == len(labels) == len(names)
     assert all(label.isidentifier() for label in labels)
 
@@ -476,46 +476,46 @@ def test_labels_are_unique(names: list[str]) -> None:
 
 
 def test_set_reaches_every_term_of_the_name_and_heads() -> None:
-    recipe = Recipe.parse("dcl(gamma=.2) + 2*dcl@ids + clip").with_options(
+    objective = Objective.parse("dcl(gamma=.2) + 2*dcl@ids + clip").with_options(
         {"dcl.mu": 0.07, "gate.size": 9, "gate.wide": True, "dcl.gamma": 1}
     )
-    assert recipe.terms == (
+    assert objective.terms == (
         term("dcl", options={"mu": 0.07, "gamma": 1.0}),
         term("dcl", 2.0, source="ids", options={"mu": 0.07, "gamma": 1.0}),
         term("clip"),
     )
-    assert recipe.heads == (("gate", (("size", 9), ("wide", True))),)
-    again = recipe.with_options({"gate.size": 4, "door.size": 1})
+    assert objective.heads == (("gate", (("size", 9), ("wide", True))),)
+    again = objective.with_options({"gate.size": 4, "door.size": 1})
     assert again.heads == (("door", (("size", 1),)), ("gate", (("size", 4), ("wide", True))))
-    assert Recipe.parse("their/spy-2.b").with_options({"their/spy-2.b.count": 3}).terms[0].options == (("count", 3),)
+    assert Objective.parse("their/spy-2.b").with_options({"their/spy-2.b.count": 3}).terms[0].options == (("count", 3),)
 
 
 def test_options_that_must_agree_are_set_together() -> None:
-    recipe = Recipe.parse("spy")
-    assert recipe.with_options({"spy.low": 2, "spy.high": 3}).terms[0].options == (("low", 2.0), ("high", 3.0))
+    objective = Objective.parse("spy")
+    assert objective.with_options({"spy.low": 2, "spy.high": 3}).terms[0].options == (("low", 2.0), ("high", 3.0))
     with pytest.raises(CoderError, match="low must be < high"):
-        recipe.with_options({"spy.low": 2})
+        objective.with_options({"spy.low": 2})
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         ("mu", 1, "option 'mu': write OWNER.OPTION=VALUE, such as dcl.mu=0.07"),
-        ("triplet.margin", 1, "option 'triplet.margin': the recipe has no term and no head 'triplet'; known: "),
+        ("triplet.margin", 1, "option 'triplet.margin': the objective has no term and no head 'triplet'; known: "),
         ("dcl.mo", 1, "'dcl' has no option 'mo'; it has: mu, "),
         ("dcl.mu", "x", "'dcl': option mu=x must be float"),
         ("dcl.mu", 0, "'dcl': mu"),
         ("gate.sise", 1, "'gate' has no option 'sise'; it has: size, wide"),
         ("gate.size", 1.5, "'gate': option size=1.5 must be int"),
-        ("gate.widths", 1, "'gate' has no option 'widths'"),
+        ("gate.backbone", 1, "'gate' has no option 'backbone'"),
     ],
 )
 def test_set_mistakes(path: str, value: Any, message: str) -> None:
     with pytest.raises(CoderError) as caught:
-        Recipe.parse("clip + dcl").with_options({path: value})
+        Objective.parse("clip + dcl").with_options({path: value})
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", ["dcl(diversity=none)", "dcl(diversity='none')", "dcl(diversity=None)"])
 def test_none_is_a_choice_where_the_option_has_it(text: str) -> None:
-    assert dict(Recipe.parse(text).terms[0].options) == {"diversity": "none"}
+    assert dict(Objective.parse(text).terms[0].options) == {"diversity": "none"}

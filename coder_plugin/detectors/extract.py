@@ -167,9 +167,9 @@ def _write_unit(job: Job, unit: int, flow: _Flow) -> None:
 
 def _finish(job: Job, notes: dict[int, dict[str, Any]]) -> None:
     """What is made of all units: the note of the shards' sizes, or the precomp split; and what killed runs left goes."""
-    for folder, names in ((job.folder, f".{job.split}[-_.]*.part"), (job.notes, ".*.part")):
-        for path in folder.glob(names):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    leftovers = (f".{job.split}-*.writing", f".{job.split}.*.part", ".sizes.json.*.writing")
+    for path in [*job.notes.glob(".*.writing"), *chain.from_iterable(map(job.folder.glob, leftovers))]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     if job.to == "shards":
         sizes = {job.shard(unit).name: note["images"] for unit, note in notes.items() if note["images"]}
         path = job.folder / "sizes.json"

@@ -194,7 +194,7 @@ def _add_sizes(folder: str, sizes: dict[str, int]) -> None:
         entries = json.load(file)
     items = entries.items() if isinstance(entries, dict) else ()
     existing = {name: size for name, size in items if os.path.exists(os.path.join(folder, name))}
-    with atomic_write(path) as file:
+    with atomic_write(path, "w") as file:
         json.dump(existing | sizes, file, indent=1)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.data.tags import ADJECTIVE, NOUN, VERB
-from coder_plugin.functional import correspondence, prototype_scores
+from coder_plugin.functional.lca_loss import correspondence, prototype_scores
 from coder_plugin.heads.base import Head, Widths
 
 #: Classes of words, and their codes in ``text_tags``.

@@ -15,7 +15,7 @@ from PIL import Image
 
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import Unusable, map_tensors
-from coder_plugin.report.page import data_uri
+from coder_plugin.html import data_uri
 
 
 @dataclass(frozen=True)

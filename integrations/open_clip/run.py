@@ -28,6 +28,7 @@ from coder_plugin.model import add_heads, create_loss, needs_logit_bias, require
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.export import made_with, start_heads, weights_named
+from coder_plugin.training import prepare
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Run:
         if {"audio_cfg", "genlip_cfg", "genlap_cfg"} & clip.read_config(args.model).keys():  # open_clip 4's
             raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
         self.config = flags.options(ours, args)
-        self.objective: Objective = build.make_objective(self.config)
+        self.objective: Objective = prepare.make_objective(self.config)
         args.loss = self.config.loss  # among what upstream logs of a run
         for name in flags.OURS:
             setattr(args, f"coder_{name}", getattr(self.config, name))
@@ -90,7 +91,7 @@ class Run:
             self._take_what_data_decided(saving.read_made(args.resume))
         # rows of a table are pairs, and how many captions an image of shards has is not known
         config = replace(config, captions="all")
-        self.objective = build.fit_objective(self.objective, config, samples_per_epoch=samples_of(args))
+        self.objective = prepare.fit_objective(self.objective, config, samples_per_epoch=samples_of(args))
         transforms: list[Any] = []
 
         def with_transforms(name: str, weights: str | None, *, force_preprocess_cfg: Any = None, **given: Any) -> Any:
@@ -118,9 +119,9 @@ class Run:
         )
         self._check_precision(model)
         self.tokenizer = build.make_tokenizer(config, model)
-        build.check_accumulation(model, config)
+        prepare.check_accumulation(model, config)
         self.extras = Extras(
-            self.tokenizer, build.make_positives(model), build.make_tags(model, config), config.captions or "draw"
+            self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.captions or "draw"
         )
         self.model = in_upstream.extend(model, self.extras.names)
         place = name.removeprefix("local-dir:")  # whose weights come with it
@@ -201,7 +202,7 @@ class Run:
 
         named = [(name, each) for name, each in model.named_parameters() if not name.startswith("coder.")]
         model.coder_unread = tuple(name for name, each in named if not each.requires_grad)
-        model.coder_unread += tuple(build.freeze_unread(model, probe, self.tokenizer))
+        model.coder_unread += tuple(prepare.freeze_unread(model, probe, self.tokenizer))
         if model.coder_unread:
             log.info("frozen, for no term reads them: %s", ", ".join(model.coder_unread))
 

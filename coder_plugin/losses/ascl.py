@@ -12,6 +12,7 @@ from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.ascl_loss import ascl
 from coder_plugin.functional.similarity import anchor_rows, check_temperature, cosine
+from coder_plugin.heads.capabilities import AddsTexts, heads_with
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.gathered import Batch, Scores, gather_batch, gather_scores
 
@@ -70,8 +71,8 @@ class AsCL(Term):
             self.uses += ("coder_fusion_noised", "coder_fusion_positive", "coder_fusion_noised_positive")
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
-        generators = [head for head in heads.values() if "coder_noised_features" in head.provides]
-        if self.similarity == "cosine" and any(getattr(head, "noise_at", None) == "output" for head in generators):
+        noises_output = any(head.noise_at == "output" for head in heads_with(heads, AddsTexts).values())
+        if self.similarity == "cosine" and noises_output:
             raise CoderError(
                 "noise_at=output noises the words that the fusion reads, which the cosine of pooled features does not see: "
                 "use ascl(similarity=fusion) alone, with another term for the towers, such as clip"

@@ -15,6 +15,7 @@ from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.cra_loss import check_cra_options, cra
 from coder_plugin.functional.triplet_loss import check_triplet_options, triplet
+from coder_plugin.heads.capabilities import Scores
 from coder_plugin.losses.base import Term, options_of
 from coder_plugin.losses.gathered import gather_batch
 from coder_plugin.losses.triplet import global_triplet
@@ -76,7 +77,7 @@ class CRA(Term):
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
         head = super().bind(heads, local_loss=local_loss).provider("coder_image_contexts")
-        self.score_weight = head.score_weights()[1] if head.scores else 0.0
+        self.score_weight = head.score_weights()[1] if isinstance(head, Scores) else 0.0
         return self
 
     def forward(

@@ -18,13 +18,14 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, own
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import in_score
+from coder_plugin.heads.base import Head
+from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
 from coder_plugin.integrations.open_clip import flags, saving
 from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import Extras, samples_of
 from coder_plugin.integrations.open_clip.loss import UpstreamLoss
 from coder_plugin.memory.momentum import MomentumCopy
-from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads
+from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.export import made_with, start_heads, weights_named
@@ -45,9 +46,10 @@ class Run:
             raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
         self.config = flags.options(ours, args)
         self.objective: Objective = prepare.make_objective(self.config)
-        args.loss = self.config.loss  # among what upstream logs of a run
+        flat = self.config.to_flat()
+        args.loss = self.config.loss.expression  # among what upstream logs of a run
         for name in flags.OURS:
-            setattr(args, f"coder_{name}", getattr(self.config, name))
+            setattr(args, f"coder_{name}", flat[name])
         self.was_there = bool(args.name) and Path(args.logs, args.name).exists()
         self.model: Any = None
         self.loss: Any = None
@@ -72,7 +74,7 @@ class Run:
         args = self.args
         other = args.siglip or getattr(args, "distill", False) or hasattr(self.model, "text_decoder")
         is_clip = replace(self.objective, local_loss=False) == Objective.parse("clip")
-        return is_clip and self.config.aggregator == "tower" and not other
+        return is_clip and self.config.model.aggregator == "tower" and not other
 
     @property
     def trains(self) -> bool:
@@ -80,9 +82,10 @@ class Run:
 
     @property
     def heads_lr_scale(self) -> float:
-        """Ours, or else the objective's."""
-        given = self.config.heads_lr_scale
-        return dict(self.objective.training).get("heads_lr_scale", 1.0) if given is None else given
+        """Ours, or else the recipe's."""
+        if "heads_lr_scale" in self.config.origins:
+            return self.config.optim.heads_lr_scale
+        return dict(self.objective.training).get("heads_lr_scale", 1.0)
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
@@ -90,8 +93,8 @@ class Run:
         if not self.trains and args.resume:
             self._take_what_data_decided(saving.read_made(args.resume))
         # rows of a table are pairs, and how many captions an image of shards has is not known
-        config = replace(config, captions="all")
-        self.objective = prepare.fit_objective(self.objective, config, samples_per_epoch=samples_of(args))
+        pairs = config.with_options(captions="all")
+        self.objective = prepare.fit_objective(self.objective, pairs, samples_per_epoch=samples_of(args))
         transforms: list[Any] = []
 
         def with_transforms(name: str, weights: str | None, *, force_preprocess_cfg: Any = None, **given: Any) -> Any:
@@ -113,23 +116,23 @@ class Run:
             model,
             name,
             loss=self.objective,
-            aggregator=config.aggregator,  # type: ignore[arg-type]
-            context_blocks=config.context_blocks,
+            aggregator=config.model.aggregator,  # type: ignore[arg-type]
+            context_blocks=config.model.context_blocks,
             cache_dir=args.cache_dir,
         )
         self._check_precision(model)
         self.tokenizer = build.make_tokenizer(config, model)
         prepare.check_accumulation(model, config)
         self.extras = Extras(
-            self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.captions or "draw"
+            self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.data.captions
         )
         self.model = in_upstream.extend(model, self.extras.names)
         place = name.removeprefix("local-dir:")  # whose weights come with it
         started = start_heads(self.model, pretrained or (weights_named(place) if place != name else None))
-        if not (self.trains or args.resume or started) and any(map(in_score, model.coder.heads.values())):
+        if not (self.trains or args.resume or started) and any(map(affects_ranking, model.coder.heads.values())):
             raise CoderError(
-                f'--loss "{config.loss}" scores by heads, and {pretrained or name} brings none: evaluate an export or a '
-                "checkpoint of a run with this --loss, or the towers alone with --loss clip"
+                f'--loss "{config.loss.expression}" scores by heads, and {pretrained or name} brings none: evaluate an export '
+                "or a checkpoint of a run with this --loss, or the towers alone with --loss clip"
             )
         self.loss = self.make_loss()
         self._freeze()
@@ -155,11 +158,13 @@ class Run:
         if made is None:
             return
         then, now = dict(Objective.from_dict(made["objective"]).heads), dict(self.objective.heads)
-        decided = [("prototypes", "clusters"), ("alignment", "freeze_steps")]
-        for head, option in decided if self.config.concepts else [*decided, ("concepts", "vocabulary")]:
-            value = dict(then.get(head, ())).get(option)
-            if value is not None and option not in dict(now.get(head, ())) and head in required_heads(self.objective):
-                self.objective = self.objective.with_options({f"{head}.{option}": value})
+        for name, head in required_heads_with(self.objective, Head).items():
+            if self.config.loss.concepts and issubclass(head, ReadsConcepts):
+                continue
+            for option in head.data_options:
+                value = dict(then.get(name, ())).get(option)
+                if value is not None and option not in dict(now.get(name, ())):
+                    self.objective = self.objective.with_options({f"{name}.{option}": value})
 
     def _check_precision(self, model: Any) -> None:
         """An average that moves by half a per cent a step stands still in bfloat16."""
@@ -262,8 +267,7 @@ class Run:
         """The configuration that ``coder-plugin eval RUN`` reads: the model and the validation data of this run."""
         args = self.args
         kind = {"synthetic": "auto"}.get(args.dataset_type, args.dataset_type)
-        return replace(
-            self.config,
+        return self.config.with_options(
             model=self.named,
             train_data=args.train_data or args.val_data,
             val_data=args.val_data,

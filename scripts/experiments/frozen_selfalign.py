@@ -33,12 +33,12 @@ from frozen_towers import rate
 from torch import Tensor, nn
 
 import coder_plugin
-from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.functional.masked_sets import mean
 from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained import build
+from coder_plugin.pretrained.options import resolve_config
 
 
 def main() -> None:
@@ -105,14 +105,16 @@ def cache(options: argparse.Namespace) -> None:
 
 
 def opened(options: argparse.Namespace) -> Any:
-    config = TrainConfig(
-        model=options.model,
-        pretrained_image_path=options.image_weights,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-        train_data=options.train_data,
-        val_data=options.val_data,
-    ).resolved()
+    config = resolve_config(
+        dict(
+            model=options.model,
+            pretrained_image_path=options.image_weights,
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+            train_data=options.train_data,
+            val_data=options.val_data,
+        )
+    )
 
     def source_of(split: str) -> Any:
         return make_source(config, split=split)

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 import coder_plugin
 from coder_plugin.backbones import clip
 from coder_plugin.backbones.tokens import TokenTaps
-from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained import build
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from coder_plugin.training.step import gradient_shares
 
@@ -71,14 +71,16 @@ def main() -> None:
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
     """Images [N, C] float32 and tokens [T, L, C] float16 of both splits, with token ids and each caption's image."""
-    config = TrainConfig(
-        model=options.model,
-        pretrained_image_path=options.image_weights,
-        image_mean=options.image_mean,
-        image_std=options.image_std,
-        train_data=options.train_data,
-        val_data=options.val_data,
-    ).resolved()
+    config = resolve_config(
+        dict(
+            model=options.model,
+            pretrained_image_path=options.image_weights,
+            image_mean=options.image_mean,
+            image_std=options.image_std,
+            train_data=options.train_data,
+            val_data=options.val_data,
+        )
+    )
     model = build.make_model(config, Objective.parse("dcl"), torch.device("cpu")).eval()
     tokenize, transform = build.make_tokenizer(config, model), build.make_transforms(model, config)[1]
     pad, splits = model.text.config.pad_token_id, {}

@@ -323,6 +323,7 @@ def add_heads(
             objective, resolution, clip.probe_backbone(model, taps), aggregator=aggregator, context_blocks=context_blocks
         )
         model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
+    model.coder_name = name
     if model.coder.adds_texts is not None:
         model.words = words_of(model) if of_regions else clip.words_of(model, name, cache_dir)
     model.coder.attach(model)

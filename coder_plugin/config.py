@@ -152,7 +152,7 @@ class TrainConfig:
 
     def resolved(self) -> TrainConfig:
         """With every data-dependent default filled in."""
-        from coder_plugin.backbones import own as backbones
+        from coder_plugin.backbones import plugin_backbones
         from coder_plugin.pretrained.export import weights_named
 
         if self.pretrained is not None and (weights := weights_named(self.pretrained)) != self.pretrained:
@@ -167,7 +167,7 @@ class TrainConfig:
             named.pop("model", None)
         elif self.model is None and "model" not in named:
             raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
-        backbone = backbones.find(self.model or named.get("model", ""))
+        backbone = plugin_backbones.find_backbone(self.model or named.get("model", ""))
         if backbone is None:
             named.pop("model_kwargs", None)
             for name in ("region_dropout", "word_dropout"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones.word_embeddings import TextBatch, WordEmbeddings, noised_names
-from coder_plugin.functional.sets import valid_first
+from coder_plugin.functional.masked_sets import valid_first
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import AddsTexts
 from coder_plugin.negatives.expression import make_parts

@@ -17,7 +17,9 @@ from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head, Widths
 from coder_plugin.losses.base import Term
-from coder_plugin.objective import Objective, TermSpec, check_options, parse_value
+from coder_plugin.expression import parse_value
+from coder_plugin.objective import Objective, TermSpec
+from coder_plugin.options import check_options
 
 
 class Spy(Term):
@@ -64,8 +66,8 @@ class Door(Gate):
     pass
 
 
-def _preset() -> Objective:
-    return Objective.parse("0.5*dcl(mu=0.2) + clip")
+def _named() -> dict[str, Any]:
+    return {"loss": "0.5*dcl(mu=0.2) + clip"}
 
 
 PLUGINS: dict[str, dict[str, Any]] = {
@@ -79,12 +81,16 @@ PLUGINS: dict[str, dict[str, Any]] = {
     },
     "heads": {"gate": Gate, "door": Door},
     "recipes": {
-        "two": "0.5*dcl(mu=0.2) + clip",
-        "two/called": _preset,
-        "two/nested": "4*two + triplet",
-        "gated": Objective(_preset().terms, (("gate", (("size", 5),)),), local_loss=True),
-        "gated/other": Objective(_preset().terms, (("gate", (("size", 6),)),)),
-        "broken": "clip + gone(mu=1)",
+        "two": {"loss": "0.5*dcl(mu=0.2) + clip"},
+        "two/called": _named,
+        "two/nested": {"loss": "4*two + triplet"},
+        "gated": {"loss": "two", "options": {"gate.size": 5}},
+        "gated/other": {"loss": "two", "options": {"gate": {"size": 6}}},
+        "broken": {"loss": "clip + gone(mu=1)"},
+        "round": {"loss": "clip + trip"},
+        "trip": {"loss": "2*round"},
+        "text": "0.5*dcl",
+        "whole": {"loss": "gated", "lr": 2e-4},
     },
 }
 
@@ -229,8 +235,8 @@ def test_a_broken_preset_is_named() -> None:
     with pytest.raises(CoderError) as caught:
         Objective.parse("clip + 2*broken")
     message = str(caught.value)
-    assert message.startswith('objective "clip + 2*broken", column 10: the objective \'broken\' is at fault: ')
-    assert 'objective "clip + gone(mu=1)", column 8: unknown loss or objective \'gone\'' in message
+    assert message.startswith('loss "clip + 2*broken", column 10: the objective \'broken\' is at fault: ')
+    assert 'loss "clip + gone(mu=1)", column 8: unknown loss or objective \'gone\'' in message
 
 
 # Mistakes. Columns are counted by hand, from 1.
@@ -315,7 +321,7 @@ def test_mistakes_are_one_line_with_the_column(text: str, column: int, message: 
     with pytest.raises(CoderError) as caught:
         Objective.parse(text)
     said = str(caught.value)
-    assert said.startswith(f'objective "{text.replace(chr(10), " ")}", column {column}: '), said
+    assert said.startswith(f'loss "{text.replace(chr(10), " ")}", column {column}: '), said
     assert message in said
     assert len(said.splitlines()) == 1
 
@@ -328,7 +334,7 @@ def test_any_text_is_a_recipe_or_one_line_with_a_column(text: str) -> None:
         said = str(error)
         assert len(said.splitlines()) == 1
         flat = re.sub(r"\s", " ", text)
-        prefix = f'objective "{flat}", column '
+        prefix = f'loss "{flat}", column '
         assert said.startswith(prefix)
         column = int(said[len(prefix) :].split(":")[0])
         assert 1 <= column <= len(text) + 1

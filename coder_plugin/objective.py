@@ -219,7 +219,10 @@ def _parse_item(expression: Expression, item: Item, heads: Collection[str], pare
     if item.name in registry.names("losses"):
         return Objective((_parse_term(expression, item, weight, heads),))
     column = item.columns["name"]
-    named = recipes.find_objective(item.name)
+    try:
+        named = recipes.find_objective(item.name)
+    except CoderError as error:
+        raise expression.error(column, str(error)) from error
     if named is not None:
         if item.source or item.options:
             after = column + len(item.name)
@@ -259,7 +262,7 @@ def _parse_term(expression: Expression, item: Item, weight: float, heads: Collec
     for name, place in ((item.source, "source"), (head, "option head")):
         if name is not None and name not in known_heads:
             hint = did_you_mean(name, known_heads) if isinstance(name, str) else ""
-            raise expression.error(columns[place], f"unknown head {name!r}{hint} (known: {', '.join(known_heads)})")
+            raise expression.error(columns[place], f"unknown head {name!r} (known: {', '.join(known_heads)}){hint}")
     for option, value in options.items():  # one at a time, so that an error knows its column
         try:
             check_types("losses", item.name, {option: value})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from coder_plugin import registry
@@ -41,7 +41,7 @@ class Resolution:
     heads: tuple[str, ...]
     bindings: tuple[Mapping[str, str], ...]
     reads: frozenset[str]
-    targets: Mapping[str, Any]
+    targets: Mapping[str, Any] = field(default_factory=dict)
 
     def of_heads(self, names: Sequence[str]) -> Resolution:
         """The same with only these heads, which must need no others, and without terms."""
@@ -158,7 +158,7 @@ class _Resolver:
                     f"{spec.name}@{spec.source}: the momentum banks and the generated texts have only the backbone's own "
                     f"features, not those of {spec.source!r}; use a term that reads nothing else, such as dcl@{spec.source}"
                 )
-            pair = self.head(spec.source).pair
+            pair = self.head(spec.source).feature_keys
             if pair is None:
                 raise CoderError(f"{spec.name}@{spec.source}: head {spec.source!r} has no features of its own to compare")
             replacements = dict(zip(("image_features", "text_features"), pair, strict=True))

@@ -9,8 +9,9 @@ import torch
 
 from coder_plugin import create_loss, create_model, registry
 from coder_plugin.config import TrainConfig
+from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.objective import Objective
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
 

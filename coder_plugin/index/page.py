@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from coder_plugin.html import data_uri, jpeg_uri, render
 from coder_plugin.index.index import Index
 from coder_plugin.index.search import Hit
-from coder_plugin.report.page import data_uri, jpeg_uri, render
 
 
 def results_page(index: Index, found: Sequence[tuple[str, Any, Sequence[Hit]]]) -> str:

@@ -23,7 +23,7 @@ def split_expression(text: str) -> list[tuple[str, dict[str, Any]]]:
         >>> split_expression("gaussian(std=0.2) + shuffle")
         [('gaussian', {'std': 0.2}), ('shuffle', {})]
     """
-    expression = Expression.parse(text, kind="expression", item="a generator's name")
+    expression = Expression.parse(text, kind="expression", item="NAME or NAME(option=value,…)")
     for item in expression.items:
         if item.weight is not None:
             raise expression.error(item.columns["weight"], f"generators have no weights: leave out {item.weight}*")

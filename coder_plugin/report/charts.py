@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from coder_plugin.report.page import Html
+from coder_plugin.html import Html
 
 WIDTH, HEIGHT = 340, 190
 _TALLEST = 300  # of a map

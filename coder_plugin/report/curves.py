@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from coder_plugin.html import Html
 from coder_plugin.report.charts import Series, format_number, lines
-from coder_plugin.report.page import Html
 from coder_plugin.report.records import Record, Run, curve, keys_of
 
 #: What figures of heads say (see their ``health``).

@@ -62,7 +62,7 @@ def asked(arguments: Any) -> Asked | None:
 
 def pictures_beside(config: Any, split: str) -> Any | None:
     """A source of the pictures of images that are read as regions, where the captions' data have some."""
-    from coder_plugin.pretrained.data import reading_options
+    from coder_plugin.data.from_config import reading_options
 
     if config.regions is None or config.val_data is None:
         return None
@@ -80,7 +80,7 @@ def collect(wanted: Asked, encoder: Any, source: Any, pictures: Any | None = Non
     Args:
         pictures: :func:`pictures_beside`.
     """
-    from coder_plugin.pretrained.data import captions_of
+    from coder_plugin.data.from_config import captions_of
 
     aligner = Aligner(encoder)
     found: list[Alignment] = []

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from coder_plugin import __version__, distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import RECALL_COLUMNS
+from coder_plugin.html import render
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.report import commands, curves, facts, seen
 from coder_plugin.report.health import state_blocks
-from coder_plugin.report.page import render
 from coder_plugin.report.records import Run, read_run
 from coder_plugin.report.seen import Evaluated
 
@@ -89,7 +89,7 @@ def write_report(
 def report_command(arguments: Any) -> Path:
     """``coder-plugin report``: with the run's export, and the data that the flags or the run's options name."""
     from coder_plugin.config import read_flags
-    from coder_plugin.pretrained.data import make_source
+    from coder_plugin.data.from_config import make_source
     from coder_plugin.pretrained.open import open_trained, trained_config
     from coder_plugin.report.alignment import LOCALS
     from coder_plugin.report.pictures import pictures_beside

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from coder_plugin.data.item import Item
+from coder_plugin.html import data_uri
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.attention import load_picture
 from coder_plugin.report.examples import Example, Hit
-from coder_plugin.report.page import data_uri
 
 
 def items_of(source: Any, encoded: Encoded, rows: Collection[int]) -> dict[int, Item]:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
+from coder_plugin import html as page
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.pretrained.encode import Encoded, Items
-from coder_plugin.report import examples, page, samples, vectors_map
+from coder_plugin.report import examples, samples, vectors_map
 from coder_plugin.report.examples import best_and_worst
 from coder_plugin.report.vectors_map import place_vectors
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin import registry
+from coder_plugin.config import SUBJECTS, flatten, get_option, options_by_name
 from coder_plugin.errors import CoderError, did_you_mean
 
 if sys.version_info >= (3, 11):
@@ -176,9 +177,9 @@ def _build(name: str, file: RecipeFile, heirs: tuple[str, ...]) -> Recipe:
     loss, options = table.pop("loss", None), table.pop("options", {})
     settings = table
     if base_name is not None:
-        if base_name in file.recipes:
+        if base_name in file.recipes and base_name != name:
             base = _build(base_name, file, (*heirs, name))
-        elif base_name in names():
+        elif has_recipe(base_name) and base_name != name or find_objective(base_name):
             base = _load(base_name, (*heirs, name))
         else:
             raise CoderError(f"{where}: base is an unknown recipe, {base_name!r}{did_you_mean(base_name, names())}")
@@ -288,16 +289,18 @@ def _flat_options(options: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def _checked_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    from coder_plugin.config import TrainConfig
-
-    known = [name for name in TrainConfig.__dataclass_fields__ if name not in ("loss", "set")]
-    for name in settings:
+    """Settings by the names of their flags; a file may also group them by subject, ``[recipes.NAME.optim]``."""
+    known = [name for name in options_by_name() if name not in ("loss", "set")]
+    for name, value in settings.items():
         if name == "set":
             raise CoderError(f"{where}: options of terms and heads belong into the table options, not into set")
-        if name not in known:
+        if name not in known and not (name in SUBJECTS and isinstance(value, Mapping)):
             hint = did_you_mean(name, [*_RECIPE_FIELDS, *known])
             raise CoderError(f"{where}: unknown field {name!r}{hint}; known: {', '.join([*_RECIPE_FIELDS, *known])}")
-    return dict(settings)
+    try:
+        return {name: get_option(name).check(value, "recipe") for name, value in flatten(settings).items()}
+    except CoderError as error:
+        raise CoderError(f"{where}: {error}") from error
 
 
 def _toml_key(name: str) -> str:

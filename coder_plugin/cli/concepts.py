@@ -24,7 +24,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     What can fail at once is asked first: tagging a large corpus takes minutes.
     """
     from coder_plugin.config import READING, TrainConfig, read_flags
-    from coder_plugin.pretrained.data import make_captions, make_source
+    from coder_plugin.data.from_config import make_captions, make_source
 
     flags = read_flags(arguments)
     config = TrainConfig.from_dict(flags)
@@ -115,6 +115,6 @@ def _captions(source: Any, limit: int | None) -> Iterator[str]:
     """The captions of a source, image by image; no picture is decoded."""
     from tqdm import tqdm
 
-    from coder_plugin.pretrained.data import captions_of
+    from coder_plugin.data.from_config import captions_of
 
     return iter(tqdm(islice(captions_of(source), limit), desc="captions", unit="", unit_scale=True, disable=None, leave=False))

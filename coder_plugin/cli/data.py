@@ -93,8 +93,8 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
 
 def _extract(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.extract import extract_command
+    from coder_plugin.data.from_config import reading_options
     from coder_plugin.data.pictures import is_pictures
-    from coder_plugin.pretrained.data import reading_options
 
     config = _reading_config(arguments)
     bare = config.dataset_type == "auto" and is_pictures(arguments.images)
@@ -129,8 +129,8 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    from coder_plugin.data.from_config import make_captions
     from coder_plugin.data.regions.convert import convert
-    from coder_plugin.pretrained.data import make_captions
 
     captions = None
     if arguments.captions_data is not None:

@@ -112,8 +112,8 @@ def _open(splits: dict[str, Any], name: str, config: TrainConfig, whole: bool) -
 
 
 def _recipe(config: TrainConfig, splits: Mapping[str, Any], made: Any) -> Iterator[Finding]:
+    from coder_plugin.data.from_config import make_source
     from coder_plugin.doctor.recipe import check_recipe
-    from coder_plugin.pretrained.data import make_source
 
     whole = source = make_source(config, split="train") if config.on_scenes else None
     if (split := splits.get("train")) is not None and not split.shards and not split.samples and split.items:

@@ -23,7 +23,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     from coder_plugin.backbones.base import Backbone
     from coder_plugin.config import OPENING, READING, read_flags
     from coder_plugin.index.build import build_index
-    from coder_plugin.pretrained.data import check_data, example_of
+    from coder_plugin.pretrained.build import check_data, example_of
     from coder_plugin.pretrained.open import open_trained, trained_config
 
     given = read_flags(arguments)
@@ -87,8 +87,8 @@ def _place(data: str) -> str:
 
 def _data(config: Any, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The source, and that of the pictures behind regions where there is one."""
+    from coder_plugin.data.from_config import make_source
     from coder_plugin.data.pictures import Pictures, is_pictures
-    from coder_plugin.pretrained.data import make_source
     from coder_plugin.report.pictures import pictures_beside
 
     if config.dataset_type == "auto" and config.regions is None and is_pictures(arguments.data):

@@ -32,12 +32,13 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
 
     from coder_plugin.model import create_loss, required_heads
     from coder_plugin.pretrained import build
+    from coder_plugin.training import prepare
 
     if config.model is None and not config.on_scenes and not _names_model(config):
         yield note("recipe.model", "no --model: recipe and model were not checked", "--model NAME, as train has it")
         return
     config = config.resolved()
-    objective = build.make_objective(config)
+    objective = prepare.make_objective(config)
     heads = ", ".join(required_heads(objective)) or "none"
     yield ok("recipe.loss", f'--loss "{config.loss}" is {objective}; heads: {heads}')
     if source is None:
@@ -45,11 +46,12 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
         yield note("recipe.data", "without training data the model is not checked", do)
         return
     samples = whole.samples(config.captions, config.train_num_samples)
-    objective = build.fit_objective(objective, config, samples_per_epoch=samples)
+    objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
     offline, waived = _without_downloads(config)
     yield from waived
     trains = yield from _steps(config, samples)
-    model = yield from _unless_absent(config.model, build.make_model, offline, objective, torch.device("cpu"), source)
+    cpu = torch.device("cpu")
+    model = yield from _unless_absent(config.model, prepare.make_training_model, offline, objective, cpu, source)
     if model is None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -64,7 +66,7 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
     texts = "" if made.tokenizer is None else f" and texts of {made.tokenizer(['a']).shape[1]} tokens"
     yield ok("recipe.model", f"{config.model}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}")
     create_loss(objective, model=model)
-    build.check_accumulation(model, config)
+    prepare.check_accumulation(model, config)
     build.make_transforms(model, config)
     yield from _check_tagger(model, config)
     if trains:
@@ -118,10 +120,10 @@ def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
 
 
 def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
-    from coder_plugin.pretrained import build
+    from coder_plugin.training import prepare
 
     try:
-        tags = build.make_tags(model, config)
+        tags = prepare.make_tags(model, config)
     except CoderError as error:
         yield problem("recipe.tagger", str(error), "install or name the pipeline, as it says")
     else:

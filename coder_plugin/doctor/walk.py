@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any
 
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import join_regions, make_source, reading_options
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.join import RegionSource
@@ -24,7 +25,6 @@ from coder_plugin.data.shards import ShardSource
 from coder_plugin.data.source import decode_image
 from coder_plugin.data.tars import REGIONS, ImageField, has_features, local_path, members
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.data import join_regions, make_source, reading_options
 
 #: So many images of a split are read at most, unless all are asked for.
 MOST = 200_000

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig, read_flags
+from coder_plugin.data.from_config import make_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft as retention
 from coder_plugin.evaluation.evaluation_sets import Known, Sets, asked, further, known_of
@@ -19,7 +20,6 @@ from coder_plugin.evaluation.sweep import sweep
 from coder_plugin.evaluation.two_stage import measure, plain
 from coder_plugin.evaluation.zero_shot import zero_shot
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.data import make_source
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.pretrained.open import open_trained, trained_config
 from coder_plugin.report import pictures

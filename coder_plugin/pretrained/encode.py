@@ -20,6 +20,7 @@ from coder_plugin import distributed
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import BadImages, map_tensors
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.capabilities import Reranks, heads_with
 
 Item = dict[str, Tensor]
 
@@ -96,7 +97,7 @@ class Encoder:
         Raises:
             CoderError: it has several.
         """
-        found = {name: head for name, head in self.model.coder.heads.items() if head.reranks}
+        found = heads_with(self.model.coder.heads, Reranks)
         if len(found) > 1:
             raise CoderError(f"one head re-ranks a model's shortlists, and this model has {', '.join(found)}")
         return next(iter(found.values()), None)

@@ -20,7 +20,9 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import READING, TrainConfig
 from coder_plugin.data.source import decode_image
 from coder_plugin.errors import CoderError
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
+from coder_plugin.pretrained.device import default_device, make_autocast
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import exported, heads_beside, load_heads, read_heads
 from coder_plugin.pretrained.hub_cache import fetch, kept_options
@@ -47,7 +49,7 @@ class Trained:
             "batch_size": config.batch_size or 64,
             "workers": config.workers,
             "max_bad": config.max_bad_images,
-            "autocast": build.make_autocast(config, self.device),
+            "autocast": make_autocast(config.precision, self.device),
         }
         return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**given, **options})
 
@@ -207,7 +209,7 @@ def open_trained(
     """The model that :func:`trained_config` has named, with the heads that score, in eval mode.
 
     Args:
-        device: None: the GPU that accelerate gives this process, or the CPU.
+        device: None: this process's GPU, or the CPU.
         source: data to check it against. return_intermediates: as in :func:`coder_plugin.create_model`.
     """
     heads = heads_beside(config.pretrained)
@@ -216,10 +218,12 @@ def open_trained(
         objective = made.objective
         config = replace(config, aggregator=made.aggregator, context_blocks=made.context_blocks)
     else:
-        objective = build.make_objective(config)
+        objective = Objective.parse(config.loss)
     if device is None:
-        device = build.make_accelerator(replace(config, precision="fp32")).device
-    model = build.make_model(config, objective, device, source, inference=True, return_intermediates=return_intermediates)
+        device = default_device()
+    model = build.make_model(
+        config, objective, device, source, inference=True, return_intermediates=return_intermediates
+    )
     if heads is not None:
         load_heads(model, heads)
     return Trained(

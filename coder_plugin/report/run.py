@@ -89,7 +89,7 @@ def write_report(
 def report_command(arguments: Any) -> Path:
     """``coder-plugin report``: with the run's export, and the data that the flags or the run's options name."""
     from coder_plugin.config import read_flags
-    from coder_plugin.pretrained.data import make_source
+    from coder_plugin.data.from_config import make_source
     from coder_plugin.pretrained.open import open_trained, trained_config
     from coder_plugin.report.alignment import LOCALS
     from coder_plugin.report.pictures import pictures_beside

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coder_plugin import distributed
+from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import make_source
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
@@ -33,13 +34,13 @@ from coder_plugin.data.tags import NAMES, WORDS
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
+from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
-from coder_plugin.pretrained.data import make_source
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model
-from coder_plugin.training import checkpoint
+from coder_plugin.training import checkpoint, prepare
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.log import RunLog, machine, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
@@ -59,8 +60,8 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config = config.resolved()
-        objective = build.make_objective(config)
-        self.accelerator = build.make_accelerator(config)
+        objective = prepare.make_objective(config)
+        self.accelerator = prepare.make_accelerator(config)
         self.device = self.accelerator.device
         self.folder = Path(config.logs) / (config.name or self._default_name())
         self.log = RunLog(self.folder, self.accelerator, config)
@@ -69,16 +70,16 @@ class Trainer:
         train, self.val = make_source(config, split="train"), make_source(config, split="val")
         assert train is not None
         samples = train.samples(config.captions, config.train_num_samples)
-        self.objective = build.fit_objective(objective, config, samples_per_epoch=samples)
+        self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         _seed(config.seed)
-        self.model = build.make_model(config, self.objective, self.device, train)
+        self.model = prepare.make_training_model(config, self.objective, self.device, train)
         self.loss = create_loss(self.objective, model=self.model)
         blind = [label for label, term in self.loss.terms.items() if not term.masks_same_image]
         if config.captions == "all" and blind:
             logging.warning(
                 "--captions all: %s takes the captions of one image for negatives of each other: keep draw", " and ".join(blind)
             )
-        build.check_accumulation(self.model, config)
+        prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config, self.model)
         train_transform, val_transform = build.make_transforms(self.model, config)
         self.loader = TrainLoader(
@@ -86,8 +87,8 @@ class Trainer:
             batch_size=batch_size,
             transform=train_transform,
             tokenizer=build.make_tokenizer(config, self.model, training=True),
-            positives=build.make_positives(self.model),
-            tags=build.make_tags(self.model, config),
+            positives=prepare.make_positives(self.model),
+            tags=prepare.make_tags(self.model, config),
             seed=config.seed,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
@@ -117,7 +118,7 @@ class Trainer:
             autocast=self.accelerator.autocast,
         )
         shortlist_length(config.rerank, self.encoder)  # a slip is told of now, and not after an epoch
-        self.frozen = build.freeze_unread(self.model, self.loss, self.tokenizer)
+        self.frozen = prepare.freeze_unread(self.model, self.loss, self.tokenizer)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
@@ -212,14 +213,14 @@ class Trainer:
         if self.told_of_texts:
             return
         self.told_of_texts = True
-        if build.make_positives(self.model) is not None:
+        if prepare.make_positives(self.model) is not None:
             made: Counter[str] = sum(distributed.gather_objects(self.loader.positives_made), Counter())
             self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(made.items())))
         if self.model.coder.reads_tags:
             tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
             self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))
-            for name, head in self.model.coder.heads.items():
-                wanted = [NAMES[code] for code in head.reads_tags]
+            for name, head in heads_with(self.model.coder.heads, ReadsTags).items():
+                wanted = [NAMES[code] for code in head.tag_classes()]
                 if wanted and not any(tagged[each] for each in wanted):
                     logging.warning(
                         "no token is of a %s: the head %r has no word to read (is --tagger one for these captions?)",
@@ -417,7 +418,7 @@ class Trainer:
                 f"the checkpoint's model was made with other options: {', '.join(other)} (a BiGRU's vocabulary is of the "
                 "training captions: name the one it had with --model-kwargs vocabulary=FILE)"
             )
-        self._check_vocabulary(common["model"])
+        self._check_fixed_buffers(common["model"])
         try:
             self.model.load_state_dict(common["model"])
         except RuntimeError as error:
@@ -433,11 +434,14 @@ class Trainer:
         }
         return {**made, "options": options}
 
-    def _check_vocabulary(self, weights: Mapping[str, Tensor]) -> None:
-        key = "coder.heads.concepts.vectors"
-        now = self.model.state_dict().get(key)
-        if now is not None and key in weights and not torch.equal(now.cpu(), weights[key]):
-            raise CoderError("the checkpoint was trained with another concept vocabulary than --concepts names now")
+    def _check_fixed_buffers(self, weights: Mapping[str, Tensor]) -> None:
+        """CoderError where a head's buffers differ that must be the checkpoint's."""
+        current = self.model.state_dict()
+        for name, head in self.model.coder.heads.items():
+            for buffer, message in head.fixed_on_resume.items():
+                key = f"coder.heads.{name}.{buffer}"
+                if key in current and key in weights and not torch.equal(current[key].cpu(), weights[key]):
+                    raise CoderError(message)
 
     def _load_rest(self, state: tuple[dict, dict, dict | None]) -> None:
         manifest, common, own = state
@@ -472,7 +476,7 @@ class Trainer:
         model.train()
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.no_grad(), restored_buffers(model), torch.random.fork_rng(devices=devices):
-            outputs = model(**build.example_batch(model, self.tokenizer, rows=2))
+            outputs = model(**prepare.example_batch(model, self.tokenizer, rows=2))
         model.train(training)
         parameters = dict(model.named_parameters())
         heads = {
@@ -516,12 +520,11 @@ class Trainer:
 
 
 def comparable(objective: Objective) -> Objective:
-    """Without what may differ: the vocabulary's path, for the file may have moved, and what it holds is compared itself; and
-    for how many steps prototypes are frozen, an epoch's, which depends on the number of ranks."""
-    heads = dict(objective.heads)
-    for name, free in (("concepts", "vocabulary"), ("alignment", "freeze_steps")):
-        if name in heads:
-            heads[name] = tuple(option for option in heads[name] if option[0] != free)
+    """Without the options that a resumed run may have changed, as the heads declare them."""
+    heads = {
+        name: tuple(option for option in options if option[0] not in registry.load("heads", name).free_on_resume)
+        for name, options in objective.heads
+    }
     return replace(objective, heads=tuple(heads.items()))
 
 

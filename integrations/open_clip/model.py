@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coder_plugin.backbones.clip import CoderCLIP
 from coder_plugin.integrations.open_clip.data import unpack
-from coder_plugin.pretrained.build import freeze_batch_norm
+from coder_plugin.training.prepare import freeze_batch_norm
 
 #: The retrieval vectors of a batch whose image ids are known, in evaluation.
 VECTORS = ("coder_image_vectors", "coder_text_vectors", "coder_ids")

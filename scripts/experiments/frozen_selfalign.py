@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 import coder_plugin
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.functional.sets import mean
 from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained import build
-from coder_plugin.pretrained.data import make_source
 
 
 def main() -> None:

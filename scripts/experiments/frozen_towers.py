@@ -30,10 +30,10 @@ import coder_plugin
 from coder_plugin.backbones import clip
 from coder_plugin.backbones.tokens import TokenTaps
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained import build
-from coder_plugin.pretrained.data import make_source
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from coder_plugin.training.step import gradient_shares
 

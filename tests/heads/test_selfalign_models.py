@@ -14,9 +14,9 @@ from coder_plugin.errors import CoderError
 from coder_plugin.functional.sets import without_start
 from coder_plugin.functional.similarity import cosine
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.build import freeze_unread
 from coder_plugin.pretrained.export import export_heads, export_model
 from coder_plugin.pretrained.open import load_model
+from coder_plugin.training.prepare import freeze_unread
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
 from tests.references import selfalign as reference

@@ -182,7 +182,7 @@ def test_the_command(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_shared_folder_is_evaluated_as_its_run(runs: dict[str, Path], shared: Path) -> None:
-    from coder_plugin.pretrained.data import make_source
+    from coder_plugin.data.from_config import make_source
 
     config = trained_config(shared / "bigru", {"val_data": str(runs["bigru"].parents[1] / "precomp"), "workers": 0})
     source = make_source(config, split="dev")

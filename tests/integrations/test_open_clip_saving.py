@@ -23,8 +23,8 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import evaluate_command
 from coder_plugin.integrations.open_clip import saving
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained import build
 from coder_plugin.pretrained.export import made_with
+from coder_plugin.training import prepare
 from tests.integrations import upstream_runs
 
 pytestmark = pytest.mark.skipif(not open_clip.__version__.startswith("3.3."), reason="runs open_clip 3.3's trainer")
@@ -154,8 +154,8 @@ def test_our_trainer_starts_from_either(run: SimpleNamespace, start: str) -> Non
             **OVERRIDES,
         }
     ).resolved()
-    objective = build.fit_objective(build.make_objective(config), config, samples_per_epoch=32)
-    model = build.make_model(config, objective, torch.device("cpu"))
+    objective = prepare.fit_objective(prepare.make_objective(config), config, samples_per_epoch=32)
+    model = prepare.make_training_model(config, objective, torch.device("cpu"))
     state = model.state_dict()
     assert_same(towers(state), towers(run.state))
     heads = load_file(run.last / "coder.safetensors")

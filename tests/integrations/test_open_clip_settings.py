@@ -12,7 +12,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import rates
 from coder_plugin.integrations.open_clip.adapter import Adapter
 from coder_plugin.integrations.open_clip.run import Run
-from coder_plugin.pretrained.build import freeze_batch_norm
+from coder_plugin.training.prepare import freeze_batch_norm
 from tests.integrations import upstream_runs as runs
 
 HEADS = ["--coder-concepts", "scenes", "--coder-set", "prototypes.clusters=8", "momentum.bank_size=256"]

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from coder_plugin import registry
 from coder_plugin.cli import main
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.from_config import make_source
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall
-from coder_plugin.pretrained import build
-from coder_plugin.pretrained.data import make_source
+from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import create_schedule, parameter_groups
 from tests.backbones import tiny_bert
@@ -562,7 +562,7 @@ def test_adapters_leave_no_new_layer_untrained(tmp_path, made):
 def setup_model(options: TrainConfig) -> Any:
     options = options.resolved()
     source = make_source(options, split="train")
-    return build.make_model(options, build.make_objective(options), torch.device("cpu"), source)
+    return prepare.make_training_model(options, prepare.make_objective(options), torch.device("cpu"), source)
 
 
 def test_more_regions_than_are_read_are_told_once(tmp_path, made, caplog):

@@ -11,7 +11,7 @@ import torch
 from coder_plugin.cli import main
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained import build
+from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import parameter_groups
 from tests.training.test_region_training import (  # noqa: F401
@@ -128,7 +128,7 @@ def test_heads_have_a_rate_of_their_own(tmp_path, made):  # noqa: F811
 def test_steps_of_an_epoch(made):  # noqa: F811
     frozen = ["alignment.freeze_steps=epoch"]
     given = TrainConfig(train_data="x", model="ViT-B-32", loss=ALONE, batch_size=8, accum_freq=2, set=frozen)
-    fitted = build.fit_objective(build.make_objective(given), given, samples_per_epoch=100)
+    fitted = prepare.fit_objective(prepare.make_objective(given), given, samples_per_epoch=100)
     assert dict(dict(fitted.heads)["alignment"])["freeze_steps"] == 6
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.data.captions import open_caps
+from coder_plugin.data.from_config import make_regions
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions import guess_format, open_regions
 from coder_plugin.data.regions.base import DERIVATIONS, Record, RegionFormat, Regions, names_of
@@ -29,7 +30,6 @@ from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.data.shards import open_shards
 from coder_plugin.data.source import ItemSource, Plan
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.data import make_regions
 
 MODULES = ("precomp", "shards", "tsv", "hdf5", "lmdb_", "folder")
 PLACES = {

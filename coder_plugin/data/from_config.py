@@ -1,17 +1,15 @@
-"""A run's data, from its configuration: where they are, how they are read, and whether they suit the model."""
+"""Data sets opened from a run's options."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import TrainConfig
 from coder_plugin.data import guess_kind, open_source
 from coder_plugin.data.regions import open_regions
-from coder_plugin.data.regions.base import RegionFile, Regions
+from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.errors import CoderError
 
@@ -79,35 +77,3 @@ def make_regions(config: TrainConfig, *, split: str) -> RegionFile:
 
 def captions_of(source: Any) -> Iterator[str]:
     return (caption for _, item in source.items() for caption in item.captions)
-
-
-def example_of(source: Any, most: int, *, of_regions: bool) -> Any:
-    """The first image of the data that can be read, after so many at most that cannot."""
-    failed: list[str] = []
-    for _, item in source.items():
-        try:
-            return item.load()
-        except (OSError, ValueError) as error:
-            failed.append(f"{item.key}: {error}")
-        if len(failed) > most:
-            break
-    why = f"none of the first {len(failed)} images can be read; the first: {failed[0]}" if failed else "no images"
-    hint = " (region features of the images: --regions)" if of_regions else ""
-    raise CoderError(f"{source.name}: {why}{hint}")
-
-
-def check_data(model: Any, example: Any, name: str, config: TrainConfig) -> None:
-    """CoderError where the data are pictures and the model reads regions, the other way round, or regions that it cannot
-    use; a warning where images have more of them than are read."""
-    regions = isinstance(example, Regions)
-    if regions != isinstance(model, Backbone):
-        other = "--model region-bert" if regions else "a --model of open_clip's, or extract regions and name them: --regions"
-        raise CoderError(f"{name}: the data are {'regions' if regions else 'pictures'}; they want {other}")
-    if regions:
-        try:
-            model.transform(max_regions=config.max_regions)(example)
-        except ValueError as error:
-            raise CoderError(f"{name}: its first image: {error}") from error
-        if len(example) > config.max_regions:
-            counts = len(example), config.max_regions
-            logging.warning("%s: images have %d regions, the first %d are read (--max-regions)", name, *counts)

@@ -1,0 +1,52 @@
+"""Device and precision of an opened model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coder_plugin.errors import CoderError
+
+
+def default_device() -> torch.device:
+    """This process's GPU (number ``LOCAL_RANK`` under a launcher), or the CPU where there is none.
+
+    Under ``torchrun`` or ``accelerate launch`` it also joins the process group, unless that has been done.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return device
+
+
+def mixed_precision(precision: str) -> str:
+    """accelerate's name for ``--precision``: no, bf16 or fp16.
+
+    Args:
+        precision: auto (bf16 on a GPU, fp32 on a CPU), fp32, amp, amp_bf16 or amp_fp16.
+
+    Raises:
+        CoderError: fp16 on a CPU.
+    """
+    cuda = torch.cuda.is_available()
+    mixed = {"auto": "bf16" if cuda else "no", "fp32": "no", "amp": "fp16", "amp_fp16": "fp16", "amp_bf16": "bf16"}[precision]
+    if mixed == "fp16" and not cuda:
+        raise CoderError(f"--precision {precision} needs a GPU; on a CPU use fp32 or amp_bf16")
+    return mixed
+
+
+def make_autocast(precision: str, device: torch.device) -> Callable[[], Any]:
+    """A function that gives an autocast context for ``--precision``, or a null context for fp32."""
+    mixed = mixed_precision(precision)
+    if mixed == "no":
+        return contextlib.nullcontext
+    return partial(torch.autocast, device.type, dtype=torch.bfloat16 if mixed == "bf16" else torch.float16)

@@ -1,0 +1,246 @@
+"""Preparing a run: objective, accelerator, locked towers, adapters, frozen parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin import distributed
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.config import TrainConfig
+from coder_plugin.data.source import map_tensors
+from coder_plugin.data.tags import Tags
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import Head, TrainingFacts
+from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
+from coder_plugin.model import required_heads_with
+from coder_plugin.negatives.positives import Positives
+from coder_plugin.objective import Objective, parse_value
+from coder_plugin.pretrained.build import make_model
+from coder_plugin.pretrained.device import mixed_precision
+from coder_plugin.pretrained.export import start_heads
+from coder_plugin.training.optim import after_tower, in_block
+from coder_plugin.training.step import restored_buffers
+
+
+def make_objective(config: TrainConfig) -> Objective:
+    """The objective that ``--loss``, ``--set`` and ``--local-loss`` spell."""
+    settings = {}
+    for setting in config.set:
+        path, equals, value = setting.partition("=")
+        if not equals:
+            raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
+        settings[path.strip()] = parse_value(value)
+    objective = Objective.parse(config.loss).with_options(settings)
+    given = {"negatives": config.negatives, "positives": config.positives}
+    if any(value is not None for value in given.values()):
+        makers = required_heads_with(objective, AddsTexts)
+        if not makers:
+            flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
+            raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
+        head = next(iter(makers))
+        generated = {f"{head}.{name}": parse_value(value) for name, value in given.items() if value is not None}
+        twice = sorted(generated.keys() & settings.keys())
+        if twice:
+            raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
+        objective = objective.with_options(generated)
+    return replace(objective, local_loss=objective.local_loss or config.local_loss)
+
+
+def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
+    """The objective with the options that its heads derive from the data, where nobody has set them.
+
+    Raises:
+        CoderError: a head needs something that the run does not have, or no head reads what ``--concepts`` names.
+    """
+    facts = TrainingFacts(
+        loss=str(config.loss),
+        samples_per_epoch=samples_per_epoch,
+        captions=config.captions,  # type: ignore[arg-type]
+        pairs_per_step=config.batch_size and config.batch_size * config.accum_freq * distributed.world_size(),
+        concepts=config.concepts,
+        on_scenes=config.on_scenes,
+        train_data=config.train_data,
+    )
+    heads = required_heads_with(objective, Head)
+    if config.concepts and not any(issubclass(head, ReadsConcepts) for head in heads.values()):
+        raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
+    options = {name: dict(values) for name, values in objective.heads}
+    settings: dict[str, Any] = {}
+    for name, head in heads.items():
+        derived = head.options_from_data(options.get(name, {}), facts)
+        settings.update({f"{name}.{option}": value for option, value in derived.items()})
+    return objective.with_options(settings)
+
+
+def make_training_model(config: TrainConfig, objective: Objective, device: torch.device, source: Any = None) -> Any:
+    """The model with all heads of the objective on ``device``: towers locked, adapters added, heads of ``--pretrained`` loaded.
+
+    Args:
+        config: the run's options.
+        objective: the objective, fitted to the data.
+        device: where the model is put.
+        source: the training data, which give a region model the options left open.
+    """
+    model = make_model(config, objective, device, source)
+    start_heads(model, config.pretrained)
+    if config.lock_image:
+        model.lock_image_tower(unlocked_groups=config.lock_image_unlocked_groups)
+        if config.lock_image_freeze_bn_stats:
+            freeze_batch_norm(model.visual)
+    if config.lock_text:
+        # all text towers of open_clip but its Hugging Face ones lock their LayerNorms too, or cannot be locked
+        always = not hasattr(getattr(model, "text", None), "pooler")
+        model.lock_text_tower(
+            unlocked_layers=config.lock_text_unlocked_layers,
+            freeze_layer_norm=always or config.lock_text_freeze_layer_norm,
+        )
+    if config.lora_rank:
+        add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
+    model.to(device)
+    model.coder.attach(model)  # after adapters and before checkpointing: a momentum copy wants the former, not the latter
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing()
+    return model
+
+
+def freeze_batch_norm(tower: nn.Module) -> None:
+    """Keep the BatchNorms of locked layers in eval mode for good, in place.
+
+    open_clip's own ``freeze_bn_stats`` puts torchvision's frozen layer in their place, which has neither the activation
+    that timm's BatchNorms hold nor their epsilon: an EfficientNet's features then overflow.
+    """
+    for module in tower.modules():
+        locked = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and locked:
+            cls = type(module.eval())
+            members = {"train": lambda self, mode=True: self, "statistics_are_frozen": True, "__module__": cls.__module__}
+            module.__class__ = type(cls.__name__, (cls,), members)
+
+
+def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
+    """Freeze the towers and put peft's low-rank adapters on the linear layers of their blocks, in place.
+
+    Projections into the joint space, temperatures and our heads stay trainable as they are.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise CoderError('--lora-rank needs peft: pip install "coder-plugin[lora]"') from error
+    # of a region model all but the text encoder is new
+    new = (lambda name: not name.startswith("text.transformer.")) if isinstance(model, Backbone) else after_tower
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad and new(name)}
+    targets: list[str] = []
+    for name, module in model.named_modules():  # an attention's output layer belongs to its attention
+        locked = not any(parameter.requires_grad for parameter in module.parameters())
+        if not locked and in_block(f"{name}.") and isinstance(module, (nn.Linear, nn.MultiheadAttention)):
+            if not targets or not name.startswith(f"{targets[-1]}."):
+                targets.append(name)
+    if not targets:
+        raise CoderError(f"--lora-rank: {type(model).__name__} has no unlocked linear layer in numbered blocks")
+    # as one pattern for whole names: of a list peft takes the ends, and one tower's names end like the other's
+    pattern = "|".join(re.escape(name) for name in targets)
+    scale: Any = rank if alpha is None else alpha
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=scale, target_modules=f"(?:{pattern})"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name in trainable)
+
+
+def make_positives(model: Any) -> Positives | None:
+    """What makes positive captions of raw text, where a head of the model reads them."""
+    head = model.coder.adds_texts
+    return None if head is None or head.positives is None else Positives(head.positives)
+
+
+def make_tags(model: Any, config: TrainConfig) -> Tags | None:
+    """What gives the words' classes, where a head of the model reads them, its tagger loaded."""
+    if not model.coder.reads_tags:
+        if config.tagger is not None:
+            raise CoderError(f'--tagger {config.tagger}: nothing in --loss "{config.loss}" as it is set reads word classes')
+        return None
+    tags = Tags(config.tagger or ("scenes" if config.on_scenes or config.train_data == "scenes" else "en_core_web_sm"))
+    try:
+        tags.load()
+    except CoderError as error:
+        raise CoderError(f'the classes of words that --loss "{config.loss}" reads come of --tagger: {error}') from error
+    return tags
+
+
+def check_accumulation(model: Any, config: TrainConfig) -> None:
+    """CoderError where a head needs the whole batch in one forward, and there are several to a step."""
+    whole = [name for name, head in model.coder.heads.items() if head.whole_batch]
+    if config.accum_freq > 1 and whole:
+        raise CoderError(
+            f"--accum-freq {config.accum_freq}: the head {whole[0]!r} scores every pair of a batch inside the model, and "
+            "accumulated batches meet only after it: take a larger --batch-size, or more processes"
+        )
+
+
+def make_accelerator(config: TrainConfig) -> Any:
+    """accelerate's device, autocast, loss scaling and DDP, as the flags ask."""
+    from accelerate import Accelerator, utils
+
+    cuda = torch.cuda.is_available()
+    mixed = mixed_precision(config.precision)
+    there = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
+    trackers = [name for name in config.report_to.replace(",", " ").split()]
+    unknown = set(trackers) - {"tensorboard", "wandb"}
+    if unknown:
+        raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
+    absent = [name for name in trackers if not there[name]]
+    if absent:
+        raise CoderError(f"--report-to {config.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
+    # accumulation is ours (cached features): what accelerate's own settings say of it must not divide gradients
+    accumulation = utils.GradientAccumulationPlugin(num_steps=1)
+    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.logs}
+    try:
+        return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
+    except (ValueError, ImportError) as error:
+        raise CoderError(f"accelerate: {error}") from error
+
+
+def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
+    """Freeze the parameters that no term reads, found by one backward pass over a made-up batch (rule 2).
+
+    DDP fails on the second step where a parameter gets no gradient. Returns their names.
+    """
+    batch = example_batch(model, tokenizer)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        return []
+    training = model.training
+    model.train()
+    devices = [batch["text"].device] if batch["text"].is_cuda else []
+    with restored_buffers(model), torch.random.fork_rng(devices=devices):
+        losses = loss(**model(**batch))
+        model.coder.discard()
+        gradients = torch.autograd.grad(sum(losses.values()), list(parameters.values()), allow_unused=True)
+    model.train(training)
+    unread = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    for name in unread:
+        parameters[name].requires_grad_(False)
+    return unread
+
+
+def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Any]:
+    """A batch of noise and short sentences, shaped as the model wants it."""
+    device = next(model.parameters()).device
+    if isinstance(model, Backbone):
+        image = model.example_image(rows)
+    else:
+        size = model.visual.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        image = torch.randn(rows, 3, height, width, generator=torch.Generator().manual_seed(0))
+        image = image.to(next(parameter.dtype for parameter in model.visual.parameters() if parameter.ndim == 4))
+    text = tokenizer([f"a picture of {n} things" for n in range(rows)]).to(device)
+    return {
+        "image": map_tensors(lambda each: each.to(device), image),
+        "text": text,
+        "image_id": torch.arange(rows, device=device),
+        **({"text_tags": torch.ones_like(text)} if model.coder.reads_tags else {}),
+    }

@@ -29,7 +29,7 @@ from coder_plugin.backbones.tokenizers import (
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.sets import without_start
+from coder_plugin.functional.masked_sets import without_start
 from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo
 

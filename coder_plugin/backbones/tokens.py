@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones.joint import Cells, Joint, last_norm, pools_tokens, to_joint_image, to_joint_text
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.sets import without_start
+from coder_plugin.functional.masked_sets import without_start
 
 Pick = Callable[[Any], Tensor]
 #: What aggregators read of a model.

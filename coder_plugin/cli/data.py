@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def add_concepts(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.config import READING, add_flags
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import READING
 
     parser = commands.add_parser(
         "concepts",
@@ -77,7 +78,7 @@ def add_regions(commands: argparse._SubParsersAction) -> None:
 
 def _add_extract(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.extract import add_flags as add_detector_flags
-    from coder_plugin.config import add_flags
+    from coder_plugin.cli.flags import add_flags
 
     parser = commands.add_parser(
         "extract",
@@ -97,19 +98,19 @@ def _extract(arguments: argparse.Namespace) -> int:
     from coder_plugin.data.pictures import is_pictures
 
     config = _reading_config(arguments)
-    bare = config.dataset_type == "auto" and is_pictures(arguments.images)
+    bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
     reading = {} if bare else reading_options(config, arguments.images)
     print(extract_command(arguments, **reading))
     return 0
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.config import add_flags
+    from coder_plugin.cli.flags import add_flags
 
     parser = commands.add_parser(
         "convert",
-        help="any file of region features to any other layout",
-        description="Copy region features from one layout to another, number for number, with captions joined in where "
+        help="any file of region features to region shards or precomp files",
+        description="Copy region features unchanged to region shards or precomp files, with captions joined in if "
         "--captions-data names some: then these say which images are written, in their order.",
         allow_abbrev=False,
     )
@@ -117,7 +118,8 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")
     kinds = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
     parser.add_argument("--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"SOURCE's: {kinds} [by its name]")
-    parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help="DESTINATION's, likewise [by its name]")
+    to_help = "shards, precomp, or a plugin's [by its name]"
+    parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help=to_help)
     parser.add_argument("--split", default="train", help="split of SOURCE and of the captions [train]")
     parser.add_argument("--to-split", metavar="SPLIT", help="what it is called in DESTINATION [--split]")
     parser.add_argument("--captions-data", metavar="DATA", help="captions: a .json, _caps.txt, .csv, shards …")
@@ -159,15 +161,15 @@ def _reading() -> list[str]:
 
 
 def _reading_config(arguments: argparse.Namespace) -> TrainConfig:
-    from coder_plugin.config import TrainConfig, read_flags
+    from coder_plugin.cli.flags import read_options
+    from coder_plugin.config import resolve
 
-    given = read_flags(arguments)
-    return TrainConfig.from_dict({name: given[name] for name in _reading() if name in given})
+    return resolve([("flag", read_options(arguments))])
 
 
 def add_doctor(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.doctor import flags
-    from coder_plugin.config import add_flags
+    from coder_plugin.cli.flags import add_flags
 
     parser = commands.add_parser(
         "doctor",

@@ -177,7 +177,7 @@ class WithWhole(Detector):
     def detect(self, pictures: Sequence[Prepared]) -> list[Regions]:
         regions = self.detector.detect([Prepared(each.pixels[0], each.size) for each in pictures])
         features = self.whole.pooled([Prepared(each.pixels[1], each.size) for each in pictures])
-        return [replace(each, whole=feature) for each, feature in zip(regions, features, strict=True)]
+        return [replace(each, global_feature=feature) for each, feature in zip(regions, features, strict=True)]
 
 
 class _Both:

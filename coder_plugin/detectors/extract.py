@@ -7,6 +7,7 @@ it. Units are dealt to processes in turn; a batch never crosses a unit, so nothi
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -166,9 +167,9 @@ def _write_unit(job: Job, unit: int, flow: _Flow) -> None:
 
 def _finish(job: Job, notes: dict[int, dict[str, Any]]) -> None:
     """What is made of all units: the note of the shards' sizes, or the precomp split; and what killed runs left goes."""
-    for folder, names in ((job.folder, f".{job.split}[-_]*.part"), (job.notes, ".*.part")):
-        for path in folder.glob(names):
-            path.unlink()
+    leftovers = (f".{job.split}-*.writing", f".{job.split}.*.part", ".sizes.json.*.writing")
+    for path in [*job.notes.glob(".*.writing"), *chain.from_iterable(map(job.folder.glob, leftovers))]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     if job.to == "shards":
         sizes = {job.shard(unit).name: note["images"] for unit, note in notes.items() if note["images"]}
         path = job.folder / "sizes.json"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.config import TrainConfig, read_flags
+from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import make_source
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft as retention
@@ -269,7 +269,7 @@ class _Evaluated(NamedTuple):
 
 def _given(arguments: Any) -> dict[str, Any]:
     """The options that the flags and a file set."""
-    given = read_flags(arguments)
+    given = dict(arguments.options)
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # evaluation alone: not the built-in scenes
     return given
@@ -278,7 +278,7 @@ def _given(arguments: Any) -> dict[str, Any]:
 def _data_of(arguments: Any, run: str | None) -> tuple[TrainConfig, Any]:
     """The options that open one run's export, or what the flags name, and its data."""
     config = trained_config(run, _given(arguments), export=arguments.export)
-    if run is not None and not (Path(run) / "config.json").is_file() and config.val_data is None:
+    if run is not None and not (Path(run) / "config.json").is_file() and config.data.val is None:
         raise CoderError(f"{run} is an export, which names no data: say what to evaluate on with --val-data")
     source = make_source(config, split=arguments.split)
     if source is None:
@@ -292,4 +292,4 @@ def _evaluated(arguments: Any, run: str | None, *, data: tuple[TrainConfig, Any]
     drawing = bool(getattr(arguments, "pictures", None))
     trained = open_trained(config, name=run and str(run), source=source, return_intermediates=LOCALS if drawing else ())
     beside = pictures.pictures_beside(config, arguments.split) if drawing else None
-    return _Evaluated(trained.name, source, trained.encoder(), config.rerank, beside)
+    return _Evaluated(trained.name, source, trained.encoder(), config.evaluation.rerank, beside)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones import own
-from coder_plugin.config import TrainConfig
+from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import export_heads, export_model, exported, plain_state
@@ -91,14 +91,14 @@ def open_base(
         CoderError: a model of regions, weights between that want a base, or a fine-tuned model, where there is none, a base
             whose architecture nothing says.
     """
-    if (tuning.classifies or tuning.alphas) and own.find(tuned.model or "") is not None:
+    if (tuning.classifies or tuning.alphas) and own.find(tuned.model.name) is not None:
         what = "--wise-ft goes between two CLIPs" if tuning.alphas else "--zeroshot classifies pictures"
         raise CoderError(f"{what}, and this model reads region features")
-    if tuning.alphas and tuned.pretrained is None:
+    if tuning.alphas and tuned.model.pretrained is None:
         raise CoderError("--wise-ft goes to a fine-tuned model, which nothing names: give a run, an export or --pretrained")
     options: dict[str, Any] = {}
     if run is not None and exported(Path(run))[0] is None and (file := Path(run) / "config.json").is_file():
-        options = json.loads(file.read_text())
+        options = flatten(json.loads(file.read_text()))
     name = tuning.base or options.get("pretrained")
     if name is None:
         if tuning.alphas:
@@ -110,7 +110,7 @@ def open_base(
         config = trained_config(name, {key: given[key] for key in kept if key in given}, export=export)
     else:
         options = {**options, **given, "pretrained": name}
-        if options.get("model") is None and not tuned.on_scenes:
+        if options.get("model") is None and not tuned.data.on_scenes:
             raise CoderError(f"--base {name}: {run} does not say of which architecture these weights are: name it with --model")
         config = trained_config(None, {**options, **_PLAIN})
     where = Path(name).parent if Path(name).is_file() else name  # as a person names it

@@ -73,37 +73,3 @@ def concept_embedding(
         directions = F.normalize(concepts, dim=-1)
         attention = (scale * F.normalize(query, dim=-1) @ weight @ directions.T).softmax(-1)
         return F.normalize(attention @ directions, dim=-1), attention
-
-
-def pgc(image_concepts: Tensor, text_concepts: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
-    """Prototype-guided classification (CODER eq. 7; METHODS 5): cross-entropies of both modalities, one classifier.
-
-    Args:
-        image_concepts: [n, f]. text_concepts: [n, f].
-        classifier: P_C [k, f], without a bias.
-        labels: id of the prototype that each pair was assigned to [n], integers in [0, k).
-
-    Returns:
-        Scalar: the images' mean cross-entropy plus the texts'.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    if image_concepts.ndim != 2 or image_concepts.shape != text_concepts.shape:
-        raise ValueError(
-            "image_concepts and text_concepts must have one shape [n, f], got "
-            f"{tuple(image_concepts.shape)} and {tuple(text_concepts.shape)}"
-        )
-    if classifier.ndim != 2 or classifier.shape[1] != image_concepts.shape[1]:
-        raise ValueError(f"classifier must be [k, {image_concepts.shape[1]}], got {tuple(classifier.shape)}")
-    with torch.autocast(image_concepts.device.type, enabled=False):
-        weight = raise_precision(classifier).T
-        return pgc_of_logits(raise_precision(image_concepts) @ weight, raise_precision(text_concepts) @ weight, labels)
-
-
-def pgc_of_logits(image_logits: Tensor, text_logits: Tensor, labels: Tensor) -> Tensor:
-    """:func:`pgc` from the classifier's outputs [n, k]."""
-    if labels.shape != image_logits.shape[:1] or labels.is_floating_point():
-        raise ValueError(f"labels must be integers of shape ({len(image_logits)},), got {labels.dtype} {tuple(labels.shape)}")
-    logits = raise_precision(image_logits), raise_precision(text_logits)
-    return F.cross_entropy(logits[0], labels) + F.cross_entropy(logits[1], labels)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.sets import valid_first
+from coder_plugin.functional.masked_sets import valid_first
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import AddsTexts, FollowsModel
 from coder_plugin.negatives.base import Noise

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.functional.sets import mean
+from coder_plugin.functional.masked_sets import mean
 from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import MapsContext, Reweighs

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coder_plugin import distributed
 from coder_plugin.functional.fusion import Attention, Side, pairs, side
-from coder_plugin.functional.sets import lengths
+from coder_plugin.functional.masked_sets import lengths
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.functional.fusion import Side
-from coder_plugin.functional.sets import lengths
+from coder_plugin.functional.masked_sets import lengths
 
 #: Items of which sides are made at once.
 _BATCH = 16

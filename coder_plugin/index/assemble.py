@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import put
+from coder_plugin.files import atomic_replace
 from coder_plugin.index import manifest, parts, records, vectors
 
 #: Folder of the arrays that re-ranking reads.
@@ -46,7 +46,7 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
         _record(connection, part, *rows)
         laid.add(part, *rows)
     records.finish(connection)
-    put(folder / f".{manifest.RECORDS}.writing", folder / manifest.RECORDS)
+    atomic_replace(folder / f".{manifest.RECORDS}.writing", folder / manifest.RECORDS)
     if not laid.vectors:
         raise CoderError("there is nothing to make vectors of: the data hold no captions")
     files = [folder / manifest.RECORDS]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import digest, put, seal
+from coder_plugin.files import atomic_replace, sha256_file, sha256_json
 
 FORMAT, VERSION = "coder-plugin index", 1
 MANIFEST, BUILDING, RECORDS = "manifest.json", "building.json", "records.sqlite"
@@ -47,14 +47,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     aside = path.with_name(f".{path.name}.writing")
     text = json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=2, ensure_ascii=False)
     aside.write_text(text + "\n", encoding="utf-8")
-    put(aside, path)
+    atomic_replace(aside, path)
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], files: list[Path]) -> None:
     """The last act of making an index: what it holds, and the sums of its files."""
-    sums = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": digest(file)} for file in files}
+    sums = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256_file(file)} for file in files}
     whole = json.loads(json.dumps({**content, "files": sums}))  # as a reader will see it
-    write_json(folder / MANIFEST, {**whole, "seal": seal(whole)})
+    write_json(folder / MANIFEST, {**whole, "seal": sha256_json(whole)})
 
 
 #: Fields that a reader relies on.
@@ -90,7 +90,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
         raise CoderError(f"{folder} is no index: it has no {MANIFEST} (coder-plugin index makes one)")
     manifest = read_json(path)
     said = {key: value for key, value in manifest.items() if key not in ("format", "version", "seal")}
-    if seal(said) != manifest.get("seal"):
+    if sha256_json(said) != manifest.get("seal"):
         raise CoderError(f"{path} is damaged: it has been changed since it was written")
     _check_names(path, manifest)
     for name, expected in manifest["files"].items():
@@ -99,6 +99,6 @@ def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
             raise CoderError(f"{file} is missing: the index is damaged, make it anew")
         if os.path.getsize(file) != expected["bytes"]:
             raise CoderError(f"{file} is damaged: {os.path.getsize(file)} bytes, not the {expected['bytes']} of the manifest")
-        if verify and digest(file) != expected["sha256"]:
+        if verify and sha256_file(file) != expected["sha256"]:
             raise CoderError(f"{file} is damaged: its content is not what the manifest says")
     return manifest

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import put
+from coder_plugin.files import atomic_replace
 
 #: Fields of a part that are tensors of their own; the items of re-ranking are named by their prefix.
 _TENSORS = ("positions", "image_ids", "images", "texts")
@@ -77,7 +77,7 @@ def write(path: Path, part: Part) -> None:
     tensors |= {"thumbnail_sizes": sizes, "thumbnails": torch.from_numpy(thumbnails), "names": text}
     aside = path.with_name(f".{path.name}.writing")
     save_file({name: value.contiguous() for name, value in tensors.items()}, aside)
-    put(aside, path)
+    atomic_replace(aside, path)
 
 
 class Outline(NamedTuple):

@@ -68,7 +68,7 @@ class Searcher:
         self.encoder = trained.encoder()
         if index.manifest["plan"]["re-ranking"]:
             self.head = self.encoder.reranking
-            self.shortlist = shortlist_length(trained.config.rerank, self.encoder)
+            self.shortlist = shortlist_length(trained.config.evaluation.rerank, self.encoder)
 
     def text(self, texts: Sequence[str]) -> list[Query]:
         """Queries by text."""

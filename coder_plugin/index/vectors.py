@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import put
+from coder_plugin.files import atomic_replace
 
 log = logging.getLogger(__name__)
 _ROWS = 4096  # items whose vectors are given to FAISS at once
@@ -65,7 +65,7 @@ def write(path: Path, array: Any, factory: str) -> None:
         ) from error
     aside = path.with_name(f".{path.name}.writing")
     faiss.write_index(index, str(aside))
-    put(aside, path)
+    atomic_replace(aside, path)
 
 
 def _chunks(array: Any) -> Iterator[np.ndarray]:

@@ -21,7 +21,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import Unusable, map_tensors
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import correspondence
+from coder_plugin.functional.lca_loss import correspondence
 from coder_plugin.heads.capabilities import MapsContext, heads_with
 from coder_plugin.report.words import Word, WordReader
 

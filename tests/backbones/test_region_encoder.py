@@ -15,7 +15,7 @@ from coder_plugin.backbones import released
 from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
 from coder_plugin.backbones.region_encoder import RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText
-from coder_plugin.functional.sets import unit_channels
+from coder_plugin.functional.masked_sets import unit_channels
 from coder_plugin.heads.norm import MaskedBatchNorm
 from tests.backbones import releases
 from tests.references import camera, gpo, vse_infinity, vsrn

@@ -255,7 +255,7 @@ def test_killed_and_restarted_equals_uninterrupted_byte_for_byte(pictures, tmp_p
     process.start()
     done = kill_when_begun(killed, process)
     assert 1 <= done < 5
-    (killed / ".train-000004.tar.12345.part").write_bytes(b"of another killed run")
+    (killed / ".train-000004.tar.12345.writing").write_bytes(b"of another killed run")
     assert extract(job(pictures, killed, to=to)).new == 30 - 7 * done
     extract(job(pictures, whole, to=to))
     assert contents(killed) == contents(whole)
@@ -372,7 +372,7 @@ def test_precomp_is_converted_once(pictures, tmp_path):
 @pytest.mark.slow
 def test_a_fault_of_one_process_is_told_as_it_is(pictures, tmp_path):
     assert fault(job(pictures, tmp_path / "out", detector=Failing), processes=2) == "the detector says no"
-    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tar"))
+    assert not list(tmp_path.rglob("*.writing")) and not list(tmp_path.rglob("*.tar"))
 
 
 @pytest.mark.parametrize("option", ["shard_size", "batch_size"])
@@ -391,7 +391,7 @@ def test_other_bad_options(pictures, tmp_path, monkeypatch):
 
 def test_a_fault_of_the_detector_leaves_no_half_file(pictures, tmp_path):
     assert fault(job(pictures, tmp_path / "out", detector=Failing)) == "the detector says no"
-    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.tar"))
+    assert not list(tmp_path.rglob("*.writing")) and not list(tmp_path.rglob("*.tar"))
 
 
 class NotANumber(Means):

@@ -150,7 +150,7 @@ def test_a_whole_image_feature_beside_the_regions():
     for number, image in enumerate(images):
         np.testing.assert_allclose(results[number].features, plain([image])[0].features, rtol=1e-4, atol=1e-5)
         expected = trunk.pooled([trunk.preprocess(image)])[0]
-        np.testing.assert_allclose(results[number].whole, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(results[number].global_feature, expected, rtol=1e-4, atol=1e-5)
     assert detector.width == plain.width and detector.checksum() not in (plain.checksum(), "")
 
 

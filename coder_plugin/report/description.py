@@ -54,15 +54,21 @@ def describe_terms(run: RunFolder) -> list[Part]:
     """The terms with their weights."""
     parts = []
     for term in run.objective.get("terms", ()):
-        name = term["name"] + (f"@{term['head']}" if term.get("head") else f"@{term['source']}" if term.get("source") else "")
-        parts.append(Part(name, format_number(float(term["weight"])), *_options("losses", term["name"], term["options"])))
+        name = term["name"] + (
+            f"@{term['head']}" if term.get("head") else f"@{term['source']}" if term.get("source") else ""
+        )
+        parts.append(
+            Part(name, format_number(float(term["weight"])), *_options("losses", term["name"], term["options"]))
+        )
     return parts
 
 
 def describe_heads(run: RunFolder) -> list[Part]:
     """The heads with their numbers of parameters."""
     options = run.objective.get("heads", {})
-    return [Part(name, f"{count:,}", *_options("heads", name, options.get(name, {}))) for name, count in run.heads.items()]
+    return [
+        Part(name, f"{count:,}", *_options("heads", name, options.get(name, {}))) for name, count in run.heads.items()
+    ]
 
 
 def _options(group: str, name: str, options: Mapping[str, Any]) -> tuple[str, str]:
@@ -178,7 +184,9 @@ def train_command(config: Mapping[str, Any], *, ranks: int = 1) -> str:
 def resume_command(config: Mapping[str, Any], folder: Path, *, ranks: int = 1) -> str:
     """The command that resumes an unfinished run."""
     storage = {"logs": str(folder.parent), "name": folder.name, "resume": "latest"}
-    return " \\\n  ".join([train_command(config, ranks=ranks), *(_flag(name, value) for name, value in storage.items())])
+    return " \\\n  ".join(
+        [train_command(config, ranks=ranks), *(_flag(name, value) for name, value in storage.items())]
+    )
 
 
 def needed(config: Mapping[str, Any]) -> dict[str, Any]:

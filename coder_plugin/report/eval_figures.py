@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coder_plugin.data import open_source
+from coder_plugin.data.from_config import captions_of
 from coder_plugin.errors import CoderError
 from coder_plugin.report.alignment import Aligner, Alignment
 from coder_plugin.report.figures import check_figures, write_alignments
@@ -63,27 +63,12 @@ def figure_options(
     return FigureOptions(Path(folder), images or 8, tuple(dict.fromkeys(words)))
 
 
-def pictures_under_regions(config: Any, split: str) -> Any | None:
-    """A source of the pictures of images that are read as regions, if the captions' data have pictures."""
-    from coder_plugin.pretrained.data import reading_options
-
-    if config.regions is None or config.val_data is None:
-        return None
-    try:
-        return open_source(config.val_data, split=split, **reading_options(config, config.val_data))
-    except CoderError as error:
-        log.warning("regions are drawn on blank canvases: %s", error)
-        return None
-
-
 def collect(options: FigureOptions, encoder: Any, source: Any, pictures: Any | None = None) -> FigureData:
     """Alignments of the first images that can be read, each with its first caption, and the points of the concepts.
 
     Args:
-        pictures: :func:`pictures_under_regions`.
+        pictures: :func:`coder_plugin.data.from_config.pictures_under_regions`.
     """
-    from coder_plugin.pretrained.data import captions_of
-
     aligner = Aligner(encoder)
     alignments: list[Alignment] = []
     with aligner.evaluating():
@@ -119,7 +104,9 @@ def write(options: FigureOptions, models: Mapping[str, FigureData]) -> dict[str,
     if not points:
         return {}
     measured = plot_tsne(points, options.folder / "tsne.png")
-    (options.folder / "tsne.json").write_text(json.dumps(measured, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (options.folder / "tsne.json").write_text(
+        json.dumps(measured, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return measured
 
 

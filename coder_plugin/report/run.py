@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coder_plugin import __version__, distributed
+from coder_plugin.data.from_config import make_source, pictures_under_regions
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import RECALL_COLUMNS
 from coder_plugin.files import atomic_write
 from coder_plugin.html import render
 from coder_plugin.pretrained.encode import Encoded, Encoder
+from coder_plugin.pretrained.open import open_trained, trained_config
 from coder_plugin.report import curves, description, sections
+from coder_plugin.report.alignment import LOCALS
 from coder_plugin.report.sections import Evaluated
 from coder_plugin.report.state import state_blocks
 from coder_plugin.training.run_folder import RunFolder
@@ -115,11 +118,6 @@ def report_run(
         CoderError: the folder is not a run's, the file cannot be written, or data named in ``options`` cannot be read.
             (If the run's own data or export cannot be read, the report says so instead.)
     """
-    from coder_plugin.data.from_config import make_source
-    from coder_plugin.pretrained.open import open_trained, trained_config
-    from coder_plugin.report.alignment import LOCALS
-    from coder_plugin.report.eval_figures import pictures_under_regions
-
     if images < 1:
         raise CoderError(f"--images is {images}; it must be 1 or more")
     run = RunFolder.read(folder)
@@ -145,6 +143,33 @@ def report_run(
         log.warning("the report shows no results of the model: %s", error)
         model = {"reason": str(error)}
     return write_report(run.path, output=output, images=images, **model)
+
+
+class WriteReport:
+    """Callback of the trainer that writes ``report.html`` into the run's folder at the end.
+
+    The run is over and saved by then: an error is logged and raises nothing.
+    """
+
+    def on_train_end(self, trainer: Any, results: Mapping[str, Any]) -> None:
+        """Write the report with the model in memory. All ranks call it."""
+        model: dict[str, Any] = {"reason": "the run had no validation data, or --val-frequency 0"}
+        with trainer._averaged():
+            if trainer.val is not None and trainer.config.evaluation.val_frequency:
+                # all ranks encode together, so this is outside the try below
+                encoded = trainer.encoder(trainer.val) if trainer.encoded is None else trainer.encoded
+                model = {"encoder": trainer.encoder, "source": trainer.val, "encoded": encoded}
+                model["weights"] = f"the model after epoch {trainer.epoch}"
+            if not trainer.log.main:
+                return
+            trainer.model.eval()
+            try:
+                if "source" in model:
+                    model["pictures"] = pictures_under_regions(trainer.config, "val")
+                trainer.log.say(f"report: {write_report(trainer.folder, **model)}")
+            except Exception:
+                message = "no report could be written (coder-plugin report %s tries again)"
+                log.warning(message, trainer.folder, exc_info=True)
 
 
 def _default_export(run: RunFolder) -> str:

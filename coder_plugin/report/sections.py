@@ -116,7 +116,9 @@ def diversity(model: Evaluated, run: RunFolder) -> Figure:
     term, options = weighting_term(model.encoder.model.coder.objective)
     layout, batch = _layout(model), run.pairs_per_step
     if layout is None:
-        raise CoderError("a head of another package adds a part to the vectors: the towers' features cannot be separated")
+        raise CoderError(
+            "a head of another package adds a part to the vectors: the towers' features cannot be separated"
+        )
     if batch is None:
         raise CoderError("neither plan.json nor a checkpoint stores the number of pairs per step")
     kind, epsilon = options["diversity"], options["epsilon"]
@@ -180,11 +182,13 @@ def place_vectors(encoded: Encoded, *, pairs: int = 250, seed: int = 0) -> MapPo
     chosen = chosen[torch.linspace(0, len(chosen) - 1, min(pairs, len(chosen))).round().long()]
     images, texts = encoded.images[chosen[:, 0]].float(), encoded.texts[chosen[:, 1]].float()
     if images.ndim == 3:  # of an image's several vectors the one that is most similar to the caption
-        best = torch.stack([similarity(view[:, None], text[None]).argmax() for view, text in zip(images, texts, strict=True)])
+        best = torch.stack(
+            [similarity(view[:, None], text[None]).argmax() for view, text in zip(images, texts, strict=True)]
+        )
         images = images[torch.arange(len(images)), best]
     both = torch.cat([images, texts])
     try:
-        import sklearn  # noqa: F401
+        from sklearn import manifold  # noqa: F401
     except ImportError:
         points = _principal(both)
         method = 'principal components (t-SNE needs scikit-learn: pip install "coder-plugin[report]")'

@@ -107,7 +107,10 @@ def read_state(checkpoint: Path, *, pairs_per_step: int, patience: float = 30.0)
                 head = owner.removeprefix("coder.heads.")
                 if last == "pointer" and {f"{owner}.{each}" for each in ("image", "text", "ids", "count")} <= names:
                     state.append(_bank(file, owner, head, pairs_per_step))
-                elif last == "last_seen" and {f"{owner}.{each}" for each in ("centres", "counts", "seen", "filled")} <= names:
+                elif (
+                    last == "last_seen"
+                    and {f"{owner}.{each}" for each in ("centres", "counts", "seen", "filled")} <= names
+                ):
                     state.append(_centres(file, owner, head, patience))
     except (OSError, SafetensorError) as error:
         raise CoderError(f"{path} cannot be read: {error}") from error
@@ -142,7 +145,9 @@ def instance_level(encoded: Encoded, layout: Layout) -> Encoded:
     return encoded._replace(images=cut(encoded.images), texts=cut(encoded.texts))
 
 
-def anchor_diversity(encoded: Encoded, *, batch: int, kind: Any = "std", epsilon: float = 0.1) -> dict[str, list[float]]:
+def anchor_diversity(
+    encoded: Encoded, *, batch: int, kind: Any = "std", epsilon: float = 0.1
+) -> dict[str, list[float]]:
     """Diversity of images and captions against the others of their batch, as in training for :func:`instance_level` features.
 
     Each image is paired with its first caption; batches have ``batch`` pairs, a smaller last one is left out.
@@ -224,7 +229,9 @@ def _bank_block(bank: Bank) -> dict[str, Any]:
     figures = []
     if bank.filled:
         norms = histogram(bank.norms, label="Norms of the bank's entries", x_label="norm", least=0.02)
-        ages = histogram({"entries": bank.ages.tolist()}, label="Ages of the bank's entries", x_label="steps ago", whole=True)
+        ages = histogram(
+            {"entries": bank.ages.tolist()}, label="Ages of the bank's entries", x_label="steps ago", whole=True
+        )
         figures = [
             Figure("Norms of the entries", norms, _UNIT),
             Figure("Age of the entries", ages, f"median {int(bank.ages.median()):,} steps"),
@@ -243,7 +250,9 @@ def _centres_block(centres: Centres) -> dict[str, Any]:
     if centres.filled:
         sizes = sorted(centres.sizes)
         top = sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]
-        chart = histogram({"centres": sizes}, label="Sizes of the clusters", x_label="pairs assigned", top=top, whole=True)
+        chart = histogram(
+            {"centres": sizes}, label="Sizes of the clusters", x_label="pairs assigned", top=top, whole=True
+        )
         largest = f"median {format_number(sizes[len(sizes) // 2])}, largest {format_number(sizes[-1])}"
         note = f"{largest}, of {centres.seen:,} pairs in all"
         if sizes[-1] > top:

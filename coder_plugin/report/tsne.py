@@ -46,7 +46,9 @@ class Points:
     def __post_init__(self) -> None:
         counts = np.bincount(self.labels, minlength=len(self.concepts))
         if len(self.concepts) < 2 or counts.min() < 2:
-            counted = ", ".join(f"{word} ({count})" for word, count in zip(self.concepts, counts, strict=False)) or "none"
+            counted = (
+                ", ".join(f"{word} ({count})" for word, count in zip(self.concepts, counts, strict=False)) or "none"
+            )
             raise TooFew(f"at least two concepts must occur in at least two images each; occurrences: {counted}")
 
 

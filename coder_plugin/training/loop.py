@@ -360,26 +360,9 @@ class Trainer:
         distributed.barrier()
 
     def _report(self) -> None:
-        """The run as a page to open, written by the first rank. The run is over and saved: a fault here is told of, and ends
-        nothing."""
-        from coder_plugin.report.pictures import pictures_beside
-        from coder_plugin.report.run import write_report
+        from coder_plugin.report.run import WriteReport
 
-        seen: dict[str, Any] = {"reason": "the run had no validation data, or --val-frequency 0"}
-        with self._averaged():
-            if self.val is not None and self.config.evaluation.val_frequency:
-                encoded = self.encoder(self.val) if self.encoded is None else self.encoded  # of all ranks, so outside the try
-                seen = {"encoder": self.encoder, "source": self.val, "encoded": encoded}
-                seen["weights"] = f"the model after epoch {self.epoch}"
-            if not self.log.main:
-                return
-            self.model.eval()
-            try:
-                if len(seen) > 1:
-                    seen["beside"] = pictures_beside(self.config, "val")
-                self.log.say(f"report: {write_report(self.folder, **seen)}")
-            except Exception:
-                logging.warning("no report could be written (coder-plugin report %s tries again)", self.folder, exc_info=True)
+        WriteReport().on_train_end(self, {"last": self.last, "best": self.best, "folder": str(self.folder)})
 
     # -- resuming ------------------------------------------------------------------------------------------------
 

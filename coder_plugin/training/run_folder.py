@@ -39,7 +39,7 @@ class RunFolder:
 
     Args:
         path: the folder.
-        config: the run's options by flag name, of ``config.json`` or else of the newest checkpoint; None if neither can be read.
+        config: the run's options by flag name, from ``config.json`` or else the newest checkpoint; None if both are missing.
         plan: ``plan.json``, what the options came to; None if it cannot be read.
         steps: log records of training steps, in the order of steps.
         evaluations: log records of evaluations, their keys without ``val/``.

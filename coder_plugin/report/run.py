@@ -145,33 +145,6 @@ def report_run(
     return write_report(run.path, output=output, images=images, **model)
 
 
-class WriteReport:
-    """Callback of the trainer that writes ``report.html`` into the run's folder at the end.
-
-    The run is over and saved by then: an error is logged and raises nothing.
-    """
-
-    def on_train_end(self, trainer: Any, results: Mapping[str, Any]) -> None:
-        """Write the report with the model in memory. All ranks call it."""
-        model: dict[str, Any] = {"reason": "the run had no validation data, or --val-frequency 0"}
-        with trainer._averaged():
-            if trainer.val is not None and trainer.config.evaluation.val_frequency:
-                # all ranks encode together, so this is outside the try below
-                encoded = trainer.encoder(trainer.val) if trainer.encoded is None else trainer.encoded
-                model = {"encoder": trainer.encoder, "source": trainer.val, "encoded": encoded}
-                model["weights"] = f"the model after epoch {trainer.epoch}"
-            if not trainer.log.main:
-                return
-            trainer.model.eval()
-            try:
-                if "source" in model:
-                    model["pictures"] = pictures_under_regions(trainer.config, "val")
-                trainer.log.say(f"report: {write_report(trainer.folder, **model)}")
-            except Exception:
-                message = "no report could be written (coder-plugin report %s tries again)"
-                log.warning(message, trainer.folder, exc_info=True)
-
-
 def _default_export(run: RunFolder) -> str:
     exports = run.path / "export"
     return "last" if (exports / "last").is_dir() and not (exports / "best").is_dir() else "best"

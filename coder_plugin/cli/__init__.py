@@ -93,11 +93,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from coder_plugin.config import read_file
     from coder_plugin.evaluation import format_table
     from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.report.callback import WriteReport
     from coder_plugin.training.loop import Trainer
 
     file = None if arguments.config is None else read_file(arguments.config)
     config = resolve_config(read_flags(arguments), file=file, file_name=str(arguments.config))
-    trainer = Trainer.from_config(config)
+    trainer = Trainer.from_config(config, callbacks=[WriteReport()] if config.run.report else [])
     if trainer.config.run.dry_run:
         trainer.print_plan()
         return 0
@@ -202,7 +203,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     if analyses := analyses_of(results):
         print(f"\n{format_analyses(analyses)}")
     if arguments.pictures:
-        from coder_plugin.report.pictures import format_measured
+        from coder_plugin.report.eval_figures import format_measured
 
         measured = {name: result["concept_words"] for name, result in results.items() if "concept_words" in result}
         print("\n".join(["", *format_measured(measured), f"pictures: {arguments.pictures}"]))

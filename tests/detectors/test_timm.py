@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 
-from coder_plugin.detectors.base import WithWhole, pixels
+from coder_plugin.detectors.base import WithGlobal, pixels
 from coder_plugin.detectors.timm_ import Squash, Timm, Trunk, boxes
 from coder_plugin.errors import CoderError
 
@@ -144,7 +144,7 @@ def test_random_weights_are_the_same_ones_and_leave_the_generator_alone():
 def test_a_whole_image_feature_beside_the_regions():
     trunk = Trunk("test_efficientnet.r160_in1k", allow_random=True)
     plain = grid(image_size=64)
-    detector = WithWhole(plain, trunk)
+    detector = WithGlobal(plain, trunk)
     images = [picture(), picture(70)]
     results = detector(images)
     for number, image in enumerate(images):

@@ -96,11 +96,11 @@ def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
     """The configuration without the weights that would be downloaded, and what is not checked for that."""
     import open_clip
 
-    from coder_plugin.backbones import own
+    from coder_plugin.backbones import plugin_backbones
 
     said = []
     pretrained = config.model.pretrained
-    if pretrained is not None and not Path(pretrained).is_file() and own.find(config.model.name) is None:
+    if pretrained is not None and not Path(pretrained).is_file() and plugin_backbones.find_backbone(config.model.name) is None:
         tags = open_clip.list_pretrained_tags_by_model(config.model.name)
         if tags and pretrained not in tags:
             text = f"--pretrained {pretrained} is neither a file nor a tag of {config.model.name}"

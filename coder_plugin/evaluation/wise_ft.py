@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.encode import Encoder
@@ -91,7 +91,7 @@ def open_base(
         CoderError: a model of regions, weights between that want a base, or a fine-tuned model, where there is none, a base
             whose architecture nothing says.
     """
-    if (tuning.classifies or tuning.alphas) and own.find(tuned.model.name) is not None:
+    if (tuning.classifies or tuning.alphas) and plugin_backbones.find_backbone(tuned.model.name) is not None:
         what = "--wise-ft goes between two CLIPs" if tuning.alphas else "--zeroshot classifies pictures"
         raise CoderError(f"{what}, and this model reads region features")
     if tuning.alphas and tuned.model.pretrained is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import captions_of
@@ -40,7 +40,7 @@ def make_model(
         return_intermediates: as in :func:`coder_plugin.create_model`.
     """
     options: dict[str, Any] = {"cache_dir": config.model.cache_dir}
-    found = own.find(config.model.name)
+    found = plugin_backbones.find_backbone(config.model.name)
     example = None if source is None else example_of(source, config.data.max_bad_images, of_regions=found is not None)
     if found is not None:
         options.update(_own_options(config))

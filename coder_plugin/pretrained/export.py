@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
@@ -43,9 +43,9 @@ def export_model(
     folder.mkdir(parents=True, exist_ok=True)
     plain = plain_state(model) if state is None else without_heads(state)
     if isinstance(model, Backbone):
-        _write(plain, folder / own.WEIGHTS)
+        _write(plain, folder / plugin_backbones.WEIGHTS)
         model.save_config(folder)
-        return folder / own.WEIGHTS
+        return folder / plugin_backbones.WEIGHTS
     _write(plain, folder / WEIGHTS)
     inner: Any = getattr(tokenizer, "tokenizer", None)
     if hasattr(inner, "save_pretrained"):
@@ -84,8 +84,8 @@ def made_with(model: Any) -> dict[str, Any]:
 
 def exported(folder: Path) -> tuple[Path | None, Path | None]:
     """An export's weights, and its configuration where the model is a backbone of ours; None where there is none."""
-    if (folder / own.WEIGHTS).is_file():
-        return folder / own.WEIGHTS, folder / own.CONFIG
+    if (folder / plugin_backbones.WEIGHTS).is_file():
+        return folder / plugin_backbones.WEIGHTS, folder / plugin_backbones.CONFIG
     return next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None), None
 
 

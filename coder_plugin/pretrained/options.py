@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.config import SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
@@ -56,7 +56,7 @@ def _resolve(layers: list[tuple[str, dict[str, Any]]], recipe: tuple[str, dict[s
     elif "model" not in options and "model" not in settings:
         raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
     model = options.get("model") or settings.get("model") or SCENES_DEFAULTS["model"]
-    backbone = own.find(model)
+    backbone = plugin_backbones.find_backbone(model)
     if backbone is None:
         settings.pop("model_kwargs", None)
         for name in _OF_REGION_MODELS:

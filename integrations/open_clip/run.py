@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.backbones import clip, own
+from coder_plugin.backbones import clip, plugin_backbones
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
@@ -57,7 +57,7 @@ class Run:
         self.writer: Any = None
         self.step = self.seen = 0
         self.started = False
-        if own.find(args.model) is not None:
+        if plugin_backbones.find_backbone(args.model) is not None:
             raise CoderError(f"{args.model} reads regions, which open_clip's trainer has none of: coder-plugin train does")
         if getattr(args, "distill_model", None) and "coca" in args.model.lower():
             raise CoderError("--distill-model does not go with a CoCa model, upstream says")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from coder_plugin.heads.gpo import GPO
+from coder_plugin.backbones.gpo import GPO
 from tests.references import gpo as reference
 
 

@@ -1,11 +1,10 @@
-"""The way of single tokens into the joint space of an open_clip tower: its last norm, pooling and projection.
+"""Projection of single tokens into the joint space of an open_clip tower: its last norm, pooling and projection.
 
 Shapes: B batch, L tokens, C channels, N = B * L, D joint dimension.
 
-What a tower does to a pooled feature it can do to one token, pooled as a set of its own: attention over a set of one is that
-token's value, which is how Zhou et al. (MaskCLIP, ECCV 2022) read CLIP's dense features; positions, of which a set of one
-has none, are left out. Words and patches of a pretrained model are then comparable before the first step. The parameters are
-the tower's own: nothing is copied, and gradients reach them.
+Each token is pooled and projected as if it were the only one: attention over one token is that token's value, as in MaskCLIP
+(Zhou et al., ECCV 2022); position embeddings of the pooling are left out. Words and patches of a pretrained model are then
+comparable before the first step. The parameters are the tower's: nothing is copied, and gradients reach them.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 #: Tokens [B, L, C] -> [B, L, D]. A partial or an instance, unlike a closure, is copied with the model.
-Joint = Callable[[Tensor], Tensor]
+TokenProjection = Callable[[Tensor], Tensor]
 
 
-def to_joint_image(visual: Any) -> Joint | None:
-    """Of an image tower: what its last block gives, or the cells of the grid that it pools, into the joint space.
+def image_projection(visual: Any) -> TokenProjection | None:
+    """For an image tower: from its last block's tokens, or the grid cells that it pools, into the joint space.
 
-    None where single tokens have no way there: trunks whose head is not known, or is normalised over the batch.
+    None for trunks whose head is unknown or contains a BatchNorm.
     """
     from open_clip.modified_resnet import ModifiedResNet
     from open_clip.timm_model import TimmModel
@@ -36,12 +35,12 @@ def to_joint_image(visual: Any) -> Joint | None:
     if isinstance(visual, ModifiedResNet):
         return partial(_resnet, visual)
     if isinstance(visual, TimmModel):
-        return partial(_timm_tokens, visual) if pools_tokens(visual.trunk) else Cells.of(visual)
+        return partial(_timm_tokens, visual) if pools_tokens(visual.trunk) else GridCells.probe(visual)
     return None
 
 
-def to_joint_text(model: Any) -> Joint | None:
-    """Of an open_clip model's text tower: what its last block gives into the joint space; None likewise."""
+def text_projection(model: Any) -> TokenProjection | None:
+    """For an open_clip model's text tower: from its last block's tokens into the joint space; None if it is unknown."""
     from open_clip.hf_model import HFTextEncoder
     from open_clip.transformer import TextTransformer
 
@@ -52,7 +51,7 @@ def to_joint_text(model: Any) -> Joint | None:
 
 
 def pools_tokens(trunk: Any) -> bool:
-    """Whether a trunk of timm's is blocks of one resolution, a norm and a head over tokens, as its ViT, EVA and BEiT are."""
+    """Whether a timm trunk has blocks of one resolution, a norm and a head over tokens, as ViT, EVA and BEiT do."""
     from timm.layers import AttentionPoolLatent
 
     parts = ("blocks", "norm", "fc_norm", "head_drop", "head", "num_prefix_tokens")
@@ -62,16 +61,16 @@ def pools_tokens(trunk: Any) -> bool:
 
 
 def last_norm(transformer: Any) -> nn.Module | None:
-    """The norm after the last layer of a transformers encoder whose layers begin with theirs: T5's, M2M100's."""
+    """The norm after the last layer of a pre-norm encoder of transformers (T5, M2M100), or None."""
     norms = [getattr(transformer, name, None) for name in ("final_layer_norm", "layer_norm")]
     return next((norm for norm in norms if norm is not None), None)
 
 
-class Cells:
-    """The cells of the grid that a convolutional or hierarchical trunk of timm's pools, each pooled by itself.
+class GridCells:
+    """Projection of the cells of a grid that a convolutional or hierarchical timm trunk pools, each cell pooled alone.
 
     Args:
-        visual: open_clip's timm tower. channels_last: whether the trunk's grids are [B, H, W, C], not [B, C, H, W].
+        visual: open_clip's timm tower. channels_last: whether the trunk's grids are [B, H, W, C]; else [B, C, H, W].
     """
 
     def __init__(self, visual: Any, *, channels_last: bool) -> None:
@@ -79,10 +78,10 @@ class Cells:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, visual: Any) -> Cells | None:
-        """For a tower whose head takes a grid of one cell: found out with a blank image.
+    def probe(cls, visual: Any) -> GridCells | None:
+        """For a tower whose head accepts a grid of one cell, which is tried with a blank image; else None.
 
-        A BatchNorm in the head would learn the statistics of cells, which are not those of images: then None.
+        None also if the head has a BatchNorm, which would learn the statistics of cells instead of images.
         """
         trunk, training = visual.trunk, visual.training
         stem = next(parameter for parameter in trunk.parameters() if parameter.ndim == 4)
@@ -94,22 +93,22 @@ class Cells:
             grid = trunk.forward_features(blank)
             if not isinstance(grid, Tensor) or grid.ndim != 4:
                 return None
-            # a trunk's num_features are the channels of what it pools
+            # num_features is the number of channels that the trunk pools
             if trunk.num_features not in (grid.shape[1], grid.shape[3]):
                 return None
-            made = cls(visual, channels_last=grid.shape[1] != trunk.num_features)
+            cells = cls(visual, channels_last=grid.shape[1] != trunk.num_features)
             for module in visual.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     hooks.append(module.register_forward_hook(lambda norm, *_: norms.append(norm)))
-            made(made.rows(grid)[:, :1])
-            return None if norms else made
+            cells(cells.rows(grid)[:, :1])
+            return None if norms else cells
         finally:
             for hook in hooks:
                 hook.remove()
             visual.train(training)
 
     def rows(self, grid: Tensor) -> Tensor:
-        """A grid of the trunk's -> its cells [B, L, C]."""
+        """A grid [B, H, W, C] or [B, C, H, W] -> its cells [B, L, C]."""
         return grid.flatten(1, 2) if self.channels_last else grid.flatten(2).transpose(1, 2)
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ def _vit(visual: Any, tokens: Tensor) -> Tensor:
 
 
 def _attention(attention: nn.MultiheadAttention, tokens: Tensor) -> Tensor:
-    """What attention over each token alone gives: its value, projected."""
+    """Attention over each token alone: its value, projected."""
     packed = attention.in_proj_weight
     weight = attention.v_proj_weight if packed is None else packed.chunk(3)[2]
     bias = None if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)[2]
@@ -142,14 +141,14 @@ def _resnet(visual: Any, tokens: Tensor) -> Tensor:
 def _timm_tokens(visual: Any, tokens: Tensor) -> Tensor:
     trunk = visual.trunk
     tokens = trunk.norm(tokens)
-    if (pool := getattr(trunk, "attn_pool", None)) is not None:  # every latent finds the same in one token
+    if (pool := getattr(trunk, "attn_pool", None)) is not None:  # every latent query returns the same value for one token
         tokens = pool.proj_drop(pool.proj(pool.kv(tokens).chunk(2, -1)[1]))
         tokens = tokens if pool.mlp is None else tokens + pool.mlp(pool.norm(tokens))
     return visual.head(trunk.head(trunk.head_drop(trunk.fc_norm(tokens))))
 
 
 def _grid_pool(pool: Any, cells: Tensor) -> Tensor:
-    """timm's attention pooling of grids, for cells [N, C] that are grids of their own."""
+    """timm's attention pooling of grids, for cells [N, C] that are grids of one cell."""
     value = pool.v(cells) if pool.qkv is None else pool.qkv(cells).chunk(3, -1)[2]
     return pool.proj(pool.drop(value))
 
@@ -166,7 +165,7 @@ def _hf(text: Any, tokens: Tensor) -> Tensor:
 
     if (norm := last_norm(text.transformer)) is not None:
         tokens = norm(tokens)
-    dense = getattr(text.transformer, "pooler", None)  # BERT's, of the first position
+    dense = getattr(text.transformer, "pooler", None)  # BERT's pooler, meant for the first position
     if dense is not None and isinstance(text.pooler, ClsPooler) and text.pooler.use_pooler_output:
         tokens = dense(tokens.flatten(0, 1)[:, None]).unflatten(0, tokens.shape[:2])
     return text.proj(tokens)

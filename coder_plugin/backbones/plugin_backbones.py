@@ -1,4 +1,4 @@
-"""Backbones that are not open_clip's: found by name or in an export, made, and loaded."""
+"""Backbones of the group ``coder_plugin.backbones``: found by name or in an export, created, and loaded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coder_plugin import registry
 from coder_plugin.backbones.base import CONFIG, Backbone
 from coder_plugin.errors import CoderError
 
-#: The weights beside an export's configuration.
+#: The weights in an export's folder.
 WEIGHTS = "coder_model.safetensors"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A backbone's entry point and the options that an export has kept."""
+class PluginBackbone:
+    """A backbone's entry point, and the options saved in an export if it was found there."""
 
     name: str
     factory: Callable[..., Backbone]
@@ -28,41 +28,53 @@ class Found:
 
     @property
     def training(self) -> Mapping[str, Any]:
-        """Defaults of training options that go with the backbone."""
+        """The backbone's defaults of training options."""
         return getattr(self.factory, "training", {})
 
 
-def find(name: str) -> Found | None:
-    """The backbone that a name of the group ``coder_plugin.backbones``, or an export's configuration or folder, means;
-    None where it is open_clip's to say."""
+def find_backbone(name: str) -> PluginBackbone | None:
+    """The backbone that a name of the group ``coder_plugin.backbones``, or an export's configuration or folder, stands for.
+
+    None for any other name: open_clip may know it.
+    """
     if name in registry.names("backbones"):
-        return Found(name, registry.load("backbones", name))
+        return PluginBackbone(name, registry.load("backbones", name))
     path = Path(name.removeprefix("local-dir:"))
     path = path / CONFIG if path.is_dir() else path
     if path.suffix != ".json" or not path.is_file():
         return None
     try:
-        made = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(made, dict) or "backbone" not in made:
+    if not isinstance(config, dict) or "backbone" not in config:
         return None
-    options = dict(made.get("options", {}))
+    options = dict(config.get("options", {}))
     if isinstance(text := options.get("text"), str) and (path.parent / text).is_dir():
-        options["text"] = str(path.parent / text)  # an export carries its text encoder's shape and tokenizer
-    return Found(made["backbone"], registry.load("backbones", made["backbone"]), options)
+        options["text"] = str(path.parent / text)  # the export holds its text encoder's configuration and tokenizer
+    return PluginBackbone(config["backbone"], registry.load("backbones", config["backbone"]), options)
 
 
-def create(found: Found, *, pretrained: str | None = None, device: Any = None, **options: Any) -> Backbone:
-    """The backbone with an export's options, and these over them; ``pretrained`` is a file of weights."""
-    model = found.factory(**{**found.options, **options})
+def create_backbone(
+    backbone: PluginBackbone, *, pretrained: str | None = None, device: Any = None, **options: Any
+) -> Backbone:
+    """Create a model from a backbone's saved options, with ``options`` over them; ``pretrained`` is a file of weights.
+
+    Raises:
+        CoderError: options that the backbone does not have, or weights that do not fit.
+    """
+    model = backbone.factory(**{**backbone.options, **options})
     if pretrained is not None:
-        load(model, pretrained)
+        load_weights(model, pretrained)
     return model if device is None else model.to(device)
 
 
-def load(model: Backbone, path: str) -> None:
-    """Load an export's weights, or a released ``.pth``, whole: a tensor missing, left over or misshapen is an error."""
+def load_weights(model: Backbone, path: str) -> None:
+    """Load an export's weights or a released ``.pth`` into a model, in place.
+
+    Raises:
+        CoderError: no such file, or tensors that are missing, left over or of another shape.
+    """
     weights: Mapping[str, Tensor]
     if not Path(path).is_file():
         raise CoderError(f"weights {path} do not exist")
@@ -75,7 +87,7 @@ def load(model: Backbone, path: str) -> None:
         except (SafetensorError, OSError) as error:
             raise CoderError(f"weights {path} cannot be read: {error}") from error
     else:
-        from coder_plugin.backbones.released import read_released
+        from coder_plugin.backbones.released_checkpoints import read_released
 
         weights = read_released(path, model)
     expected = {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}

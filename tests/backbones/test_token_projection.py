@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coder_plugin.backbones import joint
+from coder_plugin.backbones import token_projection
 from tests.backbones.towers import IMAGE, TEXT, TEXTS, B, D, T, images, texts, texts_of
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -83,7 +83,7 @@ def test_image_locals_and_contexts_are_before_and_after_the_last_blocks(make, na
 @torch.no_grad()
 def test_the_way_of_the_class_token_is_the_towers(make, name: str) -> None:
     model = make(name)
-    to_joint = joint.to_joint_image(model.visual)
+    to_joint = token_projection.image_projection(model.visual)
     last = raw_image(model.visual, images(model))[-1]
     torch.testing.assert_close(to_joint(last[:, :1])[:, 0], model.encode_image(images(model)), rtol=1e-4, atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_an_attention_pool_of_equal_tokens_gives_their_way(make, name: str) -> N
         pooled = visual._pool(sets)[0] @ visual.proj
     else:
         pooled = visual.head(visual.trunk.forward_head(visual.trunk.norm(sets)))
-    torch.testing.assert_close(joint.to_joint_image(visual)(token)[:, 0], pooled, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(token_projection.image_projection(visual)(token)[:, 0], pooled, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["vit-dropout", "timm-dropout"])
@@ -198,7 +198,7 @@ def test_looking_at_a_trunk_changes_nothing_in_it(make, name: str) -> None:
     """Neither at creation nor in training does the way of single cells write into the tower."""
     model = make(name).train()
     twin = copy.deepcopy(model)
-    twin._coder_taps[0].reads = set()
+    twin._coder_capture.keys = set()
     for each in (model, twin):
         torch.manual_seed(0)
         each.describe_image(images(each))
@@ -287,6 +287,6 @@ def test_cocas_class_position_is_no_word(make) -> None:
     x, mask = tower._embeds(text)
     for block in tower.transformer.resblocks:
         x = block(x, attn_mask=mask)
-    way = joint.to_joint_text(model)
+    way = token_projection.text_projection(model)
     torch.testing.assert_close(way(x[:, -1:])[:, 0], tower(text)[0], rtol=1e-5, atol=1e-6)
     assert model.describe_text(text)["text_contexts"].shape[1] == T

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coder_plugin.backbones import joint
+from coder_plugin.backbones import token_projection
 from coder_plugin.backbones.clip import probe_backbone
-from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
+from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.pretrained.export import export_heads, export_model, read_heads
@@ -38,8 +38,8 @@ def test_blocks_that_run_sequence_first(make) -> None:
         for block in transformer.resblocks:
             block.attn.batch_first = False
     plain = copy.copy(model)
-    plain._coder_taps = (TokenTaps(model, EVERY, context_blocks=2),)
-    expected._coder_taps = (TokenTaps(expected, EVERY, context_blocks=2),)
+    plain._coder_capture = FeatureCapture(model, EVERY, context_blocks=2)
+    expected._coder_capture = FeatureCapture(expected, EVERY, context_blocks=2)
     wanted = {**expected.describe_image(images(model)), **expected.describe_text(texts())}
     found = {**plain.describe_image(images(model)), **plain.describe_text(texts())}
     assert wanted.keys() == found.keys()
@@ -75,7 +75,7 @@ def test_checkpointing_changes_no_gradient(make, image: str, text: str) -> None:
             model.set_grad_checkpointing()
         known = {**model.describe_image(images(model)), **model.describe_text(texts_of(text))}
         weighed(known, (*IMAGE, *TEXT, "image_tokens", "text_tokens")).backward()
-        assert model._coder_taps[0]._caught is None
+        assert model._coder_capture._captured is None
         gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
     plain, checkpointed = gradients
     assert plain.keys() == checkpointed.keys()
@@ -153,12 +153,12 @@ def test_float64_stays_float64(make) -> None:
 
 def test_widths_and_what_is_given(make) -> None:
     model = make("timm-resnet", "bert-mean")
-    widths = probe_backbone(model, model._coder_taps[0])
+    widths = probe_backbone(model, model._coder_capture)
     assert (widths.image_locals, widths.image_contexts, widths.text_locals, widths.text_contexts) == (D, D, D, D)
     assert (widths.image_tokens, widths.text_tokens, widths.embed_dim) == (96, 16, D)
     found = make("timm-xcit", return_intermediates=["image_locals"])
-    assert probe_backbone(found, found._coder_taps[0]).image_locals == 128
-    assert probe_backbone(found, found._coder_taps[0]).text_locals == 0
+    assert probe_backbone(found, found._coder_capture).image_locals == 128
+    assert probe_backbone(found, found._coder_capture).text_locals == 0
 
 
 @pytest.mark.parametrize("image", ["vit", "resnet", "timm-token", "timm-convnext"])
@@ -175,9 +175,9 @@ def test_only_what_is_asked_for_is_caught(make, image: str) -> None:
     assert model.describe_image(images(model)).keys() == {"image_features", "image_tokens", "image_mask"}
     model = make(image, return_intermediates=["image_context_mask"])
     assert model.describe_image(images(model)).keys() == {"image_features", "image_contexts", *masks}
-    assert make(image, return_intermediates=())._coder_taps == ()
+    assert make(image, return_intermediates=())._coder_capture is None
     model = make(image, return_intermediates=(), aggregator="gpo")
-    assert model._coder_taps[0].reads == AGGREGATED and not model._coder_taps[0]._joint
+    assert model._coder_capture.keys == AGGREGATOR_KEYS and not model._coder_capture._projections
 
 
 def test_training_features_stay_upstreams(make) -> None:
@@ -205,9 +205,9 @@ def test_a_copy_has_its_own_way(make, name: str) -> None:
 def test_a_momentum_copy_makes_none_of_it(make, name: str, aggregator: str) -> None:
     model = make(name, aggregator=aggregator)
     copied = MomentumCopy()
-    copied.take(model)
+    copied.copy_from(model)
     embedded = model.embed_image(images(model)), model.embed_text(texts())
-    kept = set(AGGREGATED) if aggregator == "gpo" else set()
+    kept = set(AGGREGATOR_KEYS) if aggregator == "gpo" else set()
     assert {*copied.model.describe_image(images(model)), *copied.model.describe_text(texts())} - kept == {
         *("image_features", "text_features"), *({"image_pooled"} if kept else ())
     }  # fmt: skip
@@ -247,12 +247,12 @@ def test_keys_that_no_model_or_not_this_one_has(make) -> None:
 
 
 def test_towers_that_nobody_knows(make) -> None:
-    assert joint.to_joint_image(nn.Linear(1, 1)) is None
-    assert joint.to_joint_text(SimpleNamespace(text=nn.Linear(1, 1))) is None
+    assert token_projection.image_projection(nn.Linear(1, 1)) is None
+    assert token_projection.text_projection(SimpleNamespace(text=nn.Linear(1, 1))) is None
     model = make()
     model.visual = nn.Linear(1, 1)
     with pytest.raises(CoderError, match="no token features from an image tower of type Linear"):
-        TokenTaps(model, {"image_locals"})
+        FeatureCapture(model, {"image_locals"})
 
 
 # Exports

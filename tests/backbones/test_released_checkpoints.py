@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import BertConfig, BertModel
 
 from coder_plugin import registry
-from coder_plugin.backbones import own
-from coder_plugin.backbones.released import describe_released, read_released
+from coder_plugin.backbones import plugin_backbones
+from coder_plugin.backbones.released_checkpoints import describe_released, read_released
 from coder_plugin.errors import CoderError
 from tests.backbones import releases
 from tests.references import camera, vse_infinity, vsrn
@@ -71,7 +71,7 @@ def build(path: str, extra: dict[str, Any], **more: Any) -> Any:
     """The model that a file describes, with its weights, in evaluation and float64."""
     preset, options = describe_released(path)
     model = registry.load("backbones", preset)(**{**options, **extra[options["encoder"]], **more})
-    own.load(model, path)
+    plugin_backbones.load_weights(model, path)
     return model.eval().double()
 
 
@@ -196,7 +196,7 @@ def test_counts_that_old_files_lack(bert: Any, extra: dict[str, Any], tmp_path: 
 
 
 def test_what_is_left_out_is_said(bert: Any, extra: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
-    with caplog.at_level(logging.INFO, logger="coder_plugin.backbones.released"):
+    with caplog.at_level(logging.INFO, logger="coder_plugin.backbones.released_checkpoints"):
         build(releases.save(tmp_path / "a.pth", *states("vse", bert)), extra)
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "mlp.bns.1.running_var" in said and "bert.pooler.dense.weight" in said and "VSE-infinity's" in said

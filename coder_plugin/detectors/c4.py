@@ -69,7 +69,7 @@ class Network(nn.Module):
         self.rpn = RegionProposalNetwork(grid, head, 0.7, 0.3, 256, 0.5, first, keep, 0.7)
         self.rpn.min_size = 16
         self.cls_score = nn.Linear(2048, classes)
-        for layer in (head.cls_logits, head.bbox_pred, self.cls_score):  # small, since untrained they receive inputs in the hundreds
+        for layer in (head.cls_logits, head.bbox_pred, self.cls_score):  # untrained, their inputs are in the hundreds
             nn.init.normal_(layer.weight, std=1e-4)
             nn.init.zeros_(layer.bias)
         if attributes:

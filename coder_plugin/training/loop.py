@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
-from coder_plugin.data.tags import NAMES, WORDS
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length

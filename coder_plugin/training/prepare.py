@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.source import map_tensors
-from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts

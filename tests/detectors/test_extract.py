@@ -397,12 +397,13 @@ class NotANumber(Means):
 def test_the_thread_that_detects_is_on_the_detectors_device(pictures, tmp_path, monkeypatch):
     """CUDA's current device belongs to a thread; a new one's is 0, whatever the detector's."""
     seen = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, threading.current_thread().name.split("_")[0])))
+    thread = lambda: threading.current_thread().name.split("_")[0]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, thread())))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     extract(job(pictures, tmp_path / "one", device="cuda:1"))
     parts = job(pictures, tmp_path / "two", device="cuda")
     parts.notes.mkdir(parents=True)
-    work(parts, 6, 8)
+    work(parts, 2, 8)
     extract(job(pictures, tmp_path / "three"))
     assert seen == [("cuda:1", "ahead"), ("cuda:2", "ahead")]
 

@@ -163,8 +163,8 @@ def test_preprocessing_keeps_the_pictures_size_and_mode():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"model": None}, "which model"),
-        ({"model": "no_such_model"}, "'no_such_model' cannot be made"),
+        ({"model": None}, "needs a model"),
+        ({"model": "no_such_model"}, "'no_such_model' cannot be built"),
         ({"allow_random": False}, "--allow-random"),
         ({"grid": 0}, "--grid is 0"),
         ({"image_mean": [0.5]}, "--image-mean has 1 numbers"),

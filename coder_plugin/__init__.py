@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "Callback",
     "CoderError",
+    "Trainer",
     "create_loss",
     "create_model",
     "from_pretrained",
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
     from coder_plugin.model import create_loss, create_model
     from coder_plugin.pretrained.open import load_model
     from coder_plugin.registry import list_plugins
+    from coder_plugin.training.callbacks import Callback
+    from coder_plugin.training.loop import Trainer
 
 _HOME = {
+    "Callback": "training.callbacks",
     "CoderError": "errors",
+    "Trainer": "training.loop",
     "create_loss": "model",
     "create_model": "model",
     "from_pretrained": "integrations.hub",

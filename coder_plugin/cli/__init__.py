@@ -93,11 +93,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from coder_plugin.config import read_file
     from coder_plugin.evaluation import format_table
     from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.report.callback import WriteReport
     from coder_plugin.training.loop import Trainer
 
     file = None if arguments.config is None else read_file(arguments.config)
     config = resolve_config(read_flags(arguments), file=file, file_name=str(arguments.config))
-    trainer = Trainer.from_config(config)
+    trainer = Trainer.from_config(config, callbacks=[WriteReport()] if config.run.report else [])
     if trainer.config.run.dry_run:
         trainer.print_plan()
         return 0

@@ -62,7 +62,7 @@ class Tags:
         ...         ids = torch.tensor([[ord(character) for character in caption] for caption in captions])
         ...         spans = [(start, start + 1) for start in range(ids.shape[1])]
         ...         return ids, [Located(caption, caption, spans, True) for caption in captions]
-        >>> ids, tags = Tags("scenes")(["a red dot"], Characters())
+        >>> ids, tags = Tags("scenes")(["a red box"], Characters())
         >>> [NAMES[tag] for tag in tags[0][[0, 2, 6]]]
         ['other', 'adjective', 'noun']
     """

@@ -13,18 +13,22 @@ from coder_plugin.functional.similarity import raise_precision
 
 
 def pgc(image_concepts: Tensor, text_concepts: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
-    """Prototype-guided classification (CODER eq. 7): cross-entropies of both modalities, one classifier.
+    """Prototype-guided classification (CODER eq. 7): the cross-entropies of both modalities with one classifier.
 
     Args:
-        image_concepts: [n, f]. text_concepts: [n, f].
+        image_concepts: concept embeddings [n, f]. text_concepts: [n, f].
         classifier: P_C [k, f], without a bias.
-        labels: id of the prototype that each pair was assigned to [n], integers in [0, k).
+        labels: the prototype to which each pair is assigned [n], integers in [0, k).
 
     Returns:
-        Scalar: the images' mean cross-entropy plus the texts'.
+        Scalar >= 0, float32 or float64: the mean cross-entropy of the images plus that of the texts.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, labels that are not integers.
+
+    Example:
+        >>> pgc(torch.eye(2), torch.eye(2), torch.eye(2), torch.tensor([0, 1]))  # 2 * log(1 + exp(-1))
+        tensor(0.6265)
     """
     if image_concepts.ndim != 2 or image_concepts.shape != text_concepts.shape:
         raise ValueError(
@@ -39,7 +43,7 @@ def pgc(image_concepts: Tensor, text_concepts: Tensor, classifier: Tensor, label
 
 
 def pgc_from_logits(image_logits: Tensor, text_logits: Tensor, labels: Tensor) -> Tensor:
-    """:func:`pgc` from the classifier's outputs [n, k]."""
+    """:func:`pgc` from the outputs of the classifier [n, k], for a model that computes them in its forward."""
     if labels.shape != image_logits.shape[:1] or labels.is_floating_point():
         raise ValueError(f"labels must be integers of shape ({len(image_logits)},), got {labels.dtype} {tuple(labels.shape)}")
     logits = raise_precision(image_logits), raise_precision(text_logits)

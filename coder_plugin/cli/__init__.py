@@ -203,7 +203,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     if analyses := analyses_of(results):
         print(f"\n{format_analyses(analyses)}")
     if arguments.pictures:
-        from coder_plugin.report.pictures import format_measured
+        from coder_plugin.report.eval_figures import format_measured
 
         measured = {name: result["concept_words"] for name, result in results.items() if "concept_words" in result}
         print("\n".join(["", *format_measured(measured), f"pictures: {arguments.pictures}"]))

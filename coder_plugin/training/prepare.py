@@ -18,11 +18,12 @@ from coder_plugin.data.from_config import make_source
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
+from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
 from coder_plugin.model import CoderLoss, add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.pretrained.export import start_heads

@@ -317,6 +317,7 @@ def add_heads(
             objective, resolution, clip.probe_backbone(model, capture), aggregator=aggregator, context_blocks=context_blocks
         )
         model = clip.extend(model, coder.to(next(model.parameters()).device), capture)
+    model.coder_name = name
     if model.coder.adds_texts is not None:
         model.word_embeddings = (
             make_word_embeddings(model) if is_region_model else clip.make_word_embeddings(model, name, cache_dir)

@@ -16,8 +16,9 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import captions_of
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
+from coder_plugin.expression import parse_value
 from coder_plugin.model import create_model, reads_key
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.objective import Objective
 
 
 def make_model(

@@ -32,7 +32,8 @@ from coder_plugin.backbones import clip
 from coder_plugin.backbones.feature_capture import FeatureCapture
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.expression import parse_value
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve

@@ -140,14 +140,14 @@ class Killed(Exception):
 
 def run_killed_after(config: dict[str, Any], steps: int) -> None:
     trainer = Trainer.from_config(config)
-    take = trainer._step
+    take = trainer.training_step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if trainer.step == steps:
             raise Killed
         return take(*args, **kwargs)
 
-    trainer._step = step  # type: ignore[method-assign]
+    trainer.training_step = step  # type: ignore[method-assign]
     with pytest.raises(Killed):
         trainer.run()
 
@@ -412,7 +412,7 @@ def test_text_lr_scale_is_of_the_pretrained_encoder_alone(tmp_path, made):
             name = names[id(parameter)]
             assert (group["lr_scale"] == 0.1) == name.startswith("text.transformer."), name
             assert (group["weight_decay"] == 0) == (parameter.ndim < 2), name
-    trainer._prepare()
+    trainer.setup_optimizer()
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3 / 2, 1e-2 / 2}  # warm-up's first step of two
     bigru = Trainer.from_config(config(made, tmp_path, "bigru", model="region-bigru", text_lr_scale=0.1))
     assert {group["lr_scale"] for group in parameter_groups(bigru.model, lr=1, weight_decay=0, text_lr_scale=0.1)} == {1.0}

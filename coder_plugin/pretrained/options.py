@@ -41,7 +41,7 @@ def resolve_config(
     """
     layers = [(file_name, flatten(file or {})), ("flag", flatten(flags or {}))]
     options, _ = merge(layers)
-    recipe_name, settings = _recipe_settings(options)
+    recipe_name, settings = _recipe_layer(options)
     data = resolve(layers).data
     if data.train is None and not data.on_scenes:
         raise CoderError(f"--dataset-type {data.dataset_type} needs --train-data")
@@ -69,15 +69,17 @@ def resolve_config(
     return config if weights == config.model.pretrained else config.with_options(pretrained=weights)
 
 
-def _recipe_settings(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and the options of the recipe that ``--recipe`` names."""
-    if "recipe" not in options:
-        return "no recipe", {}
-    recipe = recipes.load(options["recipe"])
-    try:
-        settings = {"loss": recipe.loss, **flatten(recipe.settings)}
-    except CoderError as error:
-        raise CoderError(f"the recipe {recipe.name}: {error}") from error
-    if "loss" not in options:  # the recipe's options belong to its own loss
-        settings["set"] = [f"{name}={format_value(value)}" for name, value in recipe.options.items()]
-    return f"recipe {recipe.name}", settings
+def _recipe_layer(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The layer of ``--recipe``: its settings, its loss, and the options of the loss's terms and heads as ``--set``.
+
+    A loss that is given besides the recipe replaces the recipe's, with its options.
+    """
+    if (name := options.get("recipe")) is None:
+        return "recipe", {}
+    recipe = recipes.load(name)
+    settings = dict(recipe.settings)
+    if "loss" not in options:
+        settings["loss"] = recipe.loss
+        if recipe.options:
+            settings["set"] = [f"{option}={format_value(value)}" for option, value in recipe.options.items()]
+    return f"recipe {name}", settings

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def heads_lr_scale(self) -> float:
-        """The factor on the learning rate of the heads: ``--coder-heads-lr-scale``."""
+        """Factor on the learning rate of the heads."""
         return self.config.optim.heads_lr_scale
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:

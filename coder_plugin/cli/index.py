@@ -88,13 +88,12 @@ def _place(data: str) -> str:
 
 def _data(config: Any, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The source, and that of the pictures behind regions where there is one."""
-    from coder_plugin.data.from_config import make_source
+    from coder_plugin.data.from_config import make_source, pictures_under_regions
     from coder_plugin.data.pictures import Pictures, is_pictures
-    from coder_plugin.report.pictures import pictures_beside
 
     if config.data.dataset_type == "auto" and config.data.regions is None and is_pictures(arguments.data):
         return Pictures(arguments.data), None
-    return make_source(config, split=arguments.split), pictures_beside(config, arguments.split)
+    return make_source(config, split=arguments.split), pictures_under_regions(config, arguments.split)
 
 
 def search_command(arguments: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,17 @@ def make_source(config: TrainConfig, *, split: str, join: bool = True) -> Any | 
 def join_regions(source: Any, config: TrainConfig, *, split: str) -> RegionSource:
     """A data set's items with the features that ``--regions`` has of them."""
     return RegionSource(source, make_regions(config, split=split), max_missing=config.data.max_bad_images)
+
+
+def pictures_under_regions(config: TrainConfig, split: str) -> Any | None:
+    """A source of the pictures of validation images that are read as regions; None if the captions' data have none."""
+    if config.data.regions is None or config.data.val is None:
+        return None
+    try:
+        return open_source(config.data.val, split=split, **reading_options(config, config.data.val))
+    except CoderError as error:
+        logging.getLogger(__name__).warning("regions are drawn on blank canvases: %s", error)
+        return None
 
 
 def make_captions(config: TrainConfig, spec: str, *, split: str) -> Any:

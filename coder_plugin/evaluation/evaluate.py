@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig
-from coder_plugin.data.from_config import make_source
+from coder_plugin.data.from_config import make_source, pictures_under_regions
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import wise_ft as retention
 from coder_plugin.evaluation.evaluation_sets import Known, Sets, asked, further, known_of
@@ -22,9 +22,9 @@ from coder_plugin.evaluation.zero_shot import zero_shot
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.pretrained.open import open_trained, trained_config
-from coder_plugin.report import pictures
+from coder_plugin.report import eval_figures
 from coder_plugin.report.alignment import LOCALS
-from coder_plugin.report.plots import check_figures
+from coder_plugin.report.figures import check_figures
 from coder_plugin.resolver import resolve
 
 __all__ = ["Encoded", "Encoder", "analyses_of", "ensemble", "evaluate", "evaluate_command", "shortlist_length"]
@@ -150,10 +150,15 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
         raise CoderError(f"--analyses are of a model as it was trained: leave out {flags}")
     if folder:
         check_figures("--analyses", folder, "draws with matplotlib", "matplotlib")
-    wanted = pictures.asked(arguments)
+    wanted = eval_figures.figure_options(
+        getattr(arguments, "pictures", None),
+        images=getattr(arguments, "pictures_count", None),
+        concepts=getattr(arguments, "pictures_concepts", None),
+        reweighted=bool(getattr(arguments, "beta", None) or getattr(arguments, "context_weight", None)),
+    )
     tuning = retention.asked(arguments, runs)
     sets = asked(arguments)
-    drawn: dict[str, pictures.Collected] = {}
+    drawn: dict[str, eval_figures.FigureData] = {}
     rows: Iterable[_Row]
     if tuning is not None:
         rows = _tuned_rows(arguments, runs[0], tuning, sets)
@@ -167,7 +172,7 @@ def evaluate_command(arguments: Any) -> dict[str, dict[str, Any]]:
     if folder:
         _write_analyses(analyses_of(results), Path(folder))
     if wanted is not None:
-        for name, measured in pictures.write(wanted, drawn).items():
+        for name, measured in eval_figures.write(wanted, drawn).items():
             results[name]["concept_words"] = measured
     return results
 
@@ -187,8 +192,8 @@ def _model_rows(
     arguments: Any,
     runs: Sequence[str | None],
     sets: Sets,
-    wanted: pictures.Asked | None,
-    drawn: dict[str, pictures.Collected],
+    wanted: eval_figures.FigureOptions | None,
+    drawn: dict[str, eval_figures.FigureData],
 ) -> list[_Row]:
     """Each model, and several together. ``drawn``: takes what ``wanted`` pictures are made of, by name."""
     rows: list[_Row] = []
@@ -201,7 +206,7 @@ def _model_rows(
         fused.update([depth] if fuses else [])
         known = known_of(sets, one.source)
         if wanted is not None and distributed.rank() == 0:
-            drawn[one.name] = pictures.collect(wanted, one.encoder, one.source, one.beside)
+            drawn[one.name] = eval_figures.collect(wanted, one.encoder, one.source, one.beside)
         rows.append(_Row(one.name, one.encoder(one.source), depth, known))
         del one  # one model at a time on the device
     if len(runs) > 1:
@@ -253,7 +258,7 @@ def analyses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 def _write_analyses(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-    from coder_plugin.report.plots import plot_analyses
+    from coder_plugin.report.figures import plot_analyses
 
     (folder / "analyses.json").write_text(json.dumps(rows, indent=2) + "\n")
     plot_analyses(rows, folder)
@@ -291,5 +296,5 @@ def _evaluated(arguments: Any, run: str | None, *, data: tuple[TrainConfig, Any]
     config, source = data or _data_of(arguments, run)
     drawing = bool(getattr(arguments, "pictures", None))
     trained = open_trained(config, name=run and str(run), source=source, return_intermediates=LOCALS if drawing else ())
-    beside = pictures.pictures_beside(config, arguments.split) if drawing else None
+    beside = pictures_under_regions(config, arguments.split) if drawing else None
     return _Evaluated(trained.name, source, trained.encoder(), config.evaluation.rerank, beside)

@@ -162,7 +162,7 @@ def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export:
     if spec is not None:
         folder = fetch(spec, cache_dir=given.get("cache_dir"))
         given = {**_options_of(folder, given), **given, **_weights_of(folder, export)}
-    return resolve_config({**given, **_OF_TRAINING})
+    return resolve_config({**given, **_OF_TRAINING, "recipe": None})
 
 
 def _is_run(folder: Path) -> bool:

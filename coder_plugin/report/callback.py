@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from coder_plugin.report.pictures import pictures_beside
+from coder_plugin.data.from_config import pictures_under_regions
 from coder_plugin.report.run import write_report
 from coder_plugin.training.callbacks import Callback
 
@@ -29,7 +29,7 @@ class WriteReport(Callback):
             trainer.model.eval()
             try:
                 if "source" in content:
-                    content["beside"] = pictures_beside(trainer.config, "val")
+                    content["pictures"] = pictures_under_regions(trainer.config, "val")
                 trainer.log.say(f"report: {write_report(trainer.folder, **content)}")
             except Exception:
                 log.warning("no report could be written (try: coder-plugin report %s)", trainer.folder, exc_info=True)

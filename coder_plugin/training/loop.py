@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
-from coder_plugin.data.tags import NAMES, WORDS
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.source import ItemSource, map_tensors
-from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts

@@ -1,4 +1,4 @@
-"""`eval --pictures`: what is asked, what is collected of each model, what is written, and pictures under regions."""
+"""`eval --pictures`: flags, what is collected of each model, what is written, and pictures under regions."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
 from coder_plugin.config import TrainConfig
 from coder_plugin.data import open_source
+from coder_plugin.data.from_config import pictures_under_regions
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
@@ -26,7 +27,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import evaluate as evaluation
 from coder_plugin.evaluation.evaluate import evaluate_command
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.report import pictures
+from coder_plugin.report import eval_figures
 from tests.training import region_data
 
 
@@ -55,22 +56,23 @@ def arguments(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**flags, "pictures": None, "pictures_count": None, "pictures_concepts": None, **options})
 
 
-def test_what_is_asked(tmp_path: Path) -> None:
+def test_flags_are_checked(tmp_path: Path) -> None:
     folder = str(tmp_path / "new" / "folder")
-    assert pictures.asked(arguments()) is None
-    assert pictures.asked(arguments(pictures=folder)) == (Path(folder), 8, ())
-    wanted = pictures.asked(arguments(pictures=folder, pictures_count=2, pictures_concepts="Dog, water,dog,snow"))
-    assert wanted == (Path(folder), 2, ("dog", "water", "snow")) and Path(folder).is_dir()
+    figure_options = eval_figures.figure_options
+    assert figure_options(None) is None
+    assert figure_options(folder) == (Path(folder), 8, ())
+    options = figure_options(folder, images=2, concepts="Dog, water,dog,snow")
+    assert options == (Path(folder), 2, ("dog", "water", "snow")) and Path(folder).is_dir()
     (tmp_path / "file").write_text("")
     for wrong, match in (
-        ({"pictures": str(tmp_path / "file")}, "cannot be made"),
-        ({"pictures": folder, "beta": [0.5]}, "leave out --beta"),
-        ({"pictures": folder, "pictures_count": 0}, "1 or more"),
-        ({"pictures": folder, "pictures_concepts": "dog,dog"}, "two words"),
-        ({"pictures_count": 3, "pictures_concepts": "a,b"}, "--pictures-count and --pictures-concepts.*--pictures FOLDER"),
+        ({"folder": str(tmp_path / "file")}, "cannot be made"),
+        ({"folder": folder, "reweighted": True}, "leave out --beta"),
+        ({"folder": folder, "images": 0}, "1 or more"),
+        ({"folder": folder, "concepts": "dog,dog"}, "two words"),
+        ({"folder": None, "images": 3, "concepts": "a,b"}, "--pictures-count and --pictures-concepts.*--pictures FOLDER"),
     ):
         with pytest.raises(CoderError, match=match):
-            pictures.asked(arguments(**wrong))
+            figure_options(**wrong)
 
 
 @pytest.mark.parametrize("absent", ["matplotlib", "sklearn"])
@@ -99,7 +101,12 @@ def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch,
     assert main(["eval", "runs/a", "runs/bb", *flags, "--json", str(tmp_path / "numbers.json")]) == 0
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     own = ["alignment-000.png", "alignment-001.png", "alignment-002.png", "alignment.json"]
-    assert names == [*(f"1-runs-a/{name}" for name in own), *(f"2-runs-bb/{name}" for name in own), "tsne.json", "tsne.png"]
+    assert names == [
+        *(f"1-runs-a/{name}" for name in own),
+        *(f"2-runs-bb/{name}" for name in own),
+        "tsne.json",
+        "tsne.png",
+    ]
     both = [json.loads((folder / each / "alignment.json").read_text()) for each in ("1-runs-a", "2-runs-bb")]
     for rows in both:
         assert [row["image"] for row in rows] == ["dev_000", "dev_001", "dev_002"]
@@ -113,19 +120,24 @@ def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch,
 
 def test_one_model_needs_no_folder_of_its_own(data: str, tmp_path: Path) -> None:
     encoder, source = make_encoder(data)
-    wanted = pictures.Asked(tmp_path, 1, ())
-    found = pictures.collect(wanted, encoder, source)
+    options = eval_figures.FigureOptions(tmp_path, 1, ())
+    found = eval_figures.collect(options, encoder, source)
     assert len(found.points.concepts) == 10 and "dog" in found.points.concepts and "the" not in found.points.concepts
-    assert list(pictures.write(wanted, {"x": found})) == ["x"]
-    assert {path.name for path in tmp_path.iterdir()} == {"alignment-000.png", "alignment.json", "tsne.png", "tsne.json"}
+    assert list(eval_figures.write(options, {"x": found})) == ["x"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "alignment-000.png",
+        "alignment.json",
+        "tsne.png",
+        "tsne.json",
+    }
 
 
 def test_concepts_that_are_not_there_spoil_nothing_else(data: str, tmp_path: Path, caplog) -> None:
     encoder, source = make_encoder(data)
-    wanted = pictures.Asked(tmp_path, 2, ("zebra", "gnu"))
-    found = pictures.collect(wanted, encoder, source)
+    options = eval_figures.FigureOptions(tmp_path, 2, ("zebra", "gnu"))
+    found = eval_figures.collect(options, encoder, source)
     assert len(found.alignments) == 2 and found.points is None and "no t-SNE" in caplog.text
-    assert pictures.write(wanted, {"x": found}) == {}
+    assert eval_figures.write(options, {"x": found}) == {}
     assert not (tmp_path / "tsne.png").exists() and (tmp_path / "alignment.json").exists()
 
 
@@ -134,7 +146,7 @@ def test_a_models_fault_is_an_error(data: str, tmp_path: Path) -> None:
     encoder.transform = encoder.model.transform()
     encoder.transform.region_dim = 99
     with pytest.raises(CoderError, match="99"):
-        pictures.collect(pictures.Asked(tmp_path, 2, ()), encoder, source)
+        eval_figures.collect(eval_figures.FigureOptions(tmp_path, 2, ()), encoder, source)
 
 
 def test_regions_without_boxes_have_numbers_alone(data: str, tmp_path: Path, caplog) -> None:
@@ -142,10 +154,10 @@ def test_regions_without_boxes_have_numbers_alone(data: str, tmp_path: Path, cap
     bare = [
         Item(item.key, item.captions, lambda item=item: Regions(item.load().features)) for _, item in source.items()
     ]
-    wanted = pictures.Asked(tmp_path, 2, ("dog", "cat"))
+    options = eval_figures.FigureOptions(tmp_path, 2, ("dog", "cat"))
     with caplog.at_level(logging.WARNING):
-        found = pictures.collect(wanted, encoder, ItemSource(bare))
-    pictures.write(wanted, {"x": found})
+        found = eval_figures.collect(options, encoder, ItemSource(bare))
+    eval_figures.write(options, {"x": found})
     assert "without boxes" in caplog.text and not list(tmp_path.glob("alignment-*.png"))
     assert json.loads((tmp_path / "alignment.json").read_text())[0]["words"][0]["box"] is None
 
@@ -159,13 +171,15 @@ def test_pictures_lie_under_their_regions(tmp_path: Path) -> None:
     (folder / "images").mkdir()
     Image.new("RGB", (50, 45), (10, 200, 30)).save(folder / "images" / "dev_000.jpg")
     config = TrainConfig().with_options(train_data=spec, val_data=spec, regions=regions, model="region-bigru")
-    beside = pictures.pictures_beside(config, "val")
+    beside = pictures_under_regions(config, "val")
     encoder, _ = make_encoder(regions)
     by_name = {record.name: record.regions for record in region_data.records("dev")}
     captions = open_source(spec, split="val", pictures=False)
     items = [Item(i.key, i.captions, lambda i=i: by_name[i.key[:-4]]) for _, i in captions.items()]
-    found = pictures.collect(pictures.Asked(tmp_path, 2, ("dog", "cat")), encoder, ItemSource(items), beside)
+    found = eval_figures.collect(
+        eval_figures.FigureOptions(tmp_path, 2, ("dog", "cat")), encoder, ItemSource(items), beside
+    )
     first, second = (each.picture for each in found.alignments)
     assert first.shape == (45, 50, 3) and np.abs(first[0, 0].astype(int) - [10, 200, 30]).max() < 8
     assert second.shape == (288, 320, 3) and len(np.unique(second)) == 1  # blank
-    assert pictures.pictures_beside(TrainConfig().with_options(train_data=spec, val_data=spec), "val") is None
+    assert pictures_under_regions(TrainConfig().with_options(train_data=spec, val_data=spec), "val") is None

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from coder_plugin import __version__
 from coder_plugin.cli import data as cli_data
+from coder_plugin.cli import recipes as cli_recipes
 from coder_plugin.cli import results as cli_results
 from coder_plugin.errors import CoderError
 
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_data.add_concepts(commands)
     cli_data.add_regions(commands)
     cli_results.add_share(commands)
+    cli_recipes.add_recipes(commands)
     _add_plugins(commands)
     cli_data.add_doctor(commands)
     _know_themselves(commands)
@@ -211,7 +213,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _add_plugins(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("plugins", help="list losses, heads, recipes … and where they come from")
+    parser = commands.add_parser("plugins", help="list losses, heads, readers … and where they come from")
     parser.add_argument("group", nargs="?", help="one group: losses, heads, readers, recipes …")
     parser.add_argument("--check", action="store_true", help="import each of them and report what fails")
     parser.set_defaults(run=_plugins)

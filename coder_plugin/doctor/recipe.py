@@ -87,9 +87,9 @@ def _unless_absent(what: str, make: Callable[..., Any], *arguments: Any) -> Gene
 
 
 def _names_model(config: Any) -> bool:
-    from coder_plugin.objective import Objective
+    from coder_plugin import recipes
 
-    return "model" in dict(Objective.parse(config.loss.expression).training)
+    return config.run.recipe is not None and "model" in recipes.load(config.run.recipe).settings
 
 
 def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:

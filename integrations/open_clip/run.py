@@ -82,10 +82,8 @@ class Run:
 
     @property
     def heads_lr_scale(self) -> float:
-        """Ours, or else the recipe's."""
-        if "heads_lr_scale" in self.config.origins:
-            return self.config.optim.heads_lr_scale
-        return dict(self.objective.training).get("heads_lr_scale", 1.0)
+        """Factor on the learning rate of the heads."""
+        return self.config.optim.heads_lr_scale
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
@@ -142,10 +140,6 @@ class Run:
         for label, term in self.loss.terms.terms.items():
             if not term.masks_same_image:
                 log.info("%s takes other captions of an image in a batch for negatives", label)
-        theirs = [(key, value) for key, value in self.objective.training if key != "heads_lr_scale"]
-        if theirs and self.trains:
-            named = ", ".join(f"{key}={value}" for key, value in theirs)
-            log.warning("the objective's training options are coder-plugin train's; here upstream's flags rule: %s", named)
         return (self.model, *transforms)
 
     def made_with(self) -> dict[str, Any]:

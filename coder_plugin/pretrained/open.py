@@ -29,7 +29,14 @@ from coder_plugin.pretrained.hub_cache import fetch, kept_options
 from coder_plugin.pretrained.options import resolve_config
 
 #: Of a run's options, those that say nothing of the model it has become.
-_OF_TRAINING = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
+_OF_TRAINING = {
+    "recipe": None,
+    "resume": None,
+    "lora_rank": 0,
+    "pretrained_image_path": None,
+    "pretrained_image": False,
+    "report_to": "",
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``coder-plugin concepts``: the vocabulary of a data set's training captions, written to a file and told of."""
+"""``coder-plugin concepts``: make the concept vocabulary of a data set's training captions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,69 @@ import argparse
 import shlex
 from collections.abc import Collection, Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coder_plugin.concepts.build import build_vocabulary
-from coder_plugin.concepts.tagging import Tagger, scenes_tagger, spacy_tagger
-from coder_plugin.concepts.vectors import WordVectors
-from coder_plugin.concepts.vocabulary import TYPES, Vocabulary, artefact_path, check_writable
-from coder_plugin.concepts.words import DEFAULT_STOP_WORDS
 from coder_plugin.errors import CoderError
 
+if TYPE_CHECKING:
+    from coder_plugin.concepts.tagging import Tagger
+    from coder_plugin.concepts.vocabulary import Vocabulary
+
 _TOP = 10
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import READING
+
+    parser = commands.add_parser(
+        "concepts",
+        help="make the concept vocabulary that CODER trains with, from captions",
+        description="The most frequent nouns, verbs and adjectives of the training captions, how often they meet, and "
+        "their word vectors (see docs/equations.md), for --loss coder --concepts FILE.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the .safetensors to write, a .json beside it")
+    parser.add_argument(
+        "--vectors", required=True, metavar="FILE", help="GloVe or word2vec text file (.gz, .zip too), or none: random"
+    )
+    parser.add_argument("--size", type=int, default=400, help="number of concepts [400]")
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        nargs=3,
+        default=[7, 2, 1],
+        metavar=("OBJECT", "MOTION", "PROPERTY"),
+        help="shares of nouns, verbs and adjectives [7 2 1]",
+    )
+    parser.add_argument(
+        "--lemmas",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="count dog and dogs as one concept, instead of every form by itself [True]",
+    )
+    parser.add_argument(
+        "--stop-words",
+        default="default",
+        metavar="WORDS",
+        help="default (be, have, other and the like), none, or a file of words that are no concepts [default]",
+    )
+    parser.add_argument(
+        "--tagger",
+        metavar="NAME",
+        help="spaCy pipeline by name or folder, or scenes: the built-in scenes' words [en_core_web_sm; scenes for scenes]",
+    )
+    parser.add_argument("--processes", type=int, default=1, help="spaCy's processes [1]")
+    parser.add_argument("--max-captions", type=int, metavar="N", help="read the first N captions only")
+    parser.add_argument("--split", default="train", help="split of Karpathy files and scenes [train]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the vectors that are drawn [0]")
+    add_flags(parser, only=["train_data", *READING])
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    print(concepts_command(arguments))
+    return 0
 
 
 def concepts_command(arguments: argparse.Namespace) -> str:
@@ -24,6 +77,9 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     What can fail at once is asked first: tagging a large corpus takes minutes.
     """
     from coder_plugin.cli.flags import read_options
+    from coder_plugin.concepts.build import build_vocabulary
+    from coder_plugin.concepts.vectors import WordVectors
+    from coder_plugin.concepts.vocabulary import artefact_path, check_writable
     from coder_plugin.config import READING, resolve
     from coder_plugin.data.from_config import make_captions, make_source
 
@@ -61,6 +117,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
 
 def report(vocabulary: Vocabulary) -> str:
     """What a vocabulary holds and what it lacks, for a person to read before training on it."""
+    from coder_plugin.concepts.vocabulary import TYPES
     from coder_plugin.functional import concept_graph
 
     settings = vocabulary.settings
@@ -94,6 +151,8 @@ def report(vocabulary: Vocabulary) -> str:
 
 def read_stop_words(spec: str) -> Collection[str]:
     """``default``, ``none``, or a file of one word a line, where # begins a comment."""
+    from coder_plugin.concepts.words import DEFAULT_STOP_WORDS
+
     if spec == "default":
         return DEFAULT_STOP_WORDS
     if spec == "none":
@@ -108,6 +167,8 @@ def read_stop_words(spec: str) -> Collection[str]:
 
 
 def _tagger(arguments: argparse.Namespace, *, on_scenes: bool) -> Tagger:
+    from coder_plugin.concepts.tagging import scenes_tagger, spacy_tagger
+
     name = arguments.tagger or ("scenes" if on_scenes else "en_core_web_sm")
     return scenes_tagger() if name == "scenes" else spacy_tagger(name, processes=arguments.processes)
 

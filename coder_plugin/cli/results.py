@@ -5,36 +5,6 @@ from __future__ import annotations
 import argparse
 
 
-def add_report(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
-    from coder_plugin.config import READING
-
-    parser = commands.add_parser(
-        "report",
-        help="one HTML file of a training run: curves, recall, results, state",
-        description="Write what a run's folder, its model and its validation data tell into one HTML file that loads nothing: "
-        "options, curves, recall, best and worst queries, a map, concepts, banks. What is missing says why.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_folder", metavar="RUN", help="a training run's folder")
-    parser.add_argument("--output", metavar="FILE", help="the file to write [RUN/report.html]")
-    parser.add_argument("--export", choices=("best", "last"), help="which export's results are shown [best]")
-    parser.add_argument("--images", type=int, default=6, metavar="N", help="queries of each kind, and sample images [6]")
-    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    reading = "val_data max_regions max_bad_images workers batch_size precision".split()
-    add_flags(parser, only=[*reading, *READING])
-    parser.set_defaults(run=_report)
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.flags import read_options
-    from coder_plugin.report.run import report_run
-
-    options = {name: getattr(arguments, name) for name in ("export", "split", "output", "images")}
-    print(report_run(arguments.run_folder, read_options(arguments), **options))
-    return 0
-
-
 def add_index(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.flags import add_flags
     from coder_plugin.config import OPENING, READING
@@ -112,31 +82,4 @@ def _search(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.index import search_command
 
     print(search_command(arguments))
-    return 0
-
-
-def add_share(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "share",
-        help="write a trained model for others, with a model card: to a folder, or to the Hugging Face Hub",
-        description="Write a trained model with all that its vectors need, and a model card, to a folder or to a repository of "
-        "the Hugging Face Hub, which coder_plugin.from_pretrained opens anywhere.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_folder", metavar="RUN", help="a training run's folder, an export's, or one that was shared")
-    places = parser.add_mutually_exclusive_group(required=True)
-    places.add_argument("--to", metavar="FOLDER", help="a new folder, or one that was shared, which is replaced")
-    places.add_argument("--repo", metavar="OWNER/NAME", help="a repository, made if there is none (log in with: hf auth login)")
-    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
-    parser.add_argument("--private", action="store_true", help="make the repository private")
-    parser.add_argument("--card-license", dest="license", metavar="ID", help="the card's licence, such as cc-by-nc-4.0")
-    parser.add_argument("--card-base-model", dest="base_model", metavar="ID", help="the repository of the model it began as")
-    parser.add_argument("--card-datasets", dest="datasets", nargs="+", default=[], metavar="NAME", help="training data")
-    parser.set_defaults(run=_share)
-
-
-def _share(arguments: argparse.Namespace) -> int:
-    from coder_plugin.integrations.hub import share_command
-
-    print(share_command(arguments))
     return 0

@@ -28,13 +28,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", nargs="*", help="a run's folder, an export's or an index's; hf-hub:OWNER/NAME, if cached")
-    parser.add_argument("--vectors", metavar="FILE", help="word vectors, against the captions' words")
+    parser.add_argument("folder", nargs="*", help="folder of a run, an export or an index; or hf-hub:OWNER/NAME, if it is cached")
+    parser.add_argument("--vectors", metavar="FILE", help="word vectors, to compare with the captions' words")
     parser.add_argument(
-        "--samples", type=int, default=256, metavar="N", help="pictures decoded of a split of more than 10,000 images [256]"
+        "--samples", type=int, default=256, metavar="N", help="images to decode of a split with more than 10,000 [256]"
     )
-    parser.add_argument("--all", action="store_true", help="decode every picture, and read every shard")
-    parser.add_argument("--strict", action="store_true", help="status 1 where there is a warning, too")
+    parser.add_argument("--all", action="store_true", help="decode every image and read every shard")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 for a warning, too")
     parser.add_argument("--json", metavar="FILE", help="write the findings to FILE ('-': standard output)")
     add_flags(parser, only=flags())
     parser.set_defaults(run=run)

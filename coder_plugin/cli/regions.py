@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from coder_plugin.config import TrainConfig
 
 _DETECTOR = {  # option of a detector: its flag's type and help
-    "model": (str, "the detector's model: a Faster-RCNN of torchvision, any model of timm"),
-    "weights": (str, "a .pth or .safetensors file, or default: the model's own, downloaded"),
-    "regions": (int, "regions of an image at most [36]"),
-    "nms": (float, "overlap above which the lower of two boxes of a class is dropped [0.3]"),
-    "min_score": (float, "leave out regions below it, but the best --min-regions [0]"),
-    "min_regions": (int, "[10]"),
-    "proposals": (int, "c4: proposals of an image [300]"),
-    "grid": (int, "timm: cells a side [the model's map as it is]"),
-    "image_size": (int, "timm: side of the square that images are squashed to; c4: their short side"),
+    "model": (str, "the detector's model: a Faster R-CNN of torchvision, or any timm model"),
+    "weights": (str, "a .pth or .safetensors file, or default: the model's weights, downloaded"),
+    "regions": (int, "maximum number of regions per image [36]"),
+    "nms": (float, "overlap above which the lower-scoring of two boxes of a class is dropped [0.3]"),
+    "min_score": (float, "leave out regions with a lower score, but keep the best --min-regions [0]"),
+    "min_regions": (int, "minimum number of regions per image, whatever their score [10]"),
+    "proposals": (int, "c4: proposals per image [300]"),
+    "grid": (int, "timm: cells per side of the grid [the model's feature map]"),
+    "image_size": (int, "timm: side of the square that images are resized to; c4: their short side, in pixels"),
 }
 
 
@@ -39,7 +39,7 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
         "extract",
         help="regions of pictures, by a detector or a grid",
         description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards or SCAN's "
-        "precomp files. A run that was stopped goes on where it was.",
+        "precomp files. A interrupted run continues where it stopped.",
         allow_abbrev=False,
     )
     add_extract_flags(parser)
@@ -50,31 +50,31 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
 def add_extract_flags(parser: argparse.ArgumentParser) -> None:
     """The command's arguments; ``--dataset-type`` and other reading flags are the caller's to add."""
     parser.add_argument("images", metavar="IMAGES", help="a folder of pictures, shards, or a data set with captions")
-    parser.add_argument("output", metavar="OUTPUT", help="folder to write; a run that was stopped goes on there")
+    parser.add_argument("output", metavar="OUTPUT", help="folder to write; an interrupted run continues there")
     parser.add_argument("--detector", default="torchvision", help="torchvision, timm, c4 or a plugin's [torchvision]")
     for option, (kind, text) in _DETECTOR.items():
         flag = "--detector-model" if option == "model" else f"--{option.replace('_', '-')}"
         parser.add_argument(flag, dest=option, type=kind, help=text)
     for option in ("image_mean", "image_std"):
         flag = f"--{option.replace('_', '-')}"
-        parser.add_argument(flag, type=float, nargs=3, metavar=("R", "G", "B"), help="timm: of inputs in [0, 1]")
-    parser.add_argument("--allow-random", action="store_true", help="untrained weights where none are given")
-    parser.add_argument("--whole", metavar="timm:MODEL", help="also a feature of the whole image, by a model of timm")
-    parser.add_argument("--whole-weights", metavar="FILE", help="its weights, or default")
+        parser.add_argument(flag, type=float, nargs=3, metavar=("R", "G", "B"), help="timm: normalisation, for inputs in [0, 1]")
+    parser.add_argument("--allow-random", action="store_true", help="allow random weights if none are given")
+    parser.add_argument("--whole", metavar="timm:MODEL", help="also extract a feature of the whole image with this timm model")
+    parser.add_argument("--whole-weights", metavar="FILE", help="weights of --whole's model: a file, or default")
     parser.add_argument("--to", choices=("shards", "precomp"), default="shards", help="what to write [shards]")
     parser.add_argument(
-        "--captions-per-image", type=int, metavar="N", help="precomp: keep the first N captions of each image [all]"
+        "--captions-per-image", type=int, metavar="N", help="precomp: keep the first N captions per image [all]"
     )
     parser.add_argument("--split", default="train", help="split of the data set [train]")
-    parser.add_argument("--to-split", metavar="SPLIT", help="what the split is called in OUTPUT [--split]")
+    parser.add_argument("--to-split", metavar="SPLIT", help="name of the split in OUTPUT [the same as --split]")
     parser.add_argument(
-        "--processes", type=int, default=1, help="processes that detect, a GPU each where there are [1]"
+        "--processes", type=int, default=1, help="detector processes, each on its own GPU if there are GPUs [1]"
     )
-    parser.add_argument("--workers", type=int, default=2, help="processes that decode, for each of these [2]")
-    parser.add_argument("--batch-size", type=int, default=8, help="images a call of the detector [8]")
-    parser.add_argument("--shard-size", type=int, default=1000, help="images a shard, and between restarts [1000]")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 … [cuda where there is one]")
-    parser.add_argument("--max-bad-images", type=int, default=100, help="images that may be undecodable [100]")
+    parser.add_argument("--workers", type=int, default=2, help="decoding processes per detector process [2]")
+    parser.add_argument("--batch-size", type=int, default=8, help="images per call of the detector [8]")
+    parser.add_argument("--shard-size", type=int, default=1000, help="images per shard; an interrupted run repeats at most one shard [1000]")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 … [cuda if there is a GPU]")
+    parser.add_argument("--max-bad-images", type=int, default=100, help="stop after more than N images that cannot be decoded [100]")
 
 
 def _extract(arguments: argparse.Namespace) -> int:
@@ -130,15 +130,15 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("source", metavar="SOURCE", help="file or folder of region features")
     parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")
     kinds = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
-    parser.add_argument("--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"SOURCE's: {kinds} [by its name]")
+    parser.add_argument("--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"layout of SOURCE: {kinds} [from its name]")
     to_help = "shards, precomp, or a plugin's [by its name]"
     parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help=to_help)
     parser.add_argument("--split", default="train", help="split of SOURCE and of the captions [train]")
-    parser.add_argument("--to-split", metavar="SPLIT", help="what it is called in DESTINATION [--split]")
+    parser.add_argument("--to-split", metavar="SPLIT", help="name of the split in DESTINATION [the same as --split]")
     parser.add_argument("--captions-data", metavar="DATA", help="captions: a .json, _caps.txt, .csv, shards …")
-    parser.add_argument("--captions-per-image", type=int, metavar="N", help="keep the first N captions of each image [all]")
-    parser.add_argument("--missing-ok", action="store_true", help="leave out images without or with damaged regions")
-    parser.add_argument("--without-extras", action="store_true", help="leave out further arrays, such as LXMERT's labels")
+    parser.add_argument("--captions-per-image", type=int, metavar="N", help="keep the first N captions per image [all]")
+    parser.add_argument("--missing-ok", action="store_true", help="leave out images whose regions are missing or damaged")
+    parser.add_argument("--without-extras", action="store_true", help="leave out additional arrays, such as LXMERT's labels")
     add_flags(parser, only=_reading())
     parser.set_defaults(run=_convert)
 

@@ -12,14 +12,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "report",
         help="one HTML file of a training run: curves, recall, results, state",
-        description="Write what a run's folder, its model and its validation data tell into one HTML file that loads nothing: "
-        "options, curves, recall, best and worst queries, a map, concepts, banks. What is missing says why.",
+        description="Write one self-contained HTML file about a run: options, curves, recall, best and worst queries, a map of "
+        "the embeddings, concepts, banks. A section without data says why.",
         allow_abbrev=False,
     )
     parser.add_argument("run_folder", metavar="RUN", help="a training run's folder")
     parser.add_argument("--output", metavar="FILE", help="the file to write [RUN/report.html]")
-    parser.add_argument("--export", choices=("best", "last"), help="which export's results are shown [best]")
-    parser.add_argument("--images", type=int, default=6, metavar="N", help="queries of each kind, and sample images [6]")
+    parser.add_argument("--export", choices=("best", "last"), help="the export whose results are shown [best]")
+    parser.add_argument("--images", type=int, default=6, metavar="N", help="number of queries of each kind, and of sample images [6]")
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     reading = "val_data max_regions max_bad_images workers batch_size precision".split()
     add_flags(parser, only=[*reading, *READING])

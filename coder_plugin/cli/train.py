@@ -10,8 +10,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "train",
-        help="train a model; with no data named, on the built-in scenes",
-        description="Train on the data named, or on the built-in scenes. Flags have open_clip's names wherever open_clip "
+        help="train a model, by default on the built-in scenes",
+        description="Train on --train-data, or on the built-in scenes. Flags have open_clip's names wherever open_clip "
         "has the flag. Several processes: accelerate launch -m coder_plugin.cli train ...",
         allow_abbrev=False,
     )

@@ -16,11 +16,23 @@ from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.asymmetry import Texts
-from coder_plugin.heads.base import Head, Widths, in_score
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.heads.capabilities import (
+    AddsTexts,
+    Capability,
+    FollowsModel,
+    KeepsState,
+    ReadsTags,
+    Scores,
+    affects_ranking,
+    heads_with,
+)
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import INTERMEDIATE_KEYS, Resolution, resolve
 
 AggregatorName = Literal["tower", "gpo"]
+#: The keys that a backbone may return.
+_EVERY_OUTPUT = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 
 
 class Coder(nn.Module):
@@ -35,26 +47,26 @@ class Coder(nn.Module):
         self,
         objective: Objective,
         resolution: Resolution,
-        widths: Widths,
+        backbone: BackboneInfo,
         *,
         aggregator: AggregatorName = "tower",
         context_blocks: int = 1,
     ) -> None:
         super().__init__()
         self.objective: Objective = objective
-        self.views: int = widths.views
+        self.views: int = backbone.views
         self.context_blocks: int = context_blocks
         self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
         self.aggregators: Any = nn.ModuleDict()
         if aggregator == "gpo":
-            channels = {"image": widths.image_tokens, "text": widths.text_tokens}
-            self.aggregators.update({side: Aggregator(width, widths.embed_dim) for side, width in channels.items()})
+            channels = {"image": backbone.image_tokens, "text": backbone.text_tokens}
+            self.aggregators.update({side: Aggregator(width, backbone.embed_dim) for side, width in channels.items()})
         options = dict(objective.heads)
         self.heads: Any = nn.ModuleDict()
         for name in resolution.heads:
             try:
-                head = registry.load("heads", name)(widths, **dict(options.pop(name, ())))
-                head.read = resolution.reads
+                head = registry.load("heads", name)(backbone, **dict(options.pop(name, ())))
+                head.requested_keys = resolution.reads
                 self.heads[name] = head
             except (ValueError, TypeError) as error:
                 raise CoderError(f"head {name!r}: {error}") from error
@@ -76,7 +88,7 @@ class Coder(nn.Module):
         """The retrieval vectors of one side: instance feature and scoring heads' blocks, one after the other."""
         base = 1.0
         blocks: list[tuple[float, Tensor]] = []
-        scoring = [head for head in self.heads.values() if head.scores]
+        scoring = heads_with(self.heads, Scores).values()
         # what is added comes after what is interpolated, in whichever order the objective names them
         for head in sorted(scoring, key=lambda head: head.adds_score):
             instead, own = head.score_weights()
@@ -98,14 +110,14 @@ class Coder(nn.Module):
         return None if head is None or text is None else head.further_texts(text, text_positive)
 
     @property
-    def adds_texts(self) -> Any:
-        """The head that wants further texts encoded, if there is one."""
-        return next((head for head in self.heads.values() if head.adds_texts), None)
+    def adds_texts(self) -> AddsTexts | None:
+        """The head that has further texts encoded, if there is one."""
+        return next(iter(heads_with(self.heads, AddsTexts).values()), None)
 
     @property
     def reads_tags(self) -> bool:
         """Whether a head reads the classes of the words."""
-        return any(head.reads_tags for head in self.heads.values())
+        return any(head.tag_classes() for head in heads_with(self.heads, ReadsTags).values())
 
     def without_heads(self) -> Coder:
         """The same aggregators and no head: what a momentum copy of the model keeps."""
@@ -115,12 +127,12 @@ class Coder(nn.Module):
 
     def attach(self, model: Any) -> None:
         """Let the heads that follow the model copy it: when it is complete, and again when modules were replaced."""
-        for head in self.heads.values():
+        for head in heads_with(self.heads, FollowsModel).values():
             head.attach(model)
 
     def discard(self) -> None:
-        """Forget what was stashed: the loss was taken of a batch that is no step."""
-        for head in self.heads.values():
+        """Forget what the loss stashed: no step follows."""
+        for head in heads_with(self.heads, KeepsState).values():
             head.discard()
 
     def check(self, *, batch: int, samples: int) -> None:
@@ -140,13 +152,14 @@ class Coder(nn.Module):
         return {key: value for key, value in pool.items() if key.startswith("coder_")}
 
     def post_step(self) -> None:
-        """Write the heads' state: call once after every optimizer step that was performed (rule 3)."""
-        for head in self.heads.values():
+        """Write the heads' state: call once after every optimizer step that was performed."""
+        for head in heads_with(self.heads, KeepsState).values():
             head.post_step()
 
     def health(self) -> dict[str, float]:
-        """What the heads say of their state, as ``head/figure``: for a log, now and then."""
-        return {f"{name}/{figure}": value for name, head in self.heads.items() for figure, value in head.health().items()}
+        """Figures of the heads' state for the log, as ``head/figure``."""
+        stateful = heads_with(self.heads, KeepsState)
+        return {f"{name}/{figure}": value for name, head in stateful.items() for figure, value in head.health().items()}
 
     def state_names(self) -> list[str]:
         """Names, within the whole model, of buffers and frozen copies that accumulate (rule 3)."""
@@ -297,17 +310,17 @@ def add_heads(
         )
     resolution = resolve(objective, clip.available_keys(model), inside)
     if inference:
-        resolution = resolution.of_heads([name for name in resolution.heads if in_score(registry.load("heads", name))])
+        resolution = resolution.of_heads([name for name in resolution.heads if affects_ranking(registry.load("heads", name))])
         objective = replace(objective, heads=tuple(options for options in objective.heads if options[0] in resolution.heads))
     if of_regions:
-        model.coder = Coder(objective, resolution, model.widths()).to(next(model.parameters()).device)
+        model.coder = Coder(objective, resolution, model.info()).to(next(model.parameters()).device)
     else:
         wanted = (resolution.reads | set(return_intermediates)) & clip.INTERMEDIATE_KEYS
         if aggregator == "gpo":
             wanted |= AGGREGATED
         taps = TokenTaps(model, wanted, context_blocks=context_blocks) if wanted else None
         coder = Coder(
-            objective, resolution, clip.probe_widths(model, taps), aggregator=aggregator, context_blocks=context_blocks
+            objective, resolution, clip.probe_backbone(model, taps), aggregator=aggregator, context_blocks=context_blocks
         )
         model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
     if model.coder.adds_texts is not None:
@@ -327,7 +340,18 @@ def needs_logit_bias(objective: Objective) -> bool:
 
 def required_heads(objective: Objective) -> tuple[str, ...]:
     """The heads that an objective builds on a model that has every key."""
-    return resolve(objective, {"image_features", "text_features", "logit_scale", "logit_bias"}).heads
+    return resolve(objective, _EVERY_OUTPUT).heads
+
+
+def reads_key(objective: Objective, key: str) -> bool:
+    """Whether a term or head of an objective reads a key, on a model that has every key."""
+    return key in resolve(objective, _EVERY_OUTPUT).reads
+
+
+def required_heads_with(objective: Objective, capability: type[Capability]) -> dict[str, type[Capability]]:
+    """The classes of those required heads that have a capability, by name."""
+    classes = {name: registry.load("heads", name) for name in required_heads(objective)}
+    return {name: cls for name, cls in classes.items() if isinstance(cls, type) and issubclass(cls, capability)}
 
 
 def create_loss(loss: str | Objective, *, model: Any) -> CoderLoss:

@@ -133,7 +133,7 @@ def _bind(term: TermSpec, made: Any) -> dict[str, str]:
                 f"{term.name}@{term.source}: the momentum banks hold the backbone's own features, and generated texts have no "
                 f"others: not those of {term.source!r}; use a term of the pairs alone, such as dcl@{term.source}"
             )
-        pair = _head(term.source).pair
+        pair = _head(term.source).feature_keys
         if pair is None:
             raise CoderError(f"{term.name}@{term.source}: head {term.source!r} has no features of its own to compare")
         instead = dict(zip(("image_features", "text_features"), pair, strict=True))

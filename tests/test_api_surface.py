@@ -24,6 +24,7 @@ MODULES = (
     "coder_plugin.data.regions.base",
     "coder_plugin.detectors.base",
     "coder_plugin.heads.base",
+    "coder_plugin.heads.capabilities",
     "coder_plugin.losses.base",
     "coder_plugin.negatives.base",
     "coder_plugin.registry",
@@ -35,8 +36,8 @@ COMMANDS = ("train", "eval", "concepts", "plugins", "share", "regions extract", 
 #: others with a default. What does not exist yet is not looked at, and may not disappear from surface.txt once it does.
 PROMISED = {
     "coder_plugin": (
-        "create_model(name, *, objective)",
-        "create_loss(objective, *, model)",
+        "create_model(name, *, loss)",
+        "create_loss(loss, *, model)",
         "list_plugins(group=None)",
     ),
     "coder_plugin.functional": (
@@ -92,6 +93,7 @@ def _public(module: ModuleType) -> list[str]:
 
 def _methods(cls: type) -> Iterator[str]:
     for name, value in sorted(vars(cls).items()):
+        value = value.__func__ if isinstance(value, classmethod) else value
         if not name.startswith("_") and inspect.isroutine(value):
             yield f"{name}{_signature(value)}"
         elif not name.startswith("_"):

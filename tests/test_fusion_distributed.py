@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from coder_plugin import distributed
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.fusion import Fusion
 from tests import gloo
 
@@ -25,7 +25,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.image, self.text = nn.Linear(4, 8, bias=False), nn.Linear(3, 5, bias=False)
-        self.head = Fusion(Widths(embed_dim=8, image_tokens=8, text_tokens=5), heads=2, pairs_per_tile=4)
+        self.head = Fusion(BackboneInfo(embed_dim=8, image_tokens=8, text_tokens=5), heads=2, pairs_per_tile=4)
         self.double()
 
     def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,8 @@ import coder_plugin
 from coder_plugin import create_loss, create_model, registry
 from coder_plugin.backbones import clip as backbone
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.losses.base import Term
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_model, plain_state
@@ -47,17 +48,17 @@ class ReadsTokens(Term):
         return sum((tokens[key] * tokens[mask].unsqueeze(-1)).square().mean() for key, mask in pairs)
 
 
-class Bank(Head):
+class Bank(KeepsState):
     """A first-in-first-out bank of one slot a step, whose loss stashes the mean text."""
 
     requires = ("text_features",)
     provides = ("coder_bank_texts",)
 
-    def __init__(self, widths: Widths, *, size: int = 3) -> None:
+    def __init__(self, backbone: BackboneInfo, *, size: int = 3) -> None:
         super().__init__()
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        self.register_buffer("rows", torch.zeros(size, widths.embed_dim))
+        self.register_buffer("rows", torch.zeros(size, backbone.embed_dim))
         self.register_buffer("pointer", torch.tensor(0))
         self.scale = nn.Parameter(torch.ones(()))
         self.momentum = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -85,9 +86,9 @@ class Pair(Head):
 
     requires = ("image_features", "text_features", "kept_inside")
     provides = ("coder_pair_images", "coder_pair_texts")
-    pair = ("coder_pair_images", "coder_pair_texts")
+    feature_keys = ("coder_pair_images", "coder_pair_texts")
 
-    def __init__(self, widths: Widths) -> None:
+    def __init__(self, backbone: BackboneInfo) -> None:
         super().__init__()
 
     def forward(self, image_features: Tensor, text_features: Tensor, kept_inside: Tensor) -> dict[str, Tensor]:
@@ -100,7 +101,7 @@ class Inside(Head):
     requires = ("text_features",)
     provides = ("kept_inside",)
 
-    def __init__(self, widths: Widths) -> None:
+    def __init__(self, backbone: BackboneInfo) -> None:
         super().__init__()
 
     def forward(self, text_features: Tensor) -> dict[str, Tensor]:
@@ -446,8 +447,8 @@ def test_tokens_and_masks(make: Make, name: str) -> None:
     assert torch.equal(mask, made.mask(text))
     assert mask.sum(1).tolist() == [6, 10, 16], "the end token counts, the padding does not"
     assert texts.shape[1] == T
-    widths = backbone.probe_widths(model, model._coder_taps[0])
-    assert widths == Widths(embed_dim=32, image_tokens=images.shape[2], text_tokens=texts.shape[2])
+    widths = backbone.probe_backbone(model, model._coder_taps[0])
+    assert widths == BackboneInfo(embed_dim=32, image_tokens=images.shape[2], text_tokens=texts.shape[2])
     assert widths.embed_dim == got["image_features"].shape[1]
 
 

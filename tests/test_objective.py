@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
 from coder_plugin.objective import Objective, TermSpec, check_options, parse_value
 
@@ -56,7 +56,7 @@ class Unreadable(Term):
 
 
 class Gate(Head):
-    def __init__(self, widths: Widths, *, size: int = 3, wide: bool = False) -> None:
+    def __init__(self, backbone: BackboneInfo, *, size: int = 3, wide: bool = False) -> None:
         super().__init__()
 
 
@@ -507,7 +507,7 @@ def test_options_that_must_agree_are_set_together() -> None:
         ("dcl.mu", 0, "'dcl': mu"),
         ("gate.sise", 1, "'gate' has no option 'sise'; it has: size, wide"),
         ("gate.size", 1.5, "'gate': option size=1.5 must be int"),
-        ("gate.widths", 1, "'gate' has no option 'widths'"),
+        ("gate.backbone", 1, "'gate' has no option 'backbone'"),
     ],
 )
 def test_set_mistakes(path: str, value: Any, message: str) -> None:

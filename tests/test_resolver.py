@@ -11,7 +11,7 @@ import pytest
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import INTERMEDIATE_KEYS, OWN_DISTRIBUTION, Resolution, resolve
@@ -44,13 +44,13 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
     return add
 
 
-def head(requires: str = "", provides: str = "", pair: tuple[str, str] | None = None) -> type[Head]:
+def head(requires: str = "", provides: str = "", feature_keys: tuple[str, str] | None = None) -> type[Head]:
     """A head class that no resolver may instantiate."""
 
-    def made(self: Head, widths: Widths) -> None:
+    def made(self: Head, backbone: BackboneInfo) -> None:
         raise AssertionError("resolving must not build heads")
 
-    fields = {"requires": tuple(requires.split()), "provides": tuple(provides.split()), "pair": pair}
+    fields = {"requires": tuple(requires.split()), "provides": tuple(provides.split()), "feature_keys": feature_keys}
     return type("Fake", (Head,), {**fields, "__init__": made})
 
 
@@ -243,9 +243,9 @@ def test_at_reads_the_heads_pair(plug: Plug) -> None:
 
 
 def test_at_builds_that_head_and_no_other(plug: Plug) -> None:
-    pair = ("coder_x", "coder_y")
-    plug("heads", own=head(provides="coder_x coder_y", pair=pair))
-    plug("heads", "theirs", theirs=head(provides="coder_x coder_y", pair=pair), key=head(provides="coder_key"))
+    features = ("coder_x", "coder_y")
+    plug("heads", own=head(provides="coder_x coder_y", feature_keys=features))
+    plug("heads", "theirs", theirs=head(provides="coder_x coder_y", feature_keys=features), key=head(provides="coder_key"))
     plug("heads", "others", key_2=head(provides="coder_key"))
     plug("losses", both=loss("image_features text_features coder_key"), plain=loss("image_features text_features"))
     assert run("plain@theirs").heads == ("theirs",)

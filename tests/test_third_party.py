@@ -197,13 +197,13 @@ def test_mistakes_with_it_are_one_line(run: Run, loss: str, said: str) -> None:
 def _two_steps(site: str, rows: int) -> dict[str, Any]:
     """Two steps of these rows of a global batch of two: both on one process, one on each of two ranks."""
     from coder_plugin import distributed, registry
-    from coder_plugin.heads.base import Widths
+    from coder_plugin.heads.base import BackboneInfo
 
     if site not in sys.path:
         sys.path.insert(0, site)
         registry.refresh()
     theirs = importlib.import_module("their_losses")
-    bank, term = theirs.Bank(Widths(embed_dim=4), size=5), theirs.Theirs()
+    bank, term = theirs.Bank(BackboneInfo(embed_dim=4), size=5), theirs.Theirs()
     term.bind({"their_bank": bank}, local_loss=False)
     own = slice(distributed.rank() * rows, (distributed.rank() + 1) * rows)
     losses = []
@@ -229,9 +229,9 @@ def test_the_bank_holds_every_ranks_texts_in_the_same_order(site: Path, theirs: 
 
 
 def test_a_batch_larger_than_the_bank_leaves_its_last_rows(theirs: ModuleType) -> None:
-    from coder_plugin.heads.base import Widths
+    from coder_plugin.heads.base import BackboneInfo
 
-    bank = theirs.Bank(Widths(embed_dim=1), size=3)
+    bank = theirs.Bank(BackboneInfo(embed_dim=1), size=3)
     bank.write(texts=torch.arange(5.0)[:, None])
     assert sorted(bank.texts.flatten().tolist()) == [2, 3, 4] and int(bank.count) == 3
     bank.write(texts=torch.tensor([[9.0]]))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from coder_plugin.backbones.words import Words
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.norm import statistics_of
 
 #: The file of an export that says how its model is made.
@@ -35,7 +35,7 @@ class Backbone(nn.Module):
     logit_scale: nn.Parameter
     words: Words
 
-    def widths(self) -> Widths:
+    def info(self) -> BackboneInfo:
         """Dimensions that heads are built from."""
         raise NotImplementedError
 

@@ -24,7 +24,7 @@ from coder_plugin import registry
 from coder_plugin.backbones.tokens import TokenTaps, text_mask_of, word_embedding_of
 from coder_plugin.backbones.words import Words
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 
 CONFIGS = Path(__file__).parent / "model_configs"
 #: Under which key a checkpoint of open_clip's trainer says what its heads were made with.
@@ -370,11 +370,11 @@ def words_of(model: Any, name: str, cache_dir: str | None) -> Words:
     return Words(word_embedding_of(model), text_mask_of(model), blank)
 
 
-def probe_widths(model: Any, taps: TokenTaps | None) -> Widths:
+def probe_backbone(model: Any, taps: TokenTaps | None) -> BackboneInfo:
     """Joint and token dimensions, read off one forward of a blank input where tokens are asked for."""
     embed_dim = _embed_dim(model)
     if taps is None:
-        return Widths(embed_dim=embed_dim)
+        return BackboneInfo(embed_dim=embed_dim)
     size = model.visual.image_size
     height, width = (size, size) if isinstance(size, int) else size
     stem = next(parameter for parameter in model.visual.parameters() if parameter.ndim == 4)
@@ -388,7 +388,7 @@ def probe_widths(model: Any, taps: TokenTaps | None) -> Widths:
     model.train(training)
     caught = taps.take(text)
     widths = {key: caught[key].shape[-1] for key in _MEASURED if key in caught}
-    return Widths(embed_dim=embed_dim, **widths)
+    return BackboneInfo(embed_dim=embed_dim, **widths)
 
 
 def _embed_dim(model: Any) -> int:

@@ -31,7 +31,7 @@ from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.sets import without_start
 from coder_plugin.functional.similarity import unit
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 
 #: Where :meth:`RegionText.save_config` puts a BERT's configuration and tokenizer.
 TEXT_FOLDER = "text"
@@ -133,10 +133,10 @@ class RegionText(Backbone):
             self.inside = self.inside | {"image_global"}
         self.train()  # transformers loads in eval mode
 
-    def widths(self) -> Widths:
+    def info(self) -> BackboneInfo:
         options = self.options
         plain = options.encoder == "bigru" and not options.word_projection
-        return Widths(
+        return BackboneInfo(
             embed_dim=options.embed_dim,
             image_tokens=options.embed_dim,
             text_tokens=options.embed_dim,

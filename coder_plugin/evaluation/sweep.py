@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.capabilities import Reweighs, Scores, heads_with
 from coder_plugin.pretrained.encode import Encoded, Encoder
 
 
@@ -25,23 +26,24 @@ def sweep(
     Raises:
         CoderError: a weight out of range, a model whose score has no such part.
     """
-    heads = {name: head for name, head in encoder.model.coder.heads.items() if head.scores}
+    heads = heads_with(encoder.model.coder.heads, Scores)
     known = f"this model scores with: {', '.join(heads) or 'no head'}"
     if wrong := [beta for beta in betas if not 0 <= beta <= 1]:
         raise CoderError(f"--beta must be in [0, 1], got {wrong[0]}")
     if wrong := [weight for weight in context_weights if not weight >= 0]:
         raise CoderError(f"--context-weight must be >= 0, got {wrong[0]}")
-    if betas and "concepts" not in heads:
+    beta_head, weight_head = _reweighed(heads)
+    if betas and beta_head is None:
         raise CoderError(f"--beta weighs the concept level, and {known}")
-    if context_weights and "contexts" not in heads:
+    if context_weights and weight_head is None:
         raise CoderError(f"--context-weight weighs the context level, which an objective with cra has, and {known}")
-    if others := heads.keys() - {"concepts", "contexts"}:
+    if others := {name for name, head in heads.items() if head not in (beta_head, weight_head)}:
         raise CoderError(f"the score of {', '.join(sorted(others))} cannot be weighed anew, and {known}")
     with contextlib.ExitStack() as stack:
-        if betas:
-            stack.enter_context(heads["concepts"].weighing(0.5))
-        if context_weights:
-            stack.enter_context(heads["contexts"].weighing(1.0))
+        if betas and beta_head is not None:
+            stack.enter_context(beta_head.weighing(0.5))
+        if context_weights and weight_head is not None:
+            stack.enter_context(weight_head.weighing(1.0))
         encoded = encoder(source)
         layout = layout_of(heads)
     for beta in betas or (None,):
@@ -61,11 +63,17 @@ class Layout(NamedTuple):
 
 def layout_of(heads: Mapping[str, Any]) -> Layout:
     """The layout of the vectors that a model with these heads gives as they now weigh."""
-    concepts: Any = heads.get("concepts")
-    contexts: Any = heads.get("contexts")
-    own = concepts.score_weights()[1] if concepts is not None else 0.0
-    weight = contexts.weight if contexts is not None else 0.0
-    return Layout(own or None, weight, contexts.width if weight > 0 else 0)
+    interpolated, added = _reweighed(heads)
+    own = 0.0 if interpolated is None else interpolated.score_weights()[1]
+    weight = 0.0 if added is None else added.score_weights()[1]
+    return Layout(own or None, weight, added.block_dim if added is not None and weight > 0 else 0)
+
+
+def _reweighed(heads: Mapping[str, Any]) -> tuple[Reweighs | None, Reweighs | None]:
+    """The head whose weight is interpolated (beta), and the one that is added (context weight)."""
+    reweighs = heads_with(heads, Reweighs).values()
+    interpolated = next((head for head in reweighs if not head.adds_score), None)
+    return interpolated, next((head for head in reweighs if head.adds_score), None)
 
 
 def reweighed(

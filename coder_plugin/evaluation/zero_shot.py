@@ -23,6 +23,7 @@ from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import ItemSource, decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import align
+from coder_plugin.heads.capabilities import Scores, heads_with
 from coder_plugin.pretrained.encode import Encoder
 
 _NAMES = "classnames.txt"
@@ -134,7 +135,7 @@ def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
         raise CoderError("--zeroshot classifies pictures, and this model reads region features")
     # an image's own length moves none of its classes
     ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"towers": (model.encode_image, model.encode_text)}
-    if len(model.coder.aggregators) or any(head.scores for head in model.coder.heads.values()):
+    if len(model.coder.aggregators) or heads_with(model.coder.heads, Scores):
         ways["vectors"] = (model.embed_image, model.embed_text)
     training = model.training
     model.eval()

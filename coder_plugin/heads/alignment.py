@@ -5,7 +5,8 @@ Shapes: B batch, T words, L regions, C their channels before the context stage, 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 from coder_plugin.data.tags import ADJECTIVE, NOUN, VERB
 from coder_plugin.functional import correspondence, prototype_scores
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, TrainingFacts
+from coder_plugin.heads.capabilities import KeepsState, ReadsTags
 
 #: Classes of words, and their codes in ``text_tags``.
 _CLASSES = {"noun": (NOUN,), "noun+adj+verb": (NOUN, VERB, ADJECTIVE)}
 
 
-class Alignment(Head):
+class Alignment(KeepsState, ReadsTags):
     """Words' and regions' cosines with the prototypes, and which of them belong together within each pair.
 
     ``coder_word_scores`` [B, T, K] and ``coder_region_scores`` [B, L, K], float32 or better; ``coder_word_regions`` int64
@@ -47,12 +49,14 @@ class Alignment(Head):
         "coder_region_mask",
         "coder_region_words",
     )
+    data_options = ("freeze_steps",)
+    free_on_resume = ("freeze_steps",)  # an epoch's steps depend on the number of ranks
 
     steps: Tensor
 
     def __init__(
         self,
-        widths: Widths,
+        backbone: BackboneInfo,
         *,
         prototypes: int = 1024,
         words: Literal["all", "noun", "noun+adj+verb"] = "all",
@@ -65,13 +69,13 @@ class Alignment(Head):
             raise ValueError("freeze_steps=epoch is for a trainer, which knows how many steps that is: give their number")
         if freeze_steps < 0:
             raise ValueError(f"freeze_steps must be >= 0, got {freeze_steps}")
-        if not widths.image_locals or widths.image_locals != widths.text_locals:
+        if not backbone.image_locals or backbone.image_locals != backbone.text_locals:
             raise ValueError(
-                f"words ({widths.text_locals} channels before the context stage) and regions ({widths.image_locals}) must "
+                f"words ({backbone.text_locals} channels before the context stage) and regions ({backbone.image_locals}) must "
                 "share a space: a region model over a BiGRU does with --model-kwargs word_projection=true"
             )
-        self.words, self.reads_tags, self.freeze_steps = words, _CLASSES.get(words, ()), freeze_steps
-        self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, widths.image_locals), dim=-1))
+        self.words, self.freeze_steps = words, freeze_steps
+        self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, backbone.image_locals), dim=-1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(
@@ -89,7 +93,7 @@ class Alignment(Head):
             alike = correspondence(text_locals, counted, image_locals, image_context_mask)
         prototypes = self._entered()
         # the assignment gets no gradient: regions' scores need one where regions predict
-        with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.read):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.requested_keys):
             regions = prototype_scores(image_locals, prototypes, image_context_mask)
         # of a caption's words alone: most places of a text are padding
         row, column = counted.nonzero(as_tuple=True)
@@ -103,16 +107,27 @@ class Alignment(Head):
             "coder_region_words": alike.argmax(1),
         }
 
+    @classmethod
+    def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
+        """The steps of an epoch for ``freeze_steps=epoch``."""
+        if options.get("freeze_steps") != "epoch":
+            return {}
+        assert facts.pairs_per_step is not None
+        return {"freeze_steps": facts.samples_per_epoch // facts.pairs_per_step}
+
+    def tag_classes(self) -> tuple[int, ...]:
+        return _CLASSES.get(self.words, ())
+
     def post_step(self) -> None:
         self.steps += 1
         super().post_step()
 
     def _counted(self, mask: Tensor, tags: Tensor | None) -> Tensor:
-        if not self.reads_tags:
+        if not self.tag_classes():
             return mask
         if tags is None:
             raise ValueError(f"alignment.words={self.words} needs text_tags, the classes of the words, beside the batch's text")
-        codes = torch.tensor(self.reads_tags, device=tags.device)
+        codes = torch.tensor(self.tag_classes(), device=tags.device)
         return mask & torch.isin(tags[:, : mask.shape[1]], codes)
 
     def _entered(self) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from coder_plugin.functional.sets import valid_first
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import AddsTexts, FollowsModel
 from coder_plugin.negatives.base import Noise
 from coder_plugin.negatives.expression import make_parts
 from coder_plugin.negatives.generators import parse_noise
@@ -68,7 +69,7 @@ class Texts:
         return noised
 
 
-class Asymmetry(Head):
+class Asymmetry(AddsTexts, FollowsModel):
     """The features of generated texts, each [B, D], L2-normalised: ``coder_noised_features`` and, of the generated
     positives, ``coder_positive_features`` and ``coder_noised_positive_features``. ``coder_noise_changed`` bool [B, 1 or 2]
     says which of the captions and of the positives the noise has changed at all.
@@ -93,11 +94,10 @@ class Asymmetry(Head):
         "coder_noised_positive_features",
         "coder_noise_changed",
     )
-    adds_texts = True
 
     def __init__(
         self,
-        widths: Widths,
+        backbone: BackboneInfo,
         *,
         negatives: str | None = "mixture",
         positives: str | None = "join+truncate",

@@ -1,22 +1,33 @@
-"""What a head is: a module inside ``model.coder`` that turns keys into further keys, and may keep state."""
+"""What a head is: a module inside ``model.coder`` that turns tensors of the model into further tensors, by name.
+
+What only some heads do (score, re-rank, keep state, add texts …) is declared in :mod:`coder_plugin.heads.capabilities`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-#: What BatchNorm writes in forward: not our state.
+#: Buffers that BatchNorm writes in forward. They are not a head's accumulating state.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Widths:
-    """What a backbone tells its heads: the joint dimension D, the channels of its tokens, of what stands before (locals) and
-    after (contexts) its context stage and of a feature of the whole image (0: it has none), how many features an image has,
-    and how many tokens its tokenizer knows."""
+class BackboneInfo:
+    """Sizes of a backbone that heads are built from. A size of 0 means that the backbone has no such features.
+
+    Args:
+        embed_dim: D, channels of the joint space.
+        image_tokens, text_tokens: channels of the last layer's tokens.
+        image_locals, text_locals: channels of the tokens before the context stage.
+        image_contexts, text_contexts: channels of the tokens after the context stage.
+        image_global: channels of a feature of the whole image.
+        views: V, the number of joint features of one image.
+        vocabulary: number of tokens that the tokenizer knows.
+    """
 
     embed_dim: int
     image_tokens: int = 0
@@ -30,98 +41,108 @@ class Widths:
     vocabulary: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    """What a trainer knows before it builds the heads, for :meth:`Head.options_from_data`.
+
+    Args:
+        loss: the loss expression as the user wrote it, for error messages.
+        samples_per_epoch: number of samples in one epoch, over all ranks.
+        captions: ``draw``, one caption of an image per epoch, or ``all``.
+        pairs_per_step: image-text pairs of one optimizer step, over all ranks; None where no step is planned.
+        concepts: file of the concept vocabulary that the user named, or None.
+        on_scenes: whether the run trains on the built-in scenes.
+        train_data: the training data that the user named, for error messages.
+    """
+
+    loss: str
+    samples_per_epoch: int
+    captions: Literal["draw", "all"] | None = "draw"
+    pairs_per_step: int | None = None
+    concepts: str | None = None
+    on_scenes: bool = False
+    train_data: str | None = None
+
+
 class Head(nn.Module):
-    """Base of all heads (DESIGN, rules 2-4).
+    """Base of all heads.
 
-    A subclass takes :class:`Widths` and its options (keyword-only), names the keys it ``requires``, those it ``uses`` when
-    they are there, and those it ``provides``, and is called inside the model's forward with exactly the first two. Keys
-    that start with ``coder_`` leave the model and must be batch-first and of fixed shape; others stay inside, for later
-    heads.
+    ``__init__`` takes :class:`BackboneInfo` and keyword-only options. The head names the keys it ``requires``, those it
+    ``uses`` when they are there, and those it ``provides``; it is called inside the model's forward with exactly the first
+    two and returns a dict of (some of) the third. Keys that start with ``coder_`` leave the model: they must be batch-first
+    and of fixed shape. Other keys stay inside, for later heads.
 
-    State is persistent buffers. Forward never writes them: a loss term hands the new values to :meth:`stash`, and
-    :meth:`post_step` writes them, once per performed optimizer step.
+    State is persistent buffers, and forward never writes them: see :class:`~coder_plugin.heads.capabilities.KeepsState`.
+
+    Example:
+        >>> import torch
+        >>> class Norms(Head):
+        ...     requires, provides = ("image_pooled",), ("coder_norms",)
+        ...     def __init__(self, backbone): super().__init__()
+        ...     def forward(self, image_pooled): return {"coder_norms": image_pooled.norm(dim=1)}
+        >>> Norms(BackboneInfo(embed_dim=2))(image_pooled=torch.tensor([[3.0, 4.0]]))
+        {'coder_norms': tensor([5.])}
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
-    #: Never a reason to build another head.
+    #: Keys that the head reads if they are there. No other head is built for their sake.
     uses: ClassVar[tuple[str, ...]] = ()
     provides: ClassVar[tuple[str, ...]] = ()
-    #: Keys that stand in for (image_features, text_features) in ``term@head``.
-    pair: ClassVar[tuple[str, str] | None] = None
-    #: Whether it takes part in the score: then it has the ``score_weights`` and the blocks, from the backbone's keys alone.
-    scores: ClassVar[bool] = False
-    #: Whether its part of the score is added to that of all others, which it leaves as they are.
-    adds_score: ClassVar[bool] = False
-    #: Whether it wants texts encoded beside the captions: then it has ``further_texts`` and ``positives`` (heads/asymmetry.py).
-    adds_texts: ClassVar[bool] = False
-    #: Whether its outputs are of all pairs of a batch, so that the batches of an accumulated step cannot be run one by one.
+    #: The provided keys that replace (image_features, text_features) in ``term@head``, or None.
+    feature_keys: ClassVar[tuple[str, str] | None] = None
+    #: Whether the outputs compare all pairs of a batch, so that a step cannot be split into accumulated batches.
     whole_batch: ClassVar[bool] = False
-    #: Whether it scores pairs that a shortlist has found: then it has ``image_item``, ``text_item`` and ``scorer``.
-    reranks: ClassVar[bool] = False
+    #: Options that :meth:`options_from_data` may set.
+    data_options: ClassVar[tuple[str, ...]] = ()
+    #: Options that a resumed run may have changed.
+    free_on_resume: ClassVar[tuple[str, ...]] = ()
+    #: Buffers that a resumed run must share with its checkpoint, each with the error message if it does not.
+    fixed_on_resume: ClassVar[Mapping[str, str]] = {}
 
-    #: The classes of words that it reads in ``text_tags``, if it does: the trainer then has captions tagged.
-    reads_tags: tuple[int, ...] = ()
-
-    #: The keys that terms and heads of the objective read; what is not among them need not be computed.
-    read: Set[str]
+    #: Keys that the terms and heads of the loss read; what is not among them need not be computed.
+    requested_keys: Set[str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = frozenset(self.provides)
-        self._stashed: Mapping[str, Any] = {}
+        self.requested_keys = frozenset(self.provides)
 
     def forward(self, *args: Any, **inputs: Any) -> dict[str, Tensor]:
+        """Required and used keys -> provided keys.
+
+        Raises:
+            NotImplementedError: a subclass must override it.
+        """
         raise NotImplementedError
 
-    def attach(self, model: Any) -> None:
-        """Called when the model is complete, and again when its modules were replaced: a head that follows the model
-        takes its copy here."""
+    @classmethod
+    def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
+        """Values of :attr:`data_options` for a run, to be merged over ``options``.
 
-    def check(self, *, batch: int, samples: int) -> None:
-        """:class:`ValueError` where the head cannot work with a global batch of so many pairs, or a run of so many
-        samples in all: trainers call it before the first step."""
+        Args:
+            options: the options that are set so far. A value that is set must be kept.
+            facts: what is known of data and steps.
 
-    def score_weights(self) -> tuple[float, float]:
-        """How a head that ``scores`` does so, ``(base, own)``: ``S <- base * S + own * <image_block, text_block>``."""
-        raise NotImplementedError
-
-    def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        """Its block of an image's retrieval vector [B, F], from what the backbone knows of the image."""
-        raise NotImplementedError
-
-    def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        """Its block of a text's retrieval vector [B, F]."""
-        raise NotImplementedError
-
-    def discard(self) -> None:
-        """Forget what was stashed: the loss was taken of a batch that is no step."""
-        self._stashed = {}
-
-    def stash(self, **values: Any) -> None:
-        """Keep what the next :meth:`post_step` is to write; a later stash of the same step replaces it."""
-        self._stashed = values
-
-    def post_step(self) -> None:
-        """Write what was stashed. Called once after every optimizer step that was performed."""
-        values, self._stashed = self._stashed, {}
-        if values:
-            self.write(**values)
-
-    def write(self, **values: Any) -> None:
-        """Put stashed values into this head's buffers; a head with state overrides it."""
-
-    def health(self) -> dict[str, float]:
-        """Figures that tell whether the head's state is sound, such as how full a bank is; asked at log steps alone."""
+        Raises:
+            CoderError: the head needs something that the run does not have.
+        """
         return {}
 
+    def check(self, *, batch: int, samples: int) -> None:
+        """Refuse a run that the head cannot work with. Trainers call it before the first step.
+
+        Args:
+            batch: pairs of one step, over all ranks. samples: pairs of the whole run.
+
+        Raises:
+            ValueError: why it cannot work.
+        """
+
     def state_names(self) -> list[str]:
-        """Names of accumulating state: left out of weight averaging and of what DDP synchronises (rule 3)."""
+        """Names of accumulating state: buffers other than BatchNorm's, and frozen parameters.
+
+        They are left out of weight averaging and of what DDP synchronises.
+        """
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         norms = [name for name, module in self.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         statistics = {f"{norm}.{name}" if norm else name for norm in norms for name in _STATISTICS}
         return [name for name, _ in self.named_buffers() if name not in statistics] + frozen
-
-
-def in_score(head: Head | type[Head]) -> bool:
-    """Whether evaluation needs the head: exports keep it."""
-    return head.scores or head.reranks

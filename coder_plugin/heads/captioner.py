@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coder_plugin.functional.sets import last_state, valid_first
 from coder_plugin.functional.similarity import raise_precision
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Captioner(Head):
@@ -28,19 +28,19 @@ class Captioner(Head):
     requires = ("image_tokens", "image_mask", "text", "text_mask")
     provides = ("coder_caption_nll",)
 
-    def __init__(self, widths: Widths, *, hidden: int = 512, word_dim: int = 300, dropout: float = 0.2) -> None:
+    def __init__(self, backbone: BackboneInfo, *, hidden: int = 512, word_dim: int = 300, dropout: float = 0.2) -> None:
         super().__init__()
-        if not widths.vocabulary:
+        if not backbone.vocabulary:
             raise ValueError("captions are generated over the tokenizer's vocabulary, and this model does not tell its size")
         if hidden < 1 or word_dim < 1 or not 0 <= dropout < 1:
             raise ValueError(f"hidden and word_dim must be >= 1 and dropout in [0, 1), got {hidden}, {word_dim}, {dropout}")
-        self.project = nn.Linear(widths.image_tokens, hidden)
+        self.project = nn.Linear(backbone.image_tokens, hidden)
         self.encoder = nn.GRU(hidden, hidden, batch_first=True)
-        self.embed = nn.Embedding(widths.vocabulary, word_dim)
+        self.embed = nn.Embedding(backbone.vocabulary, word_dim)
         self.attend = nn.Linear(2 * hidden, hidden)
         self.weigh = nn.Linear(hidden, 1, bias=False)
         self.decoder = nn.GRUCell(hidden + word_dim, hidden)
-        self.out = nn.Linear(hidden, widths.vocabulary)
+        self.out = nn.Linear(hidden, backbone.vocabulary)
         for linear in (self.project, self.out):
             nn.init.xavier_normal_(linear.weight)
         self.drop_tokens, self.drop_input = nn.Dropout(dropout), nn.Dropout(dropout / 2)

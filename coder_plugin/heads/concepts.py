@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, TrainingFacts
+from coder_plugin.heads.capabilities import KeepsState, ReadsConcepts, Reweighs
 from coder_plugin.heads.gpo import GPO
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Concepts(Head):
+class Concepts(Reweighs, KeepsState, ReadsConcepts):
     """``coder_image_concepts`` and ``coder_text_concepts`` [B, D], L2-normalised mixtures of g concepts (METHODS 4).
 
     ``Y = LeakyReLU(A X W_sc)`` over the vocabulary's word vectors X and graph A. The image's query is its pooled feature
@@ -46,8 +48,10 @@ class Concepts(Head):
 
     requires = ("image_pooled", "text_tokens", "text_mask")
     provides = ("coder_image_concepts", "coder_text_concepts")
-    pair = ("coder_image_concepts", "coder_text_concepts")
-    scores = True
+    feature_keys = ("coder_image_concepts", "coder_text_concepts")
+    data_options = ("vocabulary",)
+    free_on_resume = ("vocabulary",)  # the file may have moved; its vectors are compared
+    fixed_on_resume = {"vectors": "the checkpoint was trained with another concept vocabulary than --concepts names now"}
 
     vectors: Tensor
     graph: Tensor
@@ -55,7 +59,7 @@ class Concepts(Head):
 
     def __init__(
         self,
-        widths: Widths,
+        backbone: BackboneInfo,
         *,
         vocabulary: str | None = None,
         threshold: float = 0.3,
@@ -70,7 +74,7 @@ class Concepts(Head):
             raise ValueError(f"beta must be in [0, 1], got {beta}")
         if layers < 1 or warmup < 0:
             raise ValueError(f"layers must be >= 1 and warmup >= 0, got {layers} and {warmup}")
-        if not widths.text_tokens:
+        if not backbone.text_tokens:
             raise ValueError("the text query needs the text tower's tokens, and this tower gives none")
         self.scale, self.beta, self.warmup = scale, beta, warmup
         self.vocabulary = words = _load(vocabulary)
@@ -82,15 +86,29 @@ class Concepts(Head):
         self.register_buffer("vectors", vectors)  # X [g, 300]
         self.register_buffer("graph", graph)  # [g, g]
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        dim = widths.embed_dim
+        dim = self.block_dim = backbone.embed_dim
         sizes = [vectors.shape[1], *[dim] * layers]
         self.convolutions = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
         self.text_pool = GPO()
         self.image_query = nn.Linear(dim, dim)
-        self.text_query = nn.Linear(widths.text_tokens, dim)
+        self.text_query = nn.Linear(backbone.text_tokens, dim)
         # W^v and W^w start as the plain cosine: of a random matrix the attention would be flat
         self.image_weight = nn.Parameter(torch.eye(dim))
         self.text_weight = nn.Parameter(torch.eye(dim))
+
+    @classmethod
+    def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
+        """The vocabulary that the user named, or that of the built-in scenes."""
+        if "vocabulary" in options:
+            if facts.concepts:
+                raise CoderError("--concepts and --set concepts.vocabulary (or the objective) both name a vocabulary: give one")
+            return {}
+        if not (facts.concepts or facts.on_scenes):
+            raise CoderError(
+                f'--loss "{facts.loss}" needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts '
+                f"--train-data {facts.train_data} --vectors glove.6B.300d.txt --output FILE"
+            )
+        return {"vocabulary": facts.concepts or "scenes"}
 
     def forward(self, image_pooled: Tensor, text_tokens: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
         concepts = self.concepts()
@@ -112,28 +130,26 @@ class Concepts(Head):
         return 1 - own, own
 
     @contextlib.contextmanager
-    def weighing(self, beta: float) -> Iterator[None]:
-        """Score with another beta, and the head entered whole."""
+    def weighing(self, weight: float) -> Iterator[None]:
+        """Inside the context the score uses this beta, without warm-up."""
         kept = self.beta, self.warmup
-        self.beta, self.warmup = beta, 0
+        self.beta, self.warmup = weight, 0
         try:
             yield
         finally:
             self.beta, self.warmup = kept
 
-    def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._of_image(known["image_pooled"], self.concepts())[0]
+    def image_block(self, features: Mapping[str, Tensor]) -> Tensor:
+        return self._of_image(features["image_pooled"], self.concepts())[0]
 
-    def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._of_text(known["text_tokens"], known["text_mask"], self.concepts())[0]
+    def text_block(self, features: Mapping[str, Tensor]) -> Tensor:
+        return self._of_text(features["text_tokens"], features["text_mask"], self.concepts())[0]
 
-    def image_attention(self, known: Mapping[str, Tensor]) -> Tensor:
-        """How an image attends to the concepts [B, g], each row a distribution."""
-        return self._of_image(known["image_pooled"], self.concepts())[1]
+    def image_attention(self, features: Mapping[str, Tensor]) -> Tensor:
+        return self._of_image(features["image_pooled"], self.concepts())[1]
 
-    def text_attention(self, known: Mapping[str, Tensor]) -> Tensor:
-        """How a text attends to the concepts [B, g], each row a distribution."""
-        return self._of_text(known["text_tokens"], known["text_mask"], self.concepts())[1]
+    def text_attention(self, features: Mapping[str, Tensor]) -> Tensor:
+        return self._of_text(features["text_tokens"], features["text_mask"], self.concepts())[1]
 
     def post_step(self) -> None:
         self.steps += 1

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from coder_plugin.functional.sets import mean
 from coder_plugin.functional.similarity import unit
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import MapsContext, Reweighs
 from coder_plugin.heads.norm import MaskedBatchNorm
 
 Branches = Literal["both", "text_global", "image_global", "none"]
@@ -45,7 +46,7 @@ class Guide(nn.Module):
         return guide, gate * guide + (1 - gate) * context
 
 
-class Contexts(Head):
+class Contexts(Reweighs, MapsContext):
     """The context-level score ``S_c``, and the features that shared context enhancement contrasts.
 
     With the mean v_g and t_g of the local context features v_i and t_i, the guides t_s, v_s and their fusions t_f, v_f
@@ -77,26 +78,24 @@ class Contexts(Head):
         "coder_text_locals",
         "coder_text_locals_mask",
     )
-    pair = ("coder_image_contexts", "coder_text_contexts")
-    scores = True
+    feature_keys = ("coder_image_contexts", "coder_text_contexts")
     adds_score = True
 
     def __init__(
-        self, widths: Widths, *, branches: Branches = "both", gate: Gate = "linear", weight: float = 1.0
+        self, backbone: BackboneInfo, *, branches: Branches = "both", gate: Gate = "linear", weight: float = 1.0
     ) -> None:
         super().__init__()
         if weight < 0:
             raise ValueError(f"weight must be >= 0, got {weight}")
-        if not widths.image_contexts or widths.image_contexts != widths.text_contexts:
+        if not backbone.image_contexts or backbone.image_contexts != backbone.text_contexts:
             raise ValueError(
-                f"the contexts of images ({widths.image_contexts} channels) and texts ({widths.text_contexts}) must share a "
-                "space, and this model's do not"
+                f"the contexts of images ({backbone.image_contexts} channels) and texts ({backbone.text_contexts}) must share "
+                "a space, and this model's do not"
             )
-        dim, self.weight = widths.image_contexts, weight
+        dim, self.weight = backbone.image_contexts, weight
         guided = {"both": _SIDES, "text_global": ("text",), "image_global": ("image",), "none": ()}[branches]
         self.guides = nn.ModuleDict({side: Guide(dim, gate) for side in guided})
-        #: Of the block in the retrieval vector.
-        self.width = dim * max(1, len(guided))
+        self.block_dim = dim * max(1, len(guided))
         #: By side, as the guides: the locals of a side are guided by the other.
         self.norms = nn.ModuleDict({_other(side): MaskedBatchNorm(dim, across_ranks=True) for side in guided})
 
@@ -121,31 +120,31 @@ class Contexts(Head):
 
     @contextlib.contextmanager
     def weighing(self, weight: float) -> Iterator[None]:
-        """Score with another weight."""
+        """Inside the context the score uses this weight."""
         kept, self.weight = self.weight, weight
         try:
             yield
         finally:
             self.weight = kept
 
-    def image_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._side("image", known["image_contexts"], known["image_context_mask"])[2]
+    def image_block(self, features: Mapping[str, Tensor]) -> Tensor:
+        return self._side("image", features["image_contexts"], features["image_context_mask"])[2]
 
-    def text_block(self, known: Mapping[str, Tensor]) -> Tensor:
-        return self._side("text", known["text_contexts"], known["text_context_mask"])[2]
+    def text_block(self, features: Mapping[str, Tensor]) -> Tensor:
+        return self._side("text", features["text_contexts"], features["text_context_mask"])[2]
 
     @torch.no_grad()
-    def maps(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def maps(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """How relevant each local feature is to the other side's context (the paper's figure 4e): cosines of a pair's text
         guide and regions, ``image`` [B, L], and of its image guide and words, ``text`` [B, T]; -inf at padding. A branch
         that is not there gives none."""
-        sides = {side: self._side(side, known[f"{side}_contexts"], known[f"{side}_context_mask"]) for side in _SIDES}
+        sides = {side: self._side(side, features[f"{side}_contexts"], features[f"{side}_context_mask"]) for side in _SIDES}
         out = {}
         for side, (_, locals_, _) in sides.items():
             guide = sides[_other(side)][0]
             if guide is not None and locals_ is not None:
                 cosines = (unit(locals_) * unit(guide)[:, None]).sum(-1)
-                out[side] = cosines.masked_fill(~known[f"{side}_context_mask"], -torch.inf)
+                out[side] = cosines.masked_fill(~features[f"{side}_context_mask"], -torch.inf)
         return out
 
     def _side(self, side: str, contexts: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:

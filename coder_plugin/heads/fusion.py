@@ -17,7 +17,8 @@ from coder_plugin import distributed
 from coder_plugin.functional.fusion import Attention, Side, pairs, side
 from coder_plugin.functional.sets import lengths
 from coder_plugin.functional.similarity import raise_precision
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion_scorer import FusionScorer
 
 #: The sets of texts that images are scored against: key of the output, prefix of the inputs.
@@ -46,7 +47,7 @@ class Direction(nn.Module):
             return Attention(self.query, self.key, self.output, output @ raise_precision(self.common))
 
 
-class Fusion(Head):
+class Fusion(Reranks):
     """``coder_fusion`` [B, N]: S of this rank's images with the texts of all ranks, in rank order (AsCL eq. 1-4, METHODS 8).
 
     ``S = u S_local + (1 - u) S_global``, in [-1, 1], float32 or better. Likewise against generated positives
@@ -54,7 +55,7 @@ class Fusion(Head):
 
     The two directions of the attention have matrices of their own: the paper prints "two single symmetrical versions" and
     does not say that they share them. Tokens of other channels than D are projected first. With a feature of the whole
-    image (``widths.image_global``), V_g is the sum of both parts.
+    image (``backbone.image_global``), V_g is the sum of both parts.
 
     Pairs are scored in tiles that the backward pass computes again, so that memory grows with the tokens and not with the
     pairs.
@@ -77,15 +78,14 @@ class Fusion(Head):
         "noised_positive_mask",
     )
     provides = tuple(_TEXTS)
-    reranks = True
     whole_batch = True
 
     def __init__(
-        self, widths: Widths, *, heads: int = 4, local_weight: float = 0.6, pairs_per_tile: int | None = None
+        self, backbone: BackboneInfo, *, heads: int = 4, local_weight: float = 0.6, pairs_per_tile: int | None = None
     ) -> None:
         super().__init__()
-        dim = widths.embed_dim
-        if not widths.image_tokens or not widths.text_tokens:
+        dim = backbone.embed_dim
+        if not backbone.image_tokens or not backbone.text_tokens:
             raise ValueError("fusion needs the tokens of both towers, and this model gives none of one: take similarity=cosine")
         if heads < 1 or dim % heads:
             raise ValueError(f"heads must divide the joint dimension {dim}, got {heads}")
@@ -94,11 +94,11 @@ class Fusion(Head):
         if pairs_per_tile is not None and pairs_per_tile < 1:
             raise ValueError(f"pairs_per_tile must be >= 1, got {pairs_per_tile}")
         self.heads, self.local_weight, self.pairs_per_tile = heads, local_weight, pairs_per_tile
-        self.project_image = _projection(widths.image_tokens, dim)
-        self.project_text = _projection(widths.text_tokens, dim)
+        self.project_image = _projection(backbone.image_tokens, dim)
+        self.project_text = _projection(backbone.text_tokens, dim)
         self.image_to_text = Direction(dim)
         self.text_to_image = Direction(dim)
-        self.project_whole = _matrix(widths.image_global, dim) if widths.image_global else None  # X_g
+        self.project_whole = _matrix(backbone.image_global, dim) if backbone.image_global else None  # X_g
 
     def forward(
         self, image_tokens: Tensor, image_mask: Tensor, text_tokens: Tensor, text_mask: Tensor, **others: Tensor
@@ -106,7 +106,7 @@ class Fusion(Head):
         known = {"text_tokens": text_tokens, "text_mask": text_mask, **others}
         weights = self._weights()
         images = self._image_side(self.image_item({"image_tokens": image_tokens, "image_mask": image_mask, **others}), weights)
-        present = {key: name for key, name in _TEXTS.items() if key in self.read and f"{name}_tokens" in known}
+        present = {key: name for key, name in _TEXTS.items() if key in self.requested_keys and f"{name}_tokens" in known}
         widths = [known[f"{name}_mask"].shape[1] for name in present.values()]
         if distributed.world_size() > 1:
             widths = distributed.all_max(torch.tensor(widths, device=image_mask.device)).tolist()
@@ -116,19 +116,19 @@ class Fusion(Head):
             scores[key] = self._against(images, tokens, mask, weights)
         return scores
 
-    def image_item(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def image_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What scoring images needs: ``tokens`` [B, L, D], ``mask`` [B, L] and, of a whole-image feature, ``whole`` [B, D]."""
-        item = {"tokens": self.project_image(known["image_tokens"]), "mask": known["image_mask"]}
+        item = {"tokens": self.project_image(features["image_tokens"]), "mask": features["image_mask"]}
         if self.project_whole is not None:
-            if "image_global" not in known:
+            if "image_global" not in features:
                 raise ValueError("fusion was made with a feature of the whole image (image_global), and this batch has none")
-            item["whole"] = self.project_whole(known["image_global"])
+            item["whole"] = self.project_whole(features["image_global"])
         return item
 
-    def text_item(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def text_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What scoring texts needs: ``tokens`` [B, T, D] and ``mask`` [B, T], as long as the tower gave them. To join the
         items of several batches, pad both with zeros."""
-        return {"tokens": self.project_text(known["text_tokens"]), "mask": known["text_mask"]}
+        return {"tokens": self.project_text(features["text_tokens"]), "mask": features["text_mask"]}
 
     @torch.no_grad()
     def scorer(

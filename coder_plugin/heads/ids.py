@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Ids(Head):
@@ -13,7 +13,7 @@ class Ids(Head):
     requires = ("image_id",)
     provides = ("coder_ids",)
 
-    def __init__(self, widths: Widths) -> None:
+    def __init__(self, backbone: BackboneInfo) -> None:
         super().__init__()
 
     def forward(self, image_id: Tensor) -> dict[str, Tensor]:

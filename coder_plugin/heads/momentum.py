@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import FollowsModel, KeepsState
 from coder_plugin.memory.bank import BankDtype, CoupledBank
 from coder_plugin.memory.momentum import Mode, MomentumCopy
 
 
-class Momentum(Head):
+class Momentum(KeepsState, FollowsModel):
     """``coder_image_keys`` and ``coder_text_keys`` [B, D]: the momentum towers' embeddings of the batch, no gradient.
 
     Keeps the banks that ``m_dcl`` and ``dcl(diversity_over='batch+bank')`` compare with. What they stash is written
@@ -29,7 +30,7 @@ class Momentum(Head):
 
     def __init__(
         self,
-        widths: Widths,
+        backbone: BackboneInfo,
         *,
         momentum: float = 0.995,
         bank_size: int = 4096,
@@ -37,13 +38,13 @@ class Momentum(Head):
         mode: Mode = "eval",
     ) -> None:
         super().__init__()
-        if widths.views > 1:
+        if backbone.views > 1:
             raise ValueError(
-                f"a bank holds one key per image, and this model gives an image {widths.views} features: take "
+                f"a bank holds one key per image, and this model gives an image {backbone.views} features: take "
                 "--model-kwargs image_pooling=gpo"
             )
         self.towers = MomentumCopy(momentum=momentum, mode=mode)
-        self.bank = CoupledBank(bank_size, widths.embed_dim, dtype=bank_dtype)
+        self.bank = CoupledBank(bank_size, backbone.embed_dim, dtype=bank_dtype)
         self._online: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round
 
     def attach(self, model: Any) -> None:

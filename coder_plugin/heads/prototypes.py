@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, TrainingFacts
+from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.memory.kmeans import OnlineKMeans
 
 
-class Prototypes(Head):
+class Prototypes(KeepsState):
     """``coder_image_logits`` and ``coder_text_logits`` [B, K]: one classifier P_C over both concept embeddings, no bias.
 
     Keeps the centres that say which prototype a pair belongs to; ``pgc`` asks them, and stashes the pairs that move them
@@ -29,16 +33,17 @@ class Prototypes(Head):
 
     requires = ("coder_image_concepts", "coder_text_concepts")
     provides = ("coder_image_logits", "coder_text_logits")
+    data_options = ("clusters",)
 
-    def __init__(self, widths: Widths, *, clusters: int = 10_000, patience: float = 30.0, recluster: int = 0) -> None:
+    def __init__(self, backbone: BackboneInfo, *, clusters: int = 10_000, patience: float = 30.0, recluster: int = 0) -> None:
         super().__init__()
         if recluster and recluster < clusters:
             raise ValueError(f"recluster={recluster} pairs cannot make clusters={clusters}")
         self.recluster = recluster
-        self.classifier = nn.Linear(widths.embed_dim, clusters, bias=False)
-        self.centres = OnlineKMeans(clusters, widths.embed_dim, patience=patience)
+        self.classifier = nn.Linear(backbone.embed_dim, clusters, bias=False)
+        self.centres = OnlineKMeans(clusters, backbone.embed_dim, patience=patience)
         if recluster:
-            self.register_buffer("recent", torch.zeros(recluster, widths.embed_dim, dtype=torch.float16))
+            self.register_buffer("recent", torch.zeros(recluster, backbone.embed_dim, dtype=torch.float16))
             self.register_buffer("passed", torch.zeros((), dtype=torch.int64))
 
     def forward(self, coder_image_concepts: Tensor, coder_text_concepts: Tensor) -> dict[str, Tensor]:
@@ -48,6 +53,14 @@ class Prototypes(Head):
                 "coder_image_logits": F.linear(coder_image_concepts.to(weight.dtype), weight).float(),
                 "coder_text_logits": F.linear(coder_text_concepts.to(weight.dtype), weight).float(),
             }
+
+    @classmethod
+    def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
+        """``clusters``: pairs / 15, at most the paper's 10,000. Where one caption is drawn, an image counts as five pairs."""
+        if "clusters" in options:
+            return {}
+        pairs = facts.samples_per_epoch * (5 if facts.captions == "draw" else 1)
+        return {"clusters": max(2, min(10_000, pairs // 15))}
 
     def check(self, *, batch: int, samples: int) -> None:
         if self.classifier.out_features > samples:

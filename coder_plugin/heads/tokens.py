@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Tokens(Head):
@@ -17,7 +17,7 @@ class Tokens(Head):
     requires = ("image_tokens", "image_mask", "text_tokens", "text_mask", "text")
     provides = ("coder_image_tokens", "coder_image_mask", "coder_text_tokens", "coder_text_mask")
 
-    def __init__(self, widths: Widths) -> None:
+    def __init__(self, backbone: BackboneInfo) -> None:
         super().__init__()
 
     def forward(

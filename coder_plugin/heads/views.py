@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin.functional.similarity import raise_precision
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Views(Head):
@@ -17,7 +17,7 @@ class Views(Head):
     requires = ("image_views",)
     provides = ("coder_view_overlap",)
 
-    def __init__(self, widths: Widths) -> None:
+    def __init__(self, backbone: BackboneInfo) -> None:
         super().__init__()
 
     def forward(self, image_views: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import check_temperature, cosine, directed_ascl
+from coder_plugin.heads.capabilities import AddsTexts, heads_with
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.pairs import Batch, Pairs, compare, compare_rows, global_batch
 
@@ -60,8 +61,8 @@ class AsCL(Term):
         self.uses = ("coder_ids", *_MADE, *(() if similarity == "cosine" else _ROWS))
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
-        asymmetry: Any = heads["asymmetry"] if "asymmetry" in heads else None
-        if self.similarity == "cosine" and asymmetry is not None and asymmetry.noise_at == "output":
+        noises_output = any(head.noise_at == "output" for head in heads_with(heads, AddsTexts).values())
+        if self.similarity == "cosine" and noises_output:
             raise CoderError(
                 "asymmetry.noise_at=output noises the words that the fusion reads, of which the cosine of pooled features "
                 "knows nothing: take ascl(similarity=fusion) alone, with another term for the towers, such as clip"

@@ -13,6 +13,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import check_cra_options, directed_cra, hardest_locals, unit_context
+from coder_plugin.heads.capabilities import Scores
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.pairs import all_ids, compare, global_batch, own_rows
 from coder_plugin.losses.triplet import hinge
@@ -78,7 +79,7 @@ class CRA(Term):
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
         head = super().bind(heads, local_loss=local_loss).provider("coder_image_contexts")
-        self.score_weight = head.score_weights()[1] if head.scores else 0.0
+        self.score_weight = head.score_weights()[1] if isinstance(head, Scores) else 0.0
         return self
 
     def forward(

@@ -16,7 +16,7 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import captions_of
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
-from coder_plugin.model import create_model, required_heads
+from coder_plugin.model import create_model, reads_key
 from coder_plugin.objective import Objective, parse_value
 
 
@@ -50,7 +50,7 @@ def make_model(
             options.update(example=example, captions=captions)
             whole = getattr(example, "whole", None)
             # an export keeps what it was made with
-            if whole is not None and "fusion" in required_heads(objective) and "global_dim" not in found.options:
+            if whole is not None and "global_dim" not in found.options and reads_key(objective, "image_global"):
                 options.setdefault("global_dim", len(whole))
     elif config.model_kwargs:
         raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")

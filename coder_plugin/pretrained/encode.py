@@ -20,6 +20,7 @@ from coder_plugin import distributed
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import BadImages, map_tensors
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.capabilities import Reranks, heads_with
 
 Item = dict[str, Tensor]
 
@@ -117,7 +118,7 @@ class Encoder:
         Raises:
             CoderError: the model has several.
         """
-        heads = {name: head for name, head in self.model.coder.heads.items() if head.reranks}
+        heads = heads_with(self.model.coder.heads, Reranks)
         if len(heads) > 1:
             raise CoderError(f"only one head can re-rank a model's shortlists, and this model has {', '.join(heads)}")
         return next(iter(heads.values()), None)

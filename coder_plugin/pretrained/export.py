@@ -21,7 +21,8 @@ from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import in_score
+from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking, heads_with
+from coder_plugin.model import required_heads_with
 from coder_plugin.objective import Objective
 
 WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; backbones of ours have their own
@@ -68,8 +69,8 @@ def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = 
     for options in made["objective"]["heads"].values():
         options.pop("vocabulary", None)  # it lies beside, and where it was is nobody's business
     _write(scoring, folder / HEADS, coder=json.dumps(made))
-    for head in model.coder.heads.values():
-        if getattr(head, "vocabulary", None) is not None:
+    for head in heads_with(model.coder.heads, ReadsConcepts).values():
+        if head.vocabulary is not None:
             head.vocabulary.save(folder / VOCABULARY)
     return folder / HEADS
 
@@ -118,7 +119,8 @@ def read_heads(path: Path) -> Made:
             made = json.loads(file.metadata()["coder"])
         objective = Objective.from_dict(made["objective"])
         if (vocabulary := path.parent / VOCABULARY).is_file():
-            objective = objective.with_options({"concepts.vocabulary": str(vocabulary)})
+            readers = required_heads_with(objective, ReadsConcepts)
+            objective = objective.with_options({f"{name}.vocabulary": str(vocabulary) for name in readers})
         # exports of earlier versions read nothing before or after a context stage
         return Made(objective, made["aggregator"], made.get("context_blocks", 1))
     except CoderError:
@@ -176,7 +178,8 @@ def _load(model: Any, state: Mapping[str, Tensor], where: str) -> None:
 
 
 def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    wanted = ["coder.aggregators.", *[f"coder.heads.{name}." for name, head in model.coder.heads.items() if in_score(head)]]
+    ranking = [f"coder.heads.{name}." for name, head in model.coder.heads.items() if affects_ranking(head)]
+    wanted = ["coder.aggregators.", *ranking]
     state = model.state_dict() if state is None else state
     return {name: value for name, value in state.items() if name.startswith(tuple(wanted))}
 

@@ -20,6 +20,7 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import Unusable, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import correspondence
+from coder_plugin.heads.capabilities import MapsContext, heads_with
 from coder_plugin.report.places import blank, grid_boxes, grid_of, tower_picture
 from coder_plugin.report.words import Word, WordReader
 
@@ -188,11 +189,11 @@ class Aligner:
         read = self.read(caption)
         found = Alignment(key, caption, tuple(word.text for word in read.words), self.compare(read, seen))
         found = replace(found, boxes=seen.boxes, grid=seen.grid, picture=seen.picture)
-        heads = self.model.coder.heads
-        if "contexts" not in heads:
+        head = next(iter(heads_with(self.model.coder.heads, MapsContext).values()), None)
+        if head is None:
             return found
         with self.encoder.autocast():
-            maps = heads["contexts"].maps({**seen.known, **read.known})
+            maps = head.maps({**seen.known, **read.known})
         if "image" in maps:
             valid = seen.known["image_mask"][0]
             found = replace(found, region_context=maps["image"][0][valid].float().cpu().numpy())

@@ -15,6 +15,7 @@ from PIL import Image
 
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import Unusable, map_tensors
+from coder_plugin.heads.capabilities import ReadsConcepts, heads_with
 from coder_plugin.html import data_uri
 
 
@@ -32,9 +33,10 @@ def concept_attention(encoder: Any, items: Sequence[Item], *, first: int = 6) ->
     """Of each image that can be read, and of its first caption.
 
     Args:
-        encoder: :class:`~coder_plugin.pretrained.encode.Encoder` of a model with the head ``concepts``.
+        encoder: :class:`~coder_plugin.pretrained.encode.Encoder` of a model with a head that reads concepts.
     """
-    model, head = encoder.model, encoder.model.coder.heads["concepts"]
+    model = encoder.model
+    head = next(iter(heads_with(model.coder.heads, ReadsConcepts).values()))
     training = model.training
     model.eval()
     found = []

@@ -23,7 +23,7 @@ def state_blocks(run: Run) -> list[dict[str, Any]]:
     if batch is None:
         raise CoderError("neither plan.json nor the checkpoint's options tell how many pairs a step had")
     heads = ((run.manifest or {}).get("objective") or {}).get("heads", {})
-    patience = float(heads.get("prototypes", {}).get("patience", 30.0))
+    patience = float(next((options["patience"] for options in heads.values() if "patience" in options), 30.0))
     found = read_state(run.checkpoint, pairs_per_step=batch, patience=patience)
     if not found:
         raise CoderError("the objective keeps no banks and no centres")

@@ -11,6 +11,7 @@ from coder_plugin import registry
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.sweep import Layout, layout_of, reweighed
+from coder_plugin.heads.capabilities import ReadsConcepts, Reweighs, Scores, heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Encoded, Encoder
 from coder_plugin.report import samples
@@ -81,8 +82,8 @@ def _sweeps(seen: Evaluated) -> list[Figure]:
 
 def _layout(seen: Evaluated) -> Layout | None:
     """How the vectors are put together; None: a head of others has a part of them."""
-    heads = {name: head for name, head in seen.encoder.model.coder.heads.items() if head.scores}
-    return None if heads.keys() - {"concepts", "contexts"} else layout_of(heads)
+    heads = heads_with(seen.encoder.model.coder.heads, Scores)
+    return layout_of(heads) if all(isinstance(head, Reweighs) for head in heads.values()) else None
 
 
 def _sweep(name: str, weights: list[float], values: list[float], said: str) -> Figure:
@@ -160,7 +161,7 @@ def _sample_items(seen: Evaluated, images: int) -> list[Item]:
 
 
 def concepts(seen: Evaluated, images: int) -> list[dict[str, Any]]:
-    if "concepts" not in seen.encoder.model.coder.heads:
+    if not heads_with(seen.encoder.model.coder.heads, ReadsConcepts):
         raise CoderError("the model has no concept head")
     items = _sample_items(seen, images)
     beside = samples.beside_of(seen.beside, {item.key for item in items})

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coder_plugin import distributed
+from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import make_source
@@ -34,6 +34,7 @@ from coder_plugin.data.tags import NAMES, WORDS
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
+from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
@@ -218,8 +219,8 @@ class Trainer:
         if self.model.coder.reads_tags:
             tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
             self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))
-            for name, head in self.model.coder.heads.items():
-                wanted = [NAMES[code] for code in head.reads_tags]
+            for name, head in heads_with(self.model.coder.heads, ReadsTags).items():
+                wanted = [NAMES[code] for code in head.tag_classes()]
                 if wanted and not any(tagged[each] for each in wanted):
                     logging.warning(
                         "no token is of a %s: the head %r has no word to read (is --tagger one for these captions?)",
@@ -417,7 +418,7 @@ class Trainer:
                 f"the checkpoint's model was made with other options: {', '.join(other)} (a BiGRU's vocabulary is of the "
                 "training captions: name the one it had with --model-kwargs vocabulary=FILE)"
             )
-        self._check_vocabulary(common["model"])
+        self._check_fixed_buffers(common["model"])
         try:
             self.model.load_state_dict(common["model"])
         except RuntimeError as error:
@@ -433,11 +434,14 @@ class Trainer:
         }
         return {**made, "options": options}
 
-    def _check_vocabulary(self, weights: Mapping[str, Tensor]) -> None:
-        key = "coder.heads.concepts.vectors"
-        now = self.model.state_dict().get(key)
-        if now is not None and key in weights and not torch.equal(now.cpu(), weights[key]):
-            raise CoderError("the checkpoint was trained with another concept vocabulary than --concepts names now")
+    def _check_fixed_buffers(self, weights: Mapping[str, Tensor]) -> None:
+        """CoderError where a head's buffers differ that must be the checkpoint's."""
+        current = self.model.state_dict()
+        for name, head in self.model.coder.heads.items():
+            for buffer, message in head.fixed_on_resume.items():
+                key = f"coder.heads.{name}.{buffer}"
+                if key in current and key in weights and not torch.equal(current[key].cpu(), weights[key]):
+                    raise CoderError(message)
 
     def _load_rest(self, state: tuple[dict, dict, dict | None]) -> None:
         manifest, common, own = state
@@ -516,12 +520,11 @@ class Trainer:
 
 
 def comparable(objective: Objective) -> Objective:
-    """Without what may differ: the vocabulary's path, for the file may have moved, and what it holds is compared itself; and
-    for how many steps prototypes are frozen, an epoch's, which depends on the number of ranks."""
-    heads = dict(objective.heads)
-    for name, free in (("concepts", "vocabulary"), ("alignment", "freeze_steps")):
-        if name in heads:
-            heads[name] = tuple(option for option in heads[name] if option[0] != free)
+    """Without the options that a resumed run may have changed, as the heads declare them."""
+    heads = {
+        name: tuple(option for option in options if option[0] not in registry.load("heads", name).free_on_resume)
+        for name, options in objective.heads
+    }
     return replace(objective, heads=tuple(heads.items()))
 
 

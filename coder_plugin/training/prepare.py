@@ -16,7 +16,9 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.data.source import map_tensors
 from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
-from coder_plugin.model import required_heads
+from coder_plugin.heads.base import Head, TrainingFacts
+from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
+from coder_plugin.model import required_heads_with
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained.build import make_model
@@ -36,11 +38,13 @@ def make_objective(config: TrainConfig) -> Objective:
         settings[path.strip()] = parse_value(value)
     objective = Objective.parse(config.loss).with_options(settings)
     given = {"negatives": config.negatives, "positives": config.positives}
-    generated = {f"asymmetry.{name}": parse_value(value) for name, value in given.items() if value is not None}
-    if generated:
-        if "asymmetry" not in required_heads(objective):
+    if any(value is not None for value in given.values()):
+        makers = required_heads_with(objective, AddsTexts)
+        if not makers:
             flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
             raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
+        head = next(iter(makers))
+        generated = {f"{head}.{name}": parse_value(value) for name, value in given.items() if value is not None}
         twice = sorted(generated.keys() & settings.keys())
         if twice:
             raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
@@ -49,33 +53,28 @@ def make_objective(config: TrainConfig) -> Objective:
 
 
 def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
-    """The objective with the options that data decide, where nobody has set them: vocabulary and number of prototypes; and the
-    steps of the first epoch, for which SelfAlign's prototypes may be frozen.
+    """The objective with the options that its heads derive from the data, where nobody has set them.
 
-    Prototypes: pairs / 15, at most the paper's 10,000 (METHODS 5); where one caption of an image is drawn, it is taken to
-    have five.
+    Raises:
+        CoderError: a head needs something that the run does not have, or no head reads what ``--concepts`` names.
     """
-    heads = required_heads(objective)
-    given = {name: dict(options) for name, options in objective.heads}
-    settings: dict[str, Any] = {}
-    if "concepts" in heads and "vocabulary" not in given.get("concepts", {}):
-        if not (config.concepts or config.on_scenes):
-            raise CoderError(
-                f'--loss "{config.loss}" needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts '
-                f"--train-data {config.train_data} --vectors glove.6B.300d.txt --output FILE"
-            )
-        settings["concepts.vocabulary"] = config.concepts or "scenes"
-    elif config.concepts and "concepts" in heads:
-        raise CoderError("--concepts and --set concepts.vocabulary (or the objective) both name a vocabulary: give one")
-    elif config.concepts and "concepts" not in heads:
+    facts = TrainingFacts(
+        loss=str(config.loss),
+        samples_per_epoch=samples_per_epoch,
+        captions=config.captions,  # type: ignore[arg-type]
+        pairs_per_step=config.batch_size and config.batch_size * config.accum_freq * distributed.world_size(),
+        concepts=config.concepts,
+        on_scenes=config.on_scenes,
+        train_data=config.train_data,
+    )
+    heads = required_heads_with(objective, Head)
+    if config.concepts and not any(issubclass(head, ReadsConcepts) for head in heads.values()):
         raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
-    if "prototypes" in heads and "clusters" not in given.get("prototypes", {}):
-        pairs = samples_per_epoch * (5 if config.captions == "draw" else 1)
-        settings["prototypes.clusters"] = max(2, min(10_000, pairs // 15))
-    if given.get("alignment", {}).get("freeze_steps") == "epoch":
-        assert config.batch_size is not None
-        pairs_per_step = config.batch_size * config.accum_freq * distributed.world_size()
-        settings["alignment.freeze_steps"] = samples_per_epoch // pairs_per_step
+    options = {name: dict(values) for name, values in objective.heads}
+    settings: dict[str, Any] = {}
+    for name, head in heads.items():
+        derived = head.options_from_data(options.get(name, {}), facts)
+        settings.update({f"{name}.{option}": value for option, value in derived.items()})
     return objective.with_options(settings)
 
 

@@ -18,13 +18,14 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, own
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import in_score
+from coder_plugin.heads.base import Head
+from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
 from coder_plugin.integrations.open_clip import flags, saving
 from coder_plugin.integrations.open_clip import model as in_upstream
 from coder_plugin.integrations.open_clip.data import Extras, samples_of
 from coder_plugin.integrations.open_clip.loss import UpstreamLoss
 from coder_plugin.memory.momentum import MomentumCopy
-from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads
+from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.export import made_with, start_heads, weights_named
@@ -126,7 +127,7 @@ class Run:
         self.model = in_upstream.extend(model, self.extras.names)
         place = name.removeprefix("local-dir:")  # whose weights come with it
         started = start_heads(self.model, pretrained or (weights_named(place) if place != name else None))
-        if not (self.trains or args.resume or started) and any(map(in_score, model.coder.heads.values())):
+        if not (self.trains or args.resume or started) and any(map(affects_ranking, model.coder.heads.values())):
             raise CoderError(
                 f'--loss "{config.loss}" scores by heads, and {pretrained or name} brings none: evaluate an export or a '
                 "checkpoint of a run with this --loss, or the towers alone with --loss clip"
@@ -155,11 +156,13 @@ class Run:
         if made is None:
             return
         then, now = dict(Objective.from_dict(made["objective"]).heads), dict(self.objective.heads)
-        decided = [("prototypes", "clusters"), ("alignment", "freeze_steps")]
-        for head, option in decided if self.config.concepts else [*decided, ("concepts", "vocabulary")]:
-            value = dict(then.get(head, ())).get(option)
-            if value is not None and option not in dict(now.get(head, ())) and head in required_heads(self.objective):
-                self.objective = self.objective.with_options({f"{head}.{option}": value})
+        for name, head in required_heads_with(self.objective, Head).items():
+            if self.config.concepts and issubclass(head, ReadsConcepts):
+                continue
+            for option in head.data_options:
+                value = dict(then.get(name, ())).get(option)
+                if value is not None and option not in dict(now.get(name, ())):
+                    self.objective = self.objective.with_options({f"{name}.{option}": value})
 
     def _check_precision(self, model: Any) -> None:
         """An average that moves by half a per cent a step stands still in bfloat16."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin.evaluation import recall, recall_from_embeddings, rerank
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.fusion import Fusion
 
 
@@ -98,9 +98,8 @@ def data(options: argparse.Namespace) -> tuple[dict[str, Tensor], dict[str, Tens
 def matched(options: argparse.Namespace) -> Fusion:
     """A head whose attention finds like tokens and whose attended vectors lie in the tokens' own space."""
     dim = options.dim
-    head = Fusion(
-        Widths(embed_dim=dim, image_tokens=dim, text_tokens=dim), heads=options.heads, pairs_per_tile=options.pairs_per_tile
-    )
+    sizes = BackboneInfo(embed_dim=dim, image_tokens=dim, text_tokens=dim)
+    head = Fusion(sizes, heads=options.heads, pairs_per_tile=options.pairs_per_tile)
     with torch.no_grad():
         for direction in (head.image_to_text, head.text_to_image):
             basis = torch.linalg.qr(torch.randn(dim, dim)).Q

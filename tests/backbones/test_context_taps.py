@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coder_plugin.backbones import joint
-from coder_plugin.backbones.clip import probe_widths
+from coder_plugin.backbones.clip import probe_backbone
 from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.momentum import MomentumCopy
@@ -153,12 +153,12 @@ def test_float64_stays_float64(make) -> None:
 
 def test_widths_and_what_is_given(make) -> None:
     model = make("timm-resnet", "bert-mean")
-    widths = probe_widths(model, model._coder_taps[0])
+    widths = probe_backbone(model, model._coder_taps[0])
     assert (widths.image_locals, widths.image_contexts, widths.text_locals, widths.text_contexts) == (D, D, D, D)
     assert (widths.image_tokens, widths.text_tokens, widths.embed_dim) == (96, 16, D)
     found = make("timm-xcit", return_intermediates=["image_locals"])
-    assert probe_widths(found, found._coder_taps[0]).image_locals == 128
-    assert probe_widths(found, found._coder_taps[0]).text_locals == 0
+    assert probe_backbone(found, found._coder_taps[0]).image_locals == 128
+    assert probe_backbone(found, found._coder_taps[0]).text_locals == 0
 
 
 @pytest.mark.parametrize("image", ["vit", "resnet", "timm-token", "timm-convnext"])

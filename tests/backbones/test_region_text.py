@@ -187,7 +187,7 @@ def test_the_pooled_feature_of_several_views_is_their_mean(models):
 @torch.no_grad()
 def test_locals_stand_before_the_context_stage_and_contexts_after_it(models, name):
     model = models(name).eval()
-    widths = model.widths()
+    widths = model.info()
     for side, known in (("image", model.describe_image(images())), ("text", model.describe_text(model.tokenizer()(TEXTS)))):
         assert known.keys() - {"image_views"} <= {f"{side}_features"} | model.inside
         assert known[f"{side}_contexts"] is known[f"{side}_tokens"]
@@ -204,11 +204,11 @@ def test_projected_words_are_what_the_gru_reads(bert):
     known = model.describe_text(ids)
     words = text.project(text.embed(ids[:, : known["text_locals"].shape[1]]))
     torch.testing.assert_close(known["text_locals"], words)
-    assert words.shape[2] == DIM == model.widths().text_locals == text.rnn.input_size
+    assert words.shape[2] == DIM == model.info().text_locals == text.rnn.input_size
     one = text.rnn(words[2:3, :3])[0].unflatten(-1, (2, -1)).mean(-2)  # the text of one word, its start and end
     torch.testing.assert_close(known["text_contexts"][2:3, :3], one)
     plain = made("region-bigru-vsrn", bert)
-    assert plain.widths().text_locals == 7 and "text.project.weight" not in plain.state_dict()
+    assert plain.info().text_locals == 7 and "text.project.weight" not in plain.state_dict()
     with pytest.raises(CoderError, match="word_projection is the BiGRU's"):
         made("region-bert", bert, word_projection=True)
 
@@ -380,7 +380,7 @@ def test_the_command_lines_none_is_the_word(bert):
     """``--model-kwargs context=none`` arrives as None."""
     given = {"context": None, "text_context": None, "image_pooling": "gpo"}
     model = create_model("region-bert-camera", loss="coder", **{**options("region-bert-camera", bert), **given})
-    assert model.visual.attention is None and model.text.context is None and model.widths().views == 1
+    assert model.visual.attention is None and model.text.context is None and model.info().views == 1
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_tokens_leave_the_model_at_the_inputs_length(models, name):
     text = torch.nn.functional.pad(model.tokenizer()(TEXTS), (0, 3), value=model.tokenizer().pad)
     known = {**model.image_side(images()), **model.text_side(text), "text": text}
     assert known["text_tokens"].shape[1] < text.shape[1] == 15
-    head = Tokens(model.widths())
+    head = Tokens(model.info())
     found = head(**{key: known[key] for key in head.requires})
     assert found["coder_text_tokens"].shape == (ROWS, 15, DIM) and found["coder_image_tokens"].shape == (ROWS, REGIONS, DIM)
     expected = model.text.mask(text)

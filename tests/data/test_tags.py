@@ -31,7 +31,7 @@ from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import ItemSource, isolated_rng
 from coder_plugin.data.tags import ADJECTIVE, NONE, NOUN, OTHER, VERB, Tags, classes_of
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head
+from coder_plugin.heads.capabilities import ReadsTags
 from coder_plugin.losses.base import Term
 from coder_plugin.training.loop import Trainer
 from tests.backbones import tiny_bert
@@ -465,17 +465,19 @@ def test_spacy_in_workers_is_spacy_here(dropping):
 # whole runs
 
 
-class Reader(Head):
+class Reader(ReadsTags):
     """Tells what tags it was given."""
 
     requires = ("text", "text_tags", "text_features")
     provides = ("coder_read",)
-    reads_tags = (1,)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __init__(self, widths: Any, *, classes: str = "noun") -> None:
         super().__init__()
-        self.reads_tags = (1,) if classes != "all" else ()
+        self.classes = classes
+
+    def tag_classes(self) -> tuple[int, ...]:
+        return (1,) if self.classes != "all" else ()
 
     def forward(self, text: torch.Tensor, text_tags: torch.Tensor, text_features: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         self.seen.append((text.cpu(), text_tags.cpu()))

@@ -20,7 +20,7 @@ from coder_plugin.evaluation import metrics, recall, recall_from_embeddings, rer
 from coder_plugin.evaluation.evaluate import ensemble, evaluate, evaluate_command
 from coder_plugin.evaluation.sweep import sweep
 from coder_plugin.evaluation.two_stage import measure
-from coder_plugin.heads.base import Head
+from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 from coder_plugin.pretrained.encode import Encoded, Encoder, Items
 from tests import gloo
@@ -29,10 +29,9 @@ from tests.training import region_data
 FIGURES = set(metrics._METRICS) | {"images", "texts"}
 
 
-class Means(Head):
+class Means(Reranks):
     """Scores a pair by the product of its mean region and its mean word."""
 
-    reranks = True
 
     def image_item(self, known: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"tokens": known["image_tokens"], "mask": known["image_mask"], "whole": known["image_pooled"]}
@@ -148,7 +147,7 @@ def test_all_pairs_is_the_whole_matrix(data: str, encoded: Encoded) -> None:
 def test_ascls_own_head(data: str) -> None:
     """Its scorer reads the half-precision items; a shortlist of everything is the whole matrix, a short one is not."""
     encoder, source = make_encoder(data, fusion=False)
-    encoder.model.coder.heads["fusion"] = Fusion(encoder.model.widths())
+    encoder.model.coder.heads["fusion"] = Fusion(encoder.model.info())
     everything, deep, short = (evaluate(encoder, source, folds=2, rerank=each) for each in ("all", 120, 3))
     assert figures(deep) == pytest.approx(figures(everything), rel=1e-2)  # rounding differs between the two ways
     assert deep["folds"]["rsum"] == pytest.approx(everything["folds"]["rsum"], rel=1e-2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.captioner import Captioner
 from coder_plugin.heads.views import Views
 from coder_plugin.losses.caption import Caption
@@ -19,7 +19,7 @@ from coder_plugin.losses.view_diversity import ViewDiversity
 from tests import gloo
 
 CHANNELS, HIDDEN, WORDS, SIZE = 5, 6, 4, 11
-WIDTHS = Widths(embed_dim=CHANNELS, image_tokens=CHANNELS, vocabulary=SIZE)
+WIDTHS = BackboneInfo(embed_dim=CHANNELS, image_tokens=CHANNELS, vocabulary=SIZE)
 
 
 def captioner(dropout: float = 0.0, **options: int) -> Captioner:
@@ -164,7 +164,7 @@ def test_dropout_is_for_training():
 @pytest.mark.parametrize(
     ("widths", "options", "message"),
     [
-        (Widths(embed_dim=4, image_tokens=4), {}, "does not tell its size"),
+        (BackboneInfo(embed_dim=4, image_tokens=4), {}, "does not tell its size"),
         (WIDTHS, {"hidden": 0}, "hidden and word_dim must be >= 1"),
         (WIDTHS, {"word_dim": 0}, "hidden and word_dim must be >= 1"),
         (WIDTHS, {"dropout": 1.0}, r"dropout in \[0, 1\)"),

@@ -9,12 +9,12 @@ from torch.nn.functional import cosine_similarity, leaky_relu, normalize
 import coder_plugin
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.concepts import Concepts
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.objective import Objective
 
-WIDTHS = Widths(embed_dim=6, image_tokens=5, text_tokens=7)
+WIDTHS = BackboneInfo(embed_dim=6, image_tokens=5, text_tokens=7)
 
 
 def inputs(n: int = 4, tokens: int = 5) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def test_mistakes_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Concepts(WIDTHS, **options)
     with pytest.raises(ValueError, match="this tower gives none"):
-        Concepts(Widths(embed_dim=6))
+        Concepts(BackboneInfo(embed_dim=6))
 
 
 def test_warm_up_lets_gradient_and_score_in_step_by_step(vocabulary):

@@ -14,22 +14,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coder_plugin.functional.fusion import Attention
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 from coder_plugin.heads.fusion_scorer import FusionScorer
 from tests.references import fusion as reference
 
-PLAIN = Widths(embed_dim=8, image_tokens=8, text_tokens=8)
-OTHER = Widths(embed_dim=8, image_tokens=10, text_tokens=6, image_global=5)
+PLAIN = BackboneInfo(embed_dim=8, image_tokens=8, text_tokens=8)
+OTHER = BackboneInfo(embed_dim=8, image_tokens=10, text_tokens=6, image_global=5)
 
 
-def made(widths: Widths = PLAIN, *, seed: int = 0, **options: Any) -> Fusion:
+def made(widths: BackboneInfo = PLAIN, *, seed: int = 0, **options: Any) -> Fusion:
     torch.manual_seed(seed)
     return Fusion(widths, **{"heads": 2} | options).double()
 
 
 def batch(
-    widths: Widths = PLAIN, n: int = 5, regions: int = 4, words: int = 6, *, texts: tuple[str, ...] = ("text",), seed: int = 1
+    widths: BackboneInfo = PLAIN,
+    n: int = 5,
+    regions: int = 4,
+    words: int = 6,
+    *,
+    texts: tuple[str, ...] = ("text",),
+    seed: int = 1,
 ) -> dict[str, Tensor]:
     """Tokens [n, S, C] in float64 that ask for a gradient, and masks with a valid position at least."""
     generator = torch.Generator().manual_seed(seed)
@@ -150,10 +157,11 @@ def test_what_is_saved_grows_with_the_tokens_and_not_with_the_pairs():
 
 MEMORY = """
 import resource, torch
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 torch.set_num_threads(1)
-head = Fusion(Widths(embed_dim=32, image_tokens=32, text_tokens=32))
+head = Fusion(BackboneInfo(embed_dim=32, image_tokens=32, text_tokens=32))
 image, text = torch.randn(2, 96, 36, 32, requires_grad=True)
 mask = torch.ones(96, 36, dtype=torch.bool)
 run = lambda n: head(image[:n], mask[:n], text[:n], mask[:n])["coder_fusion"].square().sum().backward()
@@ -198,7 +206,7 @@ def test_half_precision_parameters():
         (PLAIN, {"heads": 0}, "got 0"),
         (PLAIN, {"local_weight": 1.1}, r"local_weight must be in \[0, 1\], got 1.1"),
         (PLAIN, {"pairs_per_tile": 0}, "pairs_per_tile must be >= 1, got 0"),
-        (Widths(embed_dim=8, image_tokens=8), {}, "the tokens of both towers"),
+        (BackboneInfo(embed_dim=8, image_tokens=8), {}, "the tokens of both towers"),
     ],
 )
 def test_mistakes_are_named(widths, options, message):
@@ -303,7 +311,7 @@ def test_sides_are_kept_within_the_memory_where_a_group_has_several():
     assert kept(0, *both) == [False, False]
     room = sum(field.nbytes for field in head.scorer(images, texts).images.made(torch.arange(5)) if field is not None)
     assert kept(room, *both) == [True, False]
-    assert isinstance(head.scorer(images, texts), FusionScorer) and head.reranks
+    assert isinstance(head.scorer(images, texts), FusionScorer) and isinstance(head, Reranks)
 
 
 def test_the_bench_runs_and_re_ranking_everything_keeps_everything():

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import coder_plugin
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
 
 
-def test_a_head_without_state_has_nothing_to_say():
-    assert Head().health() == {}
+def test_state_without_figures():
+    assert KeepsState().health() == {}
 
 
 def test_a_fresh_momentum_head_is_empty_and_not_behind():
@@ -36,7 +37,7 @@ def test_momentum_figures():
 
 
 def test_prototype_figures():
-    head = Prototypes(Widths(embed_dim=4), clusters=4, patience=2.0)
+    head = Prototypes(BackboneInfo(embed_dim=4), clusters=4, patience=2.0)
     assert head.health() == {"filled": 0.0, "reseeded": 0.0}
     centres = head.centres
     centres.centres.copy_(torch.eye(4))

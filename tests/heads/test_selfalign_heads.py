@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from coder_plugin.heads.alignment import Alignment
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.contexts import Contexts
 from coder_plugin.heads.norm import MaskedBatchNorm
 from tests.references import selfalign as reference
 
 B, L, T, CUT, D = 4, 5, 9, 6, 8  # a tower has cut the padding of texts of T places down to CUT
 REGIONS, WORDS = [5, 2, 1, 4], [3, 6, 1, 2]
-WIDTHS = Widths(embed_dim=D, image_locals=D, text_locals=D, image_contexts=D, text_contexts=D)
+WIDTHS = BackboneInfo(embed_dim=D, image_locals=D, text_locals=D, image_contexts=D, text_contexts=D)
 BRANCHES = ("both", "text_global", "image_global", "none")
 
 
@@ -99,18 +99,18 @@ def test_prototypes_start_at_unit_length_and_are_all_that_learns():
 def test_regions_get_a_gradient_only_where_they_predict():
     head, towers = alignment(), given("locals")
     assert head(**towers)["coder_region_scores"].requires_grad
-    head.read = frozenset(head.provides) - {"coder_region_words"}
+    head.requested_keys = frozenset(head.provides) - {"coder_region_words"}
     assert not head(**towers)["coder_region_scores"].requires_grad
     assert head(**towers)["coder_word_scores"].requires_grad
     with torch.no_grad():
-        head.read = frozenset(head.provides)
+        head.requested_keys = frozenset(head.provides)
         assert not head(**towers)["coder_region_scores"].requires_grad
 
 
 @pytest.mark.parametrize(("words", "codes"), [("noun", {1}), ("noun+adj+verb", {1, 2, 3}), ("all", {0, 1, 2, 3, 4})])
 def test_word_classes(words, codes):
     head, towers = alignment(words=words), given("locals")
-    assert bool(head.reads_tags) == (words != "all")
+    assert bool(head.tag_classes()) == (words != "all")
     tags = torch.randint(0, 5, (B, T), generator=torch.Generator().manual_seed(3))
     tags[3] = 4  # a text without a word that counts
     out = head(**towers, text_tags=tags)
@@ -181,7 +181,7 @@ def test_freezing_continues_from_a_state():
 )
 def test_alignment_names_mistakes(options, widths, message):
     with pytest.raises(ValueError, match=message):
-        Alignment(Widths(embed_dim=D, **{"image_locals": D, "text_locals": D, **widths}), **options)
+        Alignment(BackboneInfo(embed_dim=D, **{"image_locals": D, "text_locals": D, **widths}), **options)
 
 
 # contexts
@@ -270,7 +270,7 @@ def test_gates(gate):
 
 def test_the_papers_number_of_parameters():
     """Table IV: 183.5 million with both sub-modules, 156.2 without."""
-    widths = Widths(embed_dim=2048, image_locals=2048, text_locals=2048, image_contexts=2048, text_contexts=2048)
+    widths = BackboneInfo(embed_dim=2048, image_locals=2048, text_locals=2048, image_contexts=2048, text_contexts=2048)
     with torch.device("meta"):
         for gate in ("linear", "mlp"):
             heads = nn.ModuleList([Alignment(widths), Contexts(widths, gate=gate)])  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ def test_gradients_reach_contexts_and_never_padding():
 )
 def test_contexts_names_mistakes(options, widths, message):
     with pytest.raises(ValueError, match=message):
-        Contexts(Widths(embed_dim=D, **{"image_contexts": D, "text_contexts": D, **widths}), **options)
+        Contexts(BackboneInfo(embed_dim=D, **{"image_contexts": D, "text_contexts": D, **widths}), **options)
 
 
 # the BatchNorm

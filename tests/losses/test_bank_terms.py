@@ -13,7 +13,8 @@ from torch.nn.functional import normalize
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity, m_dcl, pgc
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.model import CoderLoss
@@ -25,7 +26,7 @@ KEYS = frozenset({"image_features", "text_features", "logit_scale"})
 D, Q = 6, 13
 
 
-class Banks(Head):
+class Banks(KeepsState):
     """A provider of keys with a filled bank, as the momentum head is."""
 
     provides = ("coder_image_keys", "coder_text_keys")
@@ -178,7 +179,7 @@ def test_a_provider_without_a_bank_is_named():
 
 def prototypes(clusters: int = 5) -> Prototypes:
     torch.manual_seed(3)
-    return Prototypes(Widths(embed_dim=D), clusters=clusters)
+    return Prototypes(BackboneInfo(embed_dim=D), clusters=clusters)
 
 
 def with_logits(given: dict[str, Tensor], head: Prototypes) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, lca, triplet
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.model import Coder, CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
@@ -28,7 +28,7 @@ from tests import gloo
 PAIRS, L, T, D, K = 4, 3, 6, 5, 4  # pairs of each rank
 LONGEST = (4, 6, 2)  # text of each rank, whose tower cuts the rest
 KEYS = frozenset({"image_features", "text_features", "logit_scale"})
-WIDTHS = Widths(embed_dim=D, image_locals=D, text_locals=D, image_contexts=D, text_contexts=D)
+WIDTHS = BackboneInfo(embed_dim=D, image_locals=D, text_locals=D, image_contexts=D, text_contexts=D)
 
 #: label: objective, options of heads
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {

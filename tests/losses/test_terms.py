@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, dcl, triplet
-from coder_plugin.heads.base import Widths
+from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.ids import Ids
 from coder_plugin.losses.contrastive import Clip, SigLip
 from coder_plugin.losses.dcl import DCL
@@ -252,7 +252,7 @@ def test_a_term_reads_the_keys_it_is_bound_to() -> None:
 
 @pytest.mark.parametrize("text", ["dcl + triplet + clip + siglip", *TERMS])
 def test_a_loss_owns_nothing(text: str) -> None:
-    heads = {"ids": Ids(Widths(embed_dim=6))}
+    heads = {"ids": Ids(BackboneInfo(embed_dim=6))}
     loss = make(text, heads=heads)
     assert not list(loss.parameters()) and not list(loss.buffers()) and not loss.state_dict()
     assert loss.load_state_dict({}) is not None

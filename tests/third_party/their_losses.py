@@ -13,19 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin.distributed import gather
-from coder_plugin.heads.base import Head, Widths
+from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.losses.base import Term
 
 
-class Bank(Head):
+class Bank(KeepsState):
     """The last ``size`` texts that were trained on, first in, first out."""
 
     requires = ("text_features",)
     provides = ("coder_their_texts",)
 
-    def __init__(self, widths: Widths, *, size: int = 1024) -> None:
+    def __init__(self, backbone: BackboneInfo, *, size: int = 1024) -> None:
         super().__init__()
-        self.register_buffer("texts", torch.zeros(size, widths.embed_dim))
+        self.register_buffer("texts", torch.zeros(size, backbone.embed_dim))
         self.register_buffer("pointer", torch.tensor(0))
         self.register_buffer("count", torch.tensor(0))
 

@@ -1,0 +1,202 @@
+"""What only some heads do. A head declares it by inheriting; everybody else asks for the capability, never for a name.
+
+>>> from coder_plugin.heads.base import BackboneInfo
+>>> from coder_plugin.heads.contexts import Contexts
+>>> from coder_plugin.heads.ids import Ids
+>>> sizes = BackboneInfo(embed_dim=4, image_contexts=4, text_contexts=4)
+>>> heads = {"ids": Ids(sizes), "contexts": Contexts(sizes)}
+>>> list(heads_with(heads, Scores))
+['contexts']
+
+Shapes: B batch, D joint dimension, F channels of a block, L image tokens, T text positions, g concepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from torch import Tensor
+
+from coder_plugin.heads.base import Head
+
+if TYPE_CHECKING:
+    from coder_plugin.concepts import Vocabulary
+    from coder_plugin.heads.asymmetry import Texts
+
+Capability = TypeVar("Capability", bound=Head)
+
+
+class Scores(Head):
+    """Takes part in the retrieval score, from what the backbone knows of each side alone.
+
+    ``S <- base * S + own * <image_block, text_block>`` with ``(base, own) = score_weights()``. The blocks are appended to
+    the retrieval vectors, multiplied by ``sqrt(own)``.
+    """
+
+    #: Whether the own part is added and leaves the rest of the score as it is (``base`` is 1).
+    adds_score: ClassVar[bool] = False
+
+    def score_weights(self) -> tuple[float, float]:
+        """``(base, own)``, both >= 0. An ``own`` of 0 leaves the block out."""
+        raise NotImplementedError
+
+    def image_block(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Keys of the backbone for B images -> block of their retrieval vectors [B, F]."""
+        raise NotImplementedError
+
+    def text_block(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Keys of the backbone for B texts -> block of their retrieval vectors [B, F]."""
+        raise NotImplementedError
+
+
+class Reweighs(Scores):
+    """Scores with a weight that an evaluation can change without training again."""
+
+    #: F, channels of the block.
+    block_dim: int
+
+    def weighing(self, weight: float) -> AbstractContextManager[None]:
+        """Inside the context the score uses another weight.
+
+        Args:
+            weight: of the rest of the score in [0, 1]; of the own part, >= 0, if ``adds_score``.
+        """
+        raise NotImplementedError
+
+
+class PairScorer(Protocol):
+    """Scores of a data set's pairs, N images and M texts."""
+
+    def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
+        """int64 [G, a] and [G, b] -> scores [G, a, b]: in each of G groups every image with every text."""
+        ...
+
+    def all_pairs(self) -> Tensor:
+        """-> scores [N, M] on the CPU."""
+        ...
+
+
+class Reranks(Head):
+    """Scores pairs that a shortlist has found, from items that are kept of each image and each text."""
+
+    def image_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keys of the backbone for B images -> what scoring them needs, batch-first."""
+        raise NotImplementedError
+
+    def text_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keys of the backbone for B texts -> what scoring them needs, batch-first."""
+        raise NotImplementedError
+
+    def scorer(self, images: Mapping[str, Tensor], texts: Mapping[str, Tensor]) -> PairScorer:
+        """Items of a data set's N images and M texts -> what scores their pairs."""
+        raise NotImplementedError
+
+
+class KeepsState(Head):
+    """Has buffers that change once per performed optimizer step.
+
+    In the loss a term hands new values to :meth:`stash`; :meth:`post_step` passes them to :meth:`write`. A step that is
+    skipped writes nothing, and accumulated forwards overwrite one stash.
+
+    Example:
+        >>> import torch
+        >>> class Counter(KeepsState):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.register_buffer("pairs", torch.tensor(0))
+        ...     def write(self, pairs): self.pairs += pairs
+        >>> counter = Counter()
+        >>> counter.stash(pairs=8)
+        >>> counter.post_step(), counter.post_step(), counter.pairs
+        (None, None, tensor(8))
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stashed: Mapping[str, Any] = {}
+
+    def stash(self, **values: Any) -> None:
+        """Keep what the next :meth:`post_step` writes. A later stash of the same step replaces it."""
+        self._stashed = values
+
+    def discard(self) -> None:
+        """Forget the stash: the loss was computed, but no step follows."""
+        self._stashed = {}
+
+    def post_step(self) -> None:
+        """Write the stash. Called once after every optimizer step that was performed."""
+        values, self._stashed = self._stashed, {}
+        if values:
+            self.write(**values)
+
+    def write(self, **values: Any) -> None:
+        """Put stashed values into the buffers. Subclasses that stash override it."""
+
+    def health(self) -> dict[str, float]:
+        """Figures for the log that show whether the state is sound, such as how full a bank is."""
+        return {}
+
+
+class FollowsModel(Head):
+    """Keeps a copy of the model or a reference to it."""
+
+    def attach(self, model: Any) -> None:
+        """Called when the model is complete, and again after its modules were replaced (adapters)."""
+        raise NotImplementedError
+
+
+class AddsTexts(Head):
+    """Has further texts encoded together with the captions."""
+
+    #: Expression of the generators of positive captions, for the loader, or None.
+    positives: str | None
+    #: ``input``: noise goes into word embeddings. ``output``: into the tokens that the text tower returns.
+    noise_at: str
+
+    def further_texts(self, text: Tensor, text_positive: Tensor | None = None) -> Texts:
+        """Captions [B, T] and, from the loader, their positives [B, T], int64 -> all texts to encode."""
+        raise NotImplementedError
+
+
+class ReadsTags(Head):
+    """May read ``text_tags`` [B, T], the classes of the captions' words."""
+
+    def tag_classes(self) -> tuple[int, ...]:
+        """Codes of the classes that it reads (:mod:`coder_plugin.data.tags`); empty if it reads no tags as it is set."""
+        raise NotImplementedError
+
+
+class ReadsConcepts(Head):
+    """Reads a concept vocabulary, named by its option ``vocabulary``, and attends to the concepts."""
+
+    #: None: random vectors.
+    vocabulary: Vocabulary | None
+
+    def image_attention(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Keys of the backbone for B images -> weights of the concepts [B, g], each row sums to 1."""
+        raise NotImplementedError
+
+    def text_attention(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Keys of the backbone for B texts -> weights of the concepts [B, g], each row sums to 1."""
+        raise NotImplementedError
+
+
+class MapsContext(Head):
+    """Says how relevant each local feature is to the other modality's context."""
+
+    def maps(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keys of the backbone for B pairs -> cosines ``image`` [B, L] and ``text`` [B, T], -inf at padding."""
+        raise NotImplementedError
+
+
+def heads_with(heads: Mapping[str, Any], capability: type[Capability]) -> dict[str, Capability]:
+    """The heads that have a capability, by name, in their order."""
+    return {name: head for name, head in heads.items() if isinstance(head, capability)}
+
+
+def affects_ranking(head: Head | type[Head]) -> bool:
+    """Whether evaluation and search need the head. Exports keep it."""
+    cls = head if isinstance(head, type) else type(head)
+    return issubclass(cls, (Scores, Reranks))

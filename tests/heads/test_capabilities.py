@@ -1,0 +1,103 @@
+"""Capabilities: what heads declare, what they derive from the data, and that nobody asks for a head by its name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import coder_plugin
+from coder_plugin import registry
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import Head, TrainingFacts
+from coder_plugin.heads.capabilities import (
+    AddsTexts,
+    FollowsModel,
+    KeepsState,
+    MapsContext,
+    ReadsConcepts,
+    ReadsTags,
+    Reranks,
+    Reweighs,
+    Scores,
+    affects_ranking,
+    heads_with,
+)
+
+CAPABILITIES = {
+    "alignment": {KeepsState, ReadsTags},
+    "asymmetry": {AddsTexts, FollowsModel},
+    "captioner": set(),
+    "concepts": {KeepsState, ReadsConcepts, Reweighs, Scores},
+    "contexts": {MapsContext, Reweighs, Scores},
+    "fusion": {Reranks},
+    "ids": set(),
+    "momentum": {FollowsModel, KeepsState},
+    "prototypes": {KeepsState},
+    "tokens": set(),
+    "views": set(),
+}
+ALL = (AddsTexts, FollowsModel, KeepsState, MapsContext, ReadsConcepts, ReadsTags, Reranks, Reweighs, Scores)
+
+
+def ours():
+    return {p.name: registry.load("heads", p.name) for p in registry.list_plugins("heads") if p.distribution == "coder-plugin"}
+
+
+def test_what_each_head_can_do():
+    found = {name: {each for each in ALL if issubclass(head, each)} for name, head in ours().items()}
+    assert found == CAPABILITIES
+    assert {name for name, head in ours().items() if affects_ranking(head)} == {"concepts", "contexts", "fusion"}
+
+
+def test_heads_are_asked_for_by_capability():
+    model = coder_plugin.create_model("coder-tiny", loss="coder")
+    assert list(heads_with(model.coder.heads, Scores)) == ["concepts"]
+    assert list(heads_with(model.coder.heads, KeepsState)) == ["momentum", "concepts", "prototypes"]
+
+
+def test_no_head_is_asked_for_by_name():
+    names = "|".join(ours())
+    asked = re.compile(rf"""heads\[["']({names})["']\]|heads\.get\(["']({names})["']|["']({names})["'] (not )?in [\w.]*heads""")
+    root = Path(coder_plugin.__file__).parent
+    files = [path for folder in (root, root.parent / "integrations") for path in folder.rglob("*.py")]
+    assert len(files) > 100
+    found = [f"{path}: {line.strip()}" for path in files for line in path.read_text().splitlines() if asked.search(line)]
+    assert not found
+
+
+def test_options_from_data():
+    heads = ours()
+    facts = TrainingFacts(loss="x", samples_per_epoch=1000, pairs_per_step=64)
+    assert heads["prototypes"].options_from_data({}, facts) == {"clusters": 333}  # 1,000 images, five captions each
+    assert heads["prototypes"].options_from_data({"clusters": 9}, facts) == {}
+    every = TrainingFacts(loss="x", samples_per_epoch=1000, captions="all")
+    assert heads["prototypes"].options_from_data({}, every) == {"clusters": 66}
+    large = TrainingFacts(loss="x", samples_per_epoch=10**6)
+    assert heads["prototypes"].options_from_data({}, large) == {"clusters": 10_000}
+    assert heads["prototypes"].options_from_data({}, TrainingFacts(loss="x", samples_per_epoch=1)) == {"clusters": 2}
+    assert heads["alignment"].options_from_data({"freeze_steps": "epoch"}, facts) == {"freeze_steps": 15}
+    assert heads["alignment"].options_from_data({"freeze_steps": 3}, facts) == {}
+    assert heads["alignment"].options_from_data({}, facts) == {}
+    for name, head in heads.items():
+        if name not in ("prototypes", "alignment", "concepts"):
+            assert head.options_from_data({}, facts) == {} == Head.options_from_data({}, facts)
+
+
+def test_the_vocabulary_from_data():
+    head = registry.load("heads", "concepts")
+    named = TrainingFacts(loss="coder", samples_per_epoch=1, concepts="words.json", on_scenes=True)
+    assert head.options_from_data({}, named) == {"vocabulary": "words.json"}
+    scenes = TrainingFacts(loss="coder", samples_per_epoch=1, on_scenes=True)
+    assert head.options_from_data({}, scenes) == {"vocabulary": "scenes"}
+    with pytest.raises(CoderError, match="both name a vocabulary"):
+        head.options_from_data({"vocabulary": "other.json"}, named)
+    with pytest.raises(CoderError, match='--loss "coder" needs a concept vocabulary: --concepts FILE'):
+        head.options_from_data({}, TrainingFacts(loss="coder", samples_per_epoch=1))
+
+
+def test_derived_options_are_declared():
+    assert {name: head.data_options for name, head in ours().items() if head.data_options} == {
+        "alignment": ("freeze_steps",),
+        "concepts": ("vocabulary",),
+        "prototypes": ("clusters",),
+    }

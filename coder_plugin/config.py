@@ -1,222 +1,281 @@
-"""Every option of a training run, once: the dataclass is the command line's flags and a config file's fields alike.
+"""Typed options by subject: what to train (model, loss, data), how (optim), and what a run writes (evaluation, run).
 
-Names are open_clip's wherever open_clip has the flag.
+Every option is a field of one of the small dataclasses below. It has a *flat name*, which is its flag on the command line
+(``lr`` is ``--lr``, ``train_data`` is ``--train-data``), and a *place*, which is where code reads it (``config.optim.lr``,
+``config.data.train``). Flag names are open_clip's wherever open_clip has the flag.
+
+Options come from several layers: field defaults, the built-in scenes' defaults, the backbone's, a recipe, a file, flags.
+Each layer is a sparse mapping; :func:`resolve` merges them, checks types and remembers where each value came from.
 """
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.objective import Objective
 
 
-def _flag(default: Any, group: str, help: str, *, choices: Sequence[str] | None = None) -> Any:
-    metadata = {"group": group, "help": help, "choices": choices}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+def _option(
+    default: Any, help: str, *, flag: str | None = None, choices: Sequence[str] | None = None, at_least: float | None = None
+) -> Any:
+    metadata = {"flag": flag, "help": help, "choices": choices, "at_least": at_least}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Options of ``coder-plugin train``. A field that is None takes a default of the objective or the data (see below)."""
+class ModelConfig:
+    """Which model, which weights it starts from, and which of its layers train."""
 
-    model: str | None = _flag(
-        None, "model", "open_clip model name, path of a model configuration (.json), or region-bert and its like [coder-tiny]"
+    name: str = _option(
+        "coder-tiny",
+        "open_clip model name, path of a model configuration (.json), or a region model such as region-bert "
+        "[coder-tiny on the scenes; needed with --train-data]",
+        flag="model",
     )
-    model_kwargs: list[str] | None = _flag(
-        None, "model", "options of a region model, key=value, such as text=FOLDER embed_dim=512"
+    kwargs: list[str] = _option(
+        [], "options of a region model, OPTION=VALUE, such as text=FOLDER embed_dim=512", flag="model_kwargs"
     )
-    pretrained: str | None = _flag(None, "model", "CLIP weights to start from: an open_clip tag or a file (our exports too)")
-    pretrained_image: bool = _flag(False, "model", "start the image tower from timm's ImageNet weights (downloads)")
-    pretrained_image_path: str | None = _flag(None, "model", "start the image tower from this file (timm/torchvision keys)")
-    lock_image: bool = _flag(False, "model", "freeze the image tower (LiT)")
-    lock_image_unlocked_groups: int = _flag(0, "model", "leave the image tower's last n layer groups unlocked")
-    lock_image_freeze_bn_stats: bool = _flag(False, "model", "freeze BatchNorm statistics of the locked image layers")
-    lock_text: bool = _flag(False, "model", "freeze the text tower")
-    lock_text_unlocked_layers: int = _flag(0, "model", "leave the text tower's last n layers unlocked")
-    lock_text_freeze_layer_norm: bool = _flag(False, "model", "freeze LayerNorm of the locked text layers as well")
-    force_image_size: int | None = _flag(None, "model", "override the model's image size")
-    force_context_length: int | None = _flag(None, "model", "override the model's text length")
-    force_quick_gelu: bool = _flag(False, "model", "use QuickGELU, as OpenAI's weights want")
-    force_patch_dropout: float | None = _flag(None, "model", "override the model's patch dropout")
-    force_custom_text: bool = _flag(False, "model", "use open_clip's CustomTextCLIP for built-in text towers")
-    image_mean: list[float] | None = _flag(None, "model", "override the image mean")
-    image_std: list[float] | None = _flag(None, "model", "override the image standard deviation")
-    image_interpolation: str | None = _flag(None, "model", "image resize", choices=("bicubic", "bilinear", "random"))
-    image_resize_mode: str | None = _flag(None, "model", "evaluation resize", choices=("shortest", "longest", "squash"))
-    aug_cfg: list[str] | None = _flag(None, "model", "open_clip's augmentation options, key=value")
-    cache_dir: str | None = _flag(None, "model", "where open_clip keeps downloads")
-    grad_checkpointing: bool = _flag(False, "model", "recompute activations in the backward pass")
-    channels_last: bool = _flag(False, "model", "keep images channels-last, faster for convolutional towers")
-    torchcompile: bool = _flag(False, "model", "compile the model with torch.compile")
-    aggregator: str = _flag(
-        "tower", "model", "the instance features: the towers' own, or GPO over their tokens", choices=("tower", "gpo")
+    pretrained: str | None = _option(None, "CLIP weights to start from: an open_clip tag, a file, or an export's folder")
+    pretrained_image: bool = _option(False, "start the image tower from timm's ImageNet weights (downloads)")
+    pretrained_image_path: str | None = _option(None, "start the image tower from this file (timm or torchvision keys)")
+    lock_image: bool = _option(False, "freeze the image tower (LiT)")
+    lock_image_unlocked_groups: int = _option(0, "leave the image tower's last n layer groups unlocked", at_least=0)
+    lock_image_freeze_bn_stats: bool = _option(False, "freeze BatchNorm statistics of the locked image layers")
+    lock_text: bool = _option(False, "freeze the text tower")
+    lock_text_unlocked_layers: int = _option(0, "leave the text tower's last n layers unlocked", at_least=0)
+    lock_text_freeze_layer_norm: bool = _option(False, "also freeze LayerNorm of the locked text layers")
+    force_image_size: int | list[int] | None = _option(None, "override the model's image size in pixels")
+    force_context_length: int | None = _option(None, "override the model's text length in tokens")
+    force_quick_gelu: bool = _option(False, "use QuickGELU, which OpenAI's weights need")
+    force_patch_dropout: float | None = _option(None, "override the model's patch dropout")
+    force_custom_text: bool = _option(False, "use open_clip's CustomTextCLIP for built-in text towers")
+    image_mean: list[float] | None = _option(None, "override the image mean, one value per channel")
+    image_std: list[float] | None = _option(None, "override the image standard deviation, one value per channel")
+    image_interpolation: str | None = _option(None, "image resize", choices=("bicubic", "bilinear", "random"))
+    image_resize_mode: str | None = _option(None, "evaluation resize", choices=("shortest", "longest", "squash"))
+    aug_cfg: list[str] = _option([], "open_clip's augmentation options, OPTION=VALUE")
+    cache_dir: str | None = _option(None, "folder for open_clip's downloads")
+    grad_checkpointing: bool = _option(False, "recompute activations in the backward pass: slower, less memory")
+    channels_last: bool = _option(False, "keep images channels-last, which is faster for convolutional towers")
+    torchcompile: bool = _option(False, "compile the model with torch.compile")
+    aggregator: str = _option(
+        "tower", "the features of an image or a text: the towers' own, or GPO over their tokens", choices=("tower", "gpo")
     )
-    context_blocks: int = _flag(
-        1, "model", "last blocks of open_clip's towers between what SelfAlign reads as locals and as contexts"
+    context_blocks: int = _option(
+        1, "SelfAlign on open_clip towers: blocks between the layer that gives local features and the layer that gives contexts"
     )
-    lora_rank: int = _flag(0, "model", "train low-rank adapters of this rank in the towers instead of their weights (peft)")
-    lora_alpha: float | None = _flag(None, "model", "scale of the adapters [rank]")
+    lora_rank: int = _option(0, "train low-rank adapters of this rank instead of the towers' weights (needs peft)", at_least=0)
+    lora_alpha: float | None = _option(None, "scale of the adapters [their rank]")
 
-    loss: str = _flag("dcl", "loss", 'loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)", or an objective\'s name')
-    concepts: str | None = _flag(None, "loss", "concept vocabulary, a file of coder-plugin concepts [scenes: their own]")
-    negatives: str | None = _flag(
-        None, "loss", "AsCL's noised negatives: mixture, or names with options, such as 'gaussian(std=0.2)+shuffle', or none"
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What is minimised, and what its terms need besides the data."""
+
+    expression: str = _option(
+        "dcl", 'what to minimise: a loss expression, such as "3*dcl + 0.5*triplet(margin=0.1)"', flag="loss"
     )
-    positives: str | None = _flag(None, "loss", "AsCL's positive captions: join, truncate, both with +, or none [both]")
-    tagger: str | None = _flag(
+    set: list[str] = _option([], "options of terms and heads, OWNER.OPTION=VALUE, such as dcl.mu=0.07")
+    concepts: str | None = _option(None, "concept vocabulary, a file made by coder-plugin concepts [scenes: built in]")
+    negatives: str | None = _option(
+        None, "AsCL's noised negatives: mixture, none, or names with options, such as 'gaussian(std=0.2)+shuffle'"
+    )
+    positives: str | None = _option(None, "AsCL's positive captions: join, truncate, join+truncate or none [join+truncate]")
+    tagger: str | None = _option(
+        None, "part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]"
+    )
+    local_loss: bool = _option(False, "each rank compares only its own anchors with the candidates of all ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which data are read, and how."""
+
+    train: str | None = _option(
         None,
-        "loss",
-        "tells the classes of words: a spaCy pipeline by name or folder, or scenes [en_core_web_sm; scenes for scenes]",
+        "training data: shards (brace pattern), .csv, Karpathy .json, a precomp folder [the built-in scenes]",
+        flag="train_data",
     )
-    set: list[str] = _flag([], "loss", "options of terms and heads, such as dcl.mu=0.07")
-    local_loss: bool = _flag(False, "loss", "each rank compares its own anchors alone with all candidates")
-
-    train_data: str | None = _flag(None, "data", "training data: shards (brace pattern), .csv, Karpathy .json; none: scenes")
-    val_data: str | None = _flag(None, "data", "validation data, likewise")
-    dataset_type: str = _flag(
-        "auto", "data", "the reader: webdataset, csv, karpathy, coco, img2dataset, precomp, caps, scenes, or a plugin's"
+    val: str | None = _option(None, "validation data, in the same forms", flag="val_data")
+    dataset_type: str = _option(
+        "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, precomp, caps, scenes, or a plugin's"
     )
-    image_root: str | None = _flag(None, "data", "image folder of a Karpathy file")
-    regions: str | None = _flag(None, "data", "region features of the images, one file or folder or several with ::")
-    regions_type: str = _flag("auto", "data", "their layout: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's")
-    max_regions: int = _flag(36, "data", "regions of an image that are read, the first in the file")
-    region_dropout: float = _flag(None, "data", "share of the regions left out at random in training [0.2; camera, vsrn: 0]")
-    word_dropout: float = _flag(None, "data", "share of the words masked, replaced or left out likewise [0.2; camera, vsrn: 0]")
-    train_num_samples: int | None = _flag(None, "data", "samples per epoch of shards that cannot be counted")
-    dataset_resampled: bool = _flag(False, "data", "draw shards with replacement")
-    captions: str = _flag(
-        None, "data", "one caption per image and epoch, or every caption a pair [draw]", choices=("draw", "all")
+    image_root: str | None = _option(None, "image folder of a Karpathy or COCO file")
+    regions: str | None = _option(None, "region features of the images: a file or folder, or several joined with ::")
+    regions_type: str = _option(
+        "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
     )
-    csv_separator: str | None = _flag(None, "data", "column separator of CSV files [tab]")
-    csv_img_key: str | None = _flag(None, "data", "CSV column of image paths [filepath]")
-    csv_caption_key: str | None = _flag(None, "data", "CSV column of captions [title]")
-    max_bad_images: int = _flag(100, "data", "stop after so many images that do not decode")
-    workers: int = _flag(2, "data", "data loading processes per rank")
-
-    batch_size: int | None = _flag(None, "optimisation", "pairs per rank and forward [64; scenes: 128]")
-    accum_freq: int = _flag(1, "optimisation", "forwards per step; all their pairs are each other's negatives")
-    epochs: int | None = _flag(None, "optimisation", "passes over the data [32; scenes: 6]")
-    lr: float | None = _flag(None, "optimisation", "learning rate [5e-4; scenes: 1e-3]")
-    wd: float = _flag(None, "optimisation", "weight decay of matrices [0.2]")
-    beta1: float | None = _flag(None, "optimisation", "Adam's first beta")
-    beta2: float | None = _flag(None, "optimisation", "Adam's second beta")
-    eps: float | None = _flag(None, "optimisation", "Adam's epsilon")
-    momentum: float | None = _flag(None, "optimisation", "momentum of optimizers that have one")
-    opt: str = _flag(None, "optimisation", "any timm optimizer [adamw]")
-    warmup: int | None = _flag(None, "optimisation", "steps of linear warm-up [5 % of all]")
-    warmup_epochs: float | None = _flag(None, "optimisation", "the same in epochs")
-    lr_scheduler: str = _flag(
-        None, "optimisation", "after the warm-up [cosine]", choices=("cosine", "const", "step")
+    max_regions: int = _option(36, "read at most the first n regions of an image", at_least=1)
+    region_dropout: float = _option(0.0, "share of regions dropped at random in training [0; region-bert: 0.2]", at_least=0)
+    word_dropout: float = _option(
+        0.0, "share of words masked, replaced or dropped at random in training [0; region-bert: 0.2]", at_least=0
     )
-    lr_step_epochs: int = _flag(None, "optimisation", "epochs between the drops of --lr-scheduler step [15]")
-    lr_step_gamma: float = _flag(None, "optimisation", "factor of each drop [0.1]")
-    layer_decay: float = _flag(1.0, "optimisation", "learning-rate factor per layer towards the towers' inputs")
-    heads_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the heads [1; selfalign-clip: 100]")
-    text_lr_scale: float = _flag(None, "optimisation", "learning-rate factor of the text tower's encoder [1; region-bert: 0.1]")
-    grad_clip_norm: float | None = _flag(None, "optimisation", "clip the gradient's norm")
-    ema_decay: float | None = _flag(None, "optimisation", "evaluate and export an average of the weights with this decay")
-    precision: str = _flag(
-        "auto", "optimisation", "autocast [bf16 on GPU, none on CPU]", choices=("auto", "fp32", "amp", "amp_bf16", "amp_fp16")
+    train_num_samples: int | None = _option(
+        None, "samples per epoch, where the data cannot be counted or should be fewer", at_least=1
     )
-
-    logs: str = _flag("./logs", "run", "where runs are kept")
-    name: str | None = _flag(None, "run", "the run's folder [date-model]")
-    resume: str | None = _flag(None, "run", "a checkpoint folder, or 'latest' of --name")
-    save_frequency: int = _flag(0, "run", "keep the checkpoint of every n-th epoch beside best and last")
-    save_every_steps: int = _flag(0, "run", "save in mid-epoch, every n steps")
-    rerank: str | None = _flag(
-        None, "run", "a fusion score re-orders each query's first so many in evaluation, or all: every pair [32]"
+    dataset_resampled: bool = _option(False, "draw shards with replacement")
+    captions: str = _option(
+        "draw", "draw: one caption per image and epoch; all: every caption is a pair", choices=("draw", "all")
     )
-    val_frequency: int = _flag(1, "run", "evaluate every n epochs (0: never)")
-    log_every_n_steps: int = _flag(20, "run", "steps between log lines")
-    report: bool = _flag(True, "run", "write report.html into the run's folder when it ends")
-    report_to: str = _flag("", "run", "trackers: tensorboard, wandb, or both with a comma")
-    wandb_project_name: str = _flag("coder-plugin", "run", "project of the W&B tracker")
-    seed: int = _flag(0, "run", "seed of weights, order and augmentation")
-    dry_run: bool = _flag(False, "run", "print the resolved plan and stop")
+    csv_separator: str | None = _option(None, "column separator of CSV files [tab]")
+    csv_img_key: str | None = _option(None, "CSV column of image paths [filepath]")
+    csv_caption_key: str | None = _option(None, "CSV column of captions [title]")
+    max_bad_images: int = _option(100, "stop after more than n images that cannot be decoded", at_least=0)
+    workers: int = _option(2, "data loading processes per rank", at_least=0)
 
     @property
     def on_scenes(self) -> bool:
-        """Whether no training data are named: then the built-in scenes."""
-        return self.train_data is None and self.dataset_type in ("auto", "scenes")
+        """Whether to train on the built-in scenes, because no training data are named."""
+        return self.train is None and self.dataset_type in ("auto", "scenes")
 
-    def resolved(self) -> TrainConfig:
-        """With every data-dependent default filled in."""
-        from coder_plugin.backbones import own as backbones
-        from coder_plugin.pretrained.export import weights_named
 
-        if self.pretrained is not None and (weights := weights_named(self.pretrained)) != self.pretrained:
-            return replace(self, pretrained=weights).resolved()
-        if self.train_data is None and not self.on_scenes:
-            raise CoderError(f"--dataset-type {self.dataset_type} needs --train-data")
-        named = dict(Objective.parse(self.loss).training)
-        unknown = sorted(set(named) - {item.name for item in fields(self)})
-        if unknown:
-            raise CoderError(f"the objective {self.loss!r} sets unknown training options: {', '.join(unknown)}")
-        if self.on_scenes:  # pictures, whatever the objective was made for
-            named.pop("model", None)
-        elif self.model is None and "model" not in named:
-            raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
-        backbone = backbones.find(self.model or named.get("model", ""))
-        if backbone is None:
-            named.pop("model_kwargs", None)
-            for name in ("region_dropout", "word_dropout"):
-                named.pop(name, None)
-                if getattr(self, name):
-                    raise CoderError(f"--{name.replace('_', '-')} is of region models, and {self.model} is open_clip's")
-        if self.warmup is not None:
-            named.pop("warmup_epochs", None)
-        of_model = {} if backbone is None else backbone.training
-        defaults = {**DEFAULTS, **(SCENES_DEFAULTS if self.on_scenes else {}), **of_model, **named}
-        given = asdict(self)
-        filled = {key: value for key, value in defaults.items() if given[key] is None}
-        if self.model_kwargs and "model_kwargs" in named:  # the objective's, but for those that are given
-            own = {setting.partition("=")[0] for setting in self.model_kwargs}
-            others = [setting for setting in named["model_kwargs"] if setting.partition("=")[0] not in own]
-            filled["model_kwargs"] = [*others, *self.model_kwargs]
-        return replace(self, **filled).checked()
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Batches, optimizer, schedule and precision."""
 
-    def checked(self) -> TrainConfig:
-        for name in ("batch_size", "accum_freq", "epochs", "log_every_n_steps", "lr_step_epochs"):
-            if getattr(self, name) < 1:
-                raise CoderError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not self.lr > 0:  # type: ignore[operator]
+    batch_size: int = _option(64, "pairs per rank and forward pass [64; scenes: 128]", at_least=1)
+    accum_freq: int = _option(
+        1, "forward passes per optimizer step; the pairs of all of them are each other's negatives", at_least=1
+    )
+    epochs: int = _option(32, "passes over the data [32; scenes: 6]", at_least=1)
+    lr: float = _option(5e-4, "learning rate [5e-4; scenes: 1e-3]")
+    wd: float = _option(0.2, "weight decay; not applied to biases, norms and temperatures", at_least=0)
+    beta1: float | None = _option(None, "Adam's first beta [the optimizer's]")
+    beta2: float | None = _option(None, "Adam's second beta [the optimizer's]")
+    eps: float | None = _option(None, "Adam's epsilon [the optimizer's]")
+    momentum: float | None = _option(None, "momentum, for optimizers that have one [the optimizer's]")
+    opt: str = _option("adamw", "name of a timm optimizer")
+    warmup: int | None = _option(None, "linear warm-up in steps [5 % of all steps]", at_least=0)
+    warmup_epochs: float | None = _option(None, "linear warm-up in epochs, instead of --warmup", at_least=0)
+    lr_scheduler: str = _option("cosine", "schedule after the warm-up", choices=("cosine", "const", "step"))
+    lr_step_epochs: int = _option(15, "epochs between the drops of --lr-scheduler step", at_least=1)
+    lr_step_gamma: float = _option(0.1, "factor of each drop of --lr-scheduler step")
+    layer_decay: float = _option(1.0, "factor on the learning rate per layer, from the towers' outputs to their inputs")
+    heads_lr_scale: float = _option(1.0, "factor on the learning rate of the heads that the loss adds", at_least=0)
+    text_lr_scale: float = _option(1.0, "factor on the text encoder's learning rate [1; region-bert: 0.1]", at_least=0)
+    grad_clip_norm: float | None = _option(None, "clip the gradient to this norm [no clipping]")
+    ema_decay: float | None = _option(
+        None, "decay of an exponential moving average of the weights, which is evaluated and exported [no average]"
+    )
+    precision: str = _option(
+        "auto", "autocast [bf16 on GPU, fp32 on CPU]", choices=("auto", "fp32", "amp", "amp_bf16", "amp_fp16")
+    )
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
             raise CoderError(f"--lr must be > 0, got {self.lr}")
-        for name in ("text_lr_scale", "heads_lr_scale"):
-            if not getattr(self, name) >= 0:
-                raise CoderError(f"--{name.replace('_', '-')} must be >= 0, got {getattr(self, name)}")
-        if self.warmup_epochs is not None and not self.warmup_epochs >= 0:
-            raise CoderError(f"--warmup-epochs must be >= 0, got {self.warmup_epochs}")
         if self.warmup is not None and self.warmup_epochs is not None:
-            raise CoderError("--warmup and --warmup-epochs both say how long the warm-up is: give one")
+            raise CoderError("--warmup and --warmup-epochs both set the length of the warm-up: give one")
         if not 0 < self.layer_decay <= 1:
             raise CoderError(f"--layer-decay must be in (0, 1], got {self.layer_decay}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise CoderError(f"--ema-decay must be in (0, 1), got {self.ema_decay}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When and how a model is evaluated."""
+
+    val_frequency: int = _option(1, "evaluate every n epochs; 0: never", at_least=0)
+    rerank: str | None = _option(
+        None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run is written, what it resumes, what it saves and reports."""
+
+    logs: str = _option("./logs", "folder that holds the runs' folders")
+    name: str | None = _option(None, "the run's folder in --logs [date and model]")
+    resume: str | None = _option(None, "a checkpoint's folder, or latest: the newest checkpoint of --name")
+    save_frequency: int = _option(
+        0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
+    )
+    save_every_steps: int = _option(0, "also save every n steps within an epoch [0: never]", at_least=0)
+    log_every_n_steps: int = _option(20, "steps between log lines", at_least=1)
+    report: bool = _option(True, "write report.html into the run's folder at the end")
+    report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
+    wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")
+    seed: int = _option(0, "seed of weights, data order and augmentation")
+    dry_run: bool = _option(False, "print the resolved plan and stop")
+
+    def __post_init__(self) -> None:
         if self.resume == "latest" and self.name is None:
-            raise CoderError("--resume latest needs --name, the run to go on with")
-        return self
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
-        known = {item.name for item in fields(cls)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise CoderError(f"unknown option {', '.join(unknown)} in the configuration; known: {', '.join(sorted(known))}")
-        return cls(**data)
+            raise CoderError("--resume latest needs --name, the run to resume")
 
 
-#: Which model is opened, and how exactly it computes.
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All options of a training run, by subject.
+
+    Make one with :func:`coder_plugin.pretrained.options.resolve_config`, which also fills in the defaults that depend on the
+    data, the model and the recipe.
+
+    Args:
+        origins: for each option that is not a field's default, by flat name, where its value came from.
+
+    Example:
+        >>> config = TrainConfig(optim=OptimConfig(lr=1e-3))
+        >>> config.optim.lr, config.data.captions
+        (0.001, 'draw')
+        >>> config.with_options(lr=2e-3).optim.lr
+        0.002
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def with_options(self, **options: Any) -> TrainConfig:
+        """A copy with other values for options, given by their flat names."""
+        by_subject: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            option = get_option(name)
+            by_subject.setdefault(option.subject, {})[option.field] = value
+        changed = {subject: replace(getattr(self, subject), **values) for subject, values in by_subject.items()}
+        return replace(self, **changed, origins={**self.origins, **dict.fromkeys(options, "code")})
+
+    def given(self) -> dict[str, Any]:
+        """The options that some layer has set, by flat name; the others have their fields' defaults."""
+        return {name: value for name, value in self.to_flat().items() if name in self.origins}
+
+    def to_flat(self) -> dict[str, Any]:
+        """Every option by its flat name."""
+        return {name: getattr(getattr(self, option.subject), option.field) for name, option in options_by_name().items()}
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Every option by subject and field: what ``config.json`` of a run holds."""
+        return nest(self.to_flat())
+
+
+SUBJECTS: dict[str, type] = {
+    "model": ModelConfig,
+    "loss": LossConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "evaluation": EvalConfig,
+    "run": RunConfig,
+}
+
+#: Defaults of training on the built-in scenes.
+SCENES_DEFAULTS: Mapping[str, Any] = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
+
+#: Options that decide which model is opened, and its arithmetic.
 OPENING = (
     "model",
     "pretrained",
@@ -234,7 +293,7 @@ OPENING = (
     "precision",
 )
 
-#: How data are read, and not which: what goes with a data set, and not over to another.
+#: Options that say how a data set is read. They belong to that data set and do not carry over to another.
 READING = (
     "dataset_type",
     "image_root",
@@ -245,77 +304,218 @@ READING = (
     "regions_type",
 )
 
-DEFAULTS = {
-    "batch_size": 64,
-    "epochs": 32,
-    "lr": 5e-4,
-    "wd": 0.2,
-    "opt": "adamw",
-    "lr_scheduler": "cosine",
-    "lr_step_epochs": 15,
-    "lr_step_gamma": 0.1,
-    "captions": "draw",
-    "region_dropout": 0.0,
-    "word_dropout": 0.0,
-    "text_lr_scale": 1.0,
-    "heads_lr_scale": 1.0,
-}
-SCENES_DEFAULTS = {"model": "coder-tiny", "batch_size": 128, "epochs": 6, "lr": 1e-3}
+#: Lists of OPTION=VALUE, which later layers change option by option.
+_KEY_VALUE_LISTS = ("set", "model_kwargs", "aug_cfg")
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, config: type = TrainConfig, only: Sequence[str] | None = None, *, prefix: str = ""
-) -> None:
-    """One flag for each field (or those in ``only``), in the groups that their metadata name, ``prefix`` before each name."""
-    parser.add_argument(f"--{prefix}config", dest="config", metavar="FILE", help="JSON file of these options; flags win")
-    groups: dict[str, Any] = {}
-    hints = typing.get_type_hints(config)
-    for item in fields(config):
-        if only is not None and item.name not in only:
-            continue
-        group = item.metadata["group"]
-        groups.setdefault(group, parser.add_argument_group(group))
-        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(item)}
-        kind = _inner(hints[item.name])
-        if kind is bool:
-            kwargs["action"] = argparse.BooleanOptionalAction if item.default else "store_true"
-        elif typing.get_origin(kind) is list:
-            kwargs.update(nargs="+", type=typing.get_args(kind)[0])
-            if item.name in ("set", "aug_cfg", "model_kwargs"):
-                kwargs["action"] = "extend"
-            if item.name in ("set", "model_kwargs"):
-                kwargs["metavar"] = "OWNER.OPTION=VALUE" if item.name == "set" else "OPTION=VALUE"
+@dataclass(frozen=True)
+class Option:
+    """One option: its flat name, its place, its type and its help.
+
+    Args:
+        kind: type of a single value: bool, int, float or str.
+        is_list: whether a list of them may be given.
+        optional: whether None is a value.
+    """
+
+    name: str
+    subject: str
+    field: str
+    kind: type
+    is_list: bool
+    is_single: bool
+    optional: bool
+    default: Any
+    help: str
+    choices: Sequence[str] | None = None
+    at_least: float | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def check(self, value: Any, origin: str) -> Any:
+        """The value in its declared type (an int where a float is declared becomes a float).
+
+        Raises:
+            CoderError: a value of another type, one that is not among the choices, or one that is too small.
+        """
+        where = "" if origin == "flag" else f" (set by {origin})"
+        if isinstance(value, tuple):
+            value = list(value)
+        if isinstance(value, list) and self.is_list:
+            return [self._check_single(each, where) for each in value]
+        if not self.is_single:
+            raise CoderError(f"{self.flag} is {value!r}; it must be a list, each item {_KIND_NAMES[self.kind]}{where}")
+        return self._check_single(value, where)
+
+    def _check_single(self, value: Any, where: str) -> Any:
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind:
+            raise CoderError(f"{self.flag} is {value!r}; it must be {_KIND_NAMES[self.kind]}{where}")
+        if self.choices and value not in self.choices:
+            raise CoderError(f"{self.flag} is {value!r}; allowed: {', '.join(self.choices)}{where}")
+        number: Any = value
+        if self.at_least is not None and not number >= self.at_least:
+            least = f"at least {self.at_least:g}" if self.kind is int else f">= {self.at_least:g}"
+            raise CoderError(f"{self.flag} must be {least}, got {value}{where}")
+        return value
+
+
+_KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@cache
+def options_by_name() -> Mapping[str, Option]:
+    """Every option by its flat name, in the order of the subjects and their fields."""
+    options = {}
+    for subject, cls in SUBJECTS.items():
+        hints = typing.get_type_hints(cls)
+        for item in fields(cls):
+            hint = hints[item.name]
+            union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+            alternatives = typing.get_args(hint) if union else (hint,)
+            lists = [each for each in alternatives if typing.get_origin(each) is list]
+            singles = [each for each in alternatives if each not in lists and each is not type(None)]
+            name = item.metadata["flag"] or item.name
+            options[name] = Option(
+                name=name,
+                subject=subject,
+                field=item.name,
+                kind=singles[0] if singles else typing.get_args(lists[0])[0],
+                is_list=bool(lists),
+                is_single=bool(singles),
+                optional=type(None) in alternatives,
+                default=item.default_factory() if item.default_factory is not MISSING else item.default,
+                help=item.metadata["help"],
+                choices=item.metadata["choices"],
+                at_least=item.metadata["at_least"],
+            )
+    return options
+
+
+def get_option(name: str) -> Option:
+    """The option of a flat name.
+
+    Raises:
+        CoderError: there is no such option; names the nearest.
+    """
+    options = options_by_name()
+    if name not in options:
+        raise _unknown(name, list(options))
+    return options[name]
+
+
+def _unknown(name: str, names: Sequence[str], subject: str = "") -> CoderError:
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+    within = f" of {subject}" if subject else ""
+    return CoderError(f"unknown option {name}{hint}{within} in the configuration; known: {', '.join(sorted(names))}")
+
+
+def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by flat name, from flat names or nested by subject as in ``config.json``, or a mixture; None is left out.
+
+    Raises:
+        CoderError: an unknown option.
+
+    Example:
+        >>> flatten({"optim": {"lr": 0.001}, "model": "RN50", "data": {"train": None}})
+        {'lr': 0.001, 'model': 'RN50'}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in SUBJECTS and isinstance(value, Mapping):
+            places = {option.field: each for each, option in options_by_name().items() if option.subject == name}
+            for place, each in value.items():
+                if place not in places:
+                    raise _unknown(place, list(places), name)
+                flat[places[place]] = each
         else:
-            kwargs.update(type=kind, choices=item.metadata["choices"])
-        groups[group].add_argument(f"--{prefix}{item.name.replace('_', '-')}", dest=item.name, **kwargs)
+            flat[get_option(name).name] = value
+    return {name: value for name, value in flat.items() if value is not None}
 
 
-def read_config(arguments: argparse.Namespace) -> TrainConfig:
-    """The configuration that flags and file ask for."""
-    return TrainConfig.from_dict(read_flags(arguments))
+def nest(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Options by subject and field, from options by flat name; the inverse of :func:`flatten`.
+
+    Example:
+        >>> nest({"lr": 0.001, "model": "RN50"})
+        {'optim': {'lr': 0.001}, 'model': {'name': 'RN50'}}
+    """
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in options.items():
+        option = get_option(name)
+        nested.setdefault(option.subject, {})[option.field] = value
+    return nested
 
 
-def read_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the configuration file, if one is named, and the flags over it set; nothing that is left at its default."""
-    given = {key: value for key, value in vars(arguments).items() if key in {f.name for f in fields(TrainConfig)}}
-    data: dict[str, Any] = {}
-    if path := getattr(arguments, "config", None):
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise CoderError(f"--config {path}: {error}") from error
-    return {**data, **given}
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Options by flat name from a JSON or TOML file, flat or nested by subject; a run's ``config.json`` is one.
+
+    Raises:
+        CoderError: the file cannot be read, or holds an unknown option.
+    """
+    import tomllib
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        options = tomllib.loads(text) if str(path).endswith(".toml") else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise CoderError(f"--config {path}: {error}") from error
+    if not isinstance(options, dict):
+        raise CoderError(f"--config {path}: it must hold an object of options, not a {type(options).__name__}")
+    try:
+        return flatten(options)
+    except CoderError as error:
+        raise CoderError(f"--config {path}: {error}") from error
 
 
-def _inner(hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(choice for choice in typing.get_args(hint) if choice is not type(None))
-    return hint
+def merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Merge layers of options, later ones over earlier ones; see :func:`resolve`.
+
+    Returns:
+        The options by flat name, and for each the name of the layer that set it.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        options = flatten(layer)
+        if "warmup" in options and "warmup_epochs" not in options:  # two names of one length: the later layer decides
+            values.pop("warmup_epochs", None)
+        elif "warmup_epochs" in options and "warmup" not in options:
+            values.pop("warmup", None)
+        for name, value in options.items():
+            value = get_option(name).check(value, origin)
+            if name in _KEY_VALUE_LISTS and value and values.get(name):
+                keys = {setting.partition("=")[0] for setting in value}
+                value = [*(each for each in values[name] if each.partition("=")[0] not in keys), *value]
+            values[name], origins[name] = value, origin
+    return values, {name: origins[name] for name in values}
 
 
-def _help(item: Any) -> str:
-    text = item.metadata["help"]
-    default = None if item.default is MISSING else item.default
-    if default in (None, False, "", 0) or "[" in text:
-        return text.replace("%", "%%")
-    return f"{text} [{default!r}]".replace("%", "%%")
+def resolve(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
+    """Merge layers of options over the fields' defaults.
+
+    Args:
+        layers: (name, options) from the weakest to the strongest. Options are flat or nested; a value of None counts as not
+            given. Lists of OPTION=VALUE are merged option by option, and an empty list clears them.
+
+    Returns:
+        The configuration; its ``origins`` holds the layer's name for each option that a layer set.
+
+    Raises:
+        CoderError: an unknown option, a value of the wrong type or range, or options that exclude each other.
+
+    Example:
+        >>> config = resolve([("recipe coder", {"lr": 0.0002, "epochs": 30}), ("flag", {"optim": {"lr": 0.001}})])
+        >>> config.optim.lr, config.optim.epochs, dict(config.origins)
+        (0.001, 30, {'lr': 'flag', 'epochs': 'recipe coder'})
+    """
+    values, origins = merge(layers)
+    by_subject: dict[str, dict[str, Any]] = {subject: {} for subject in SUBJECTS}
+    for name, value in values.items():
+        option = get_option(name)
+        by_subject[option.subject][option.field] = value
+    return TrainConfig(**{subject: cls(**by_subject[subject]) for subject, cls in SUBJECTS.items()}, origins=origins)

@@ -1,30 +1,38 @@
-"""Files that others rely on: whole or not there, and known again by their checksum."""
+"""Files that others rely on: written completely or not at all, and verified by their checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
-def digest(file: Path) -> str:
+def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file, hexadecimal."""
-    found = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+    checksum = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
-def seal(manifest: dict[str, Any]) -> str:
-    """SHA-256 of what a JSON object says, whatever the order of its fields."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def sha256_json(value: Any) -> str:
+    """SHA-256 of a JSON value, hexadecimal; the order of an object's fields does not matter.
+
+    Example:
+        >>> sha256_json({"a": 1, "b": 2}) == sha256_json({"b": 2, "a": 1})
+        True
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+def fsync_path(path: str | Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,8 +40,66 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def put(aside: Path, path: Path) -> None:
-    """Give a file that was written aside its name, replacing what bore it."""
-    flush(aside)
-    os.replace(aside, path)
-    flush(path.parent)
+def atomic_replace(temporary: str | Path, path: str | Path) -> None:
+    """Rename a finished temporary file in the same folder to ``path``, replacing the file there, and wait for the disk."""
+    fsync_path(temporary)
+    os.replace(temporary, path)
+    fsync_path(Path(path).parent)
+
+
+@contextmanager
+def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a temporary file next to ``path`` for writing, and rename it to ``path`` when the block ends.
+
+    Another process sees the old file or the complete new one. If the block raises, the temporary file is removed and the old
+    file stays.
+
+    Args:
+        path: the file to write. Its folder is made if it does not exist.
+        mode: "wb", or "w" for UTF-8 text.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "notes.txt"
+        >>> with atomic_write(path, "w") as file:
+        ...     _ = file.write("complete")
+        >>> path.read_text()
+        'complete'
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        atomic_replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Make a temporary folder next to ``path`` to fill, and rename it to ``path`` when the block ends.
+
+    A folder that is already at ``path`` is replaced: between two renames, a kill leaves it under ``.NAME.old``.
+    If the block raises, the temporary folder is removed and the old one stays.
+    """
+    path = Path(path)
+    temporary, old = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():  # killed between the two renames below
+        os.replace(old, path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for each in (*temporary.rglob("*"), temporary):
+            fsync_path(each)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        fsync_path(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

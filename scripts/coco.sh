@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# MS-COCO, from downloaded files to a table: CODER on Faster-RCNN regions and BERT (METHODS 6, 10).
+# Train and evaluate CODER on MS-COCO, with Faster-RCNN regions and BERT, as in section 4.2 of the paper.
 #
 #   scripts/coco.sh PRECOMP GLOVE [flags of coder-plugin train …]
 #
-# PRECOMP: SCAN's coco_precomp folder: {train,dev,testall}_{ims.npy,caps.txt,ids.txt}. From bottom-up-attention's files (its
-#          TSV is read in place as well: --regions trainval_resnet101_faster_rcnn_genome_36.tsv with Karpathy's captions):
-#          once for each split (train; val as dev; test as testall):
+# PRECOMP: SCAN's coco_precomp folder: {train,dev,testall}_{ims.npy,caps.txt,ids.txt}.
+#          To make it from bottom-up-attention's TSV file, run this once for each split (train; val as dev; test as testall):
 #          coder-plugin regions convert trainval_36.tsv PRECOMP --to precomp --captions-data dataset_coco.json \
 #              --captions-per-image 5 --split test --to-split testall
-# GLOVE:   glove.840B.300d.txt or any other vectors of words.
-# The rest is as in f30k.sh. The table has the 5K figures of testall and the mean of its five folds of 1K.
+#          (`coder-plugin train` can also read the TSV directly: --regions trainval_36.tsv with Karpathy's captions.)
+# GLOVE:   glove.840B.300d.txt, or another file of word vectors.
+#
+# Environment variables and further flags are those of f30k.sh. The table has the 5K test figures and the mean of five 1K folds.
 set -euo pipefail
-precomp=${1:?folder of coco_precomp}
-glove=${2:?file of word vectors}
+precomp=${1:?the folder coco_precomp}
+glove=${2:?word vectors, such as glove.840B.300d.txt}
 shift 2
 runs=${RUNS:-logs}
 name=${NAME:-coder-coco}

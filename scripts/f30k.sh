@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Flickr30K, from downloaded files to a table: CODER on Faster-RCNN regions and BERT (METHODS 6).
+# Train and evaluate CODER on Flickr30K, with Faster-RCNN regions and BERT, as in section 4.2 of the paper.
 #
 #   scripts/f30k.sh PRECOMP GLOVE [flags of coder-plugin train …]
 #
-# PRECOMP: SCAN's f30k_precomp folder: {train,dev,test}_{ims.npy,caps.txt,ids.txt}, 36 regions of 2048 channels an image. From
-#          other files, once for each split (train; val as dev; test):
+# PRECOMP: SCAN's f30k_precomp folder: {train,dev,test}_{ims.npy,caps.txt,ids.txt}, with 36 regions of 2048 channels per image.
+#          To make it from other region files, run this once for each split (train; val as dev; test):
 #          coder-plugin regions convert FILE PRECOMP --to precomp --captions-data dataset_flickr30k.json --split val --to-split dev
-# GLOVE:   glove.840B.300d.txt or any other vectors of words.
-# PROCESSES=4 trains on four GPUs (without GPUs: processes); their batches make the paper's 128.
-# BERT comes from the hub; another one or a folder: --model-kwargs text=FOLDER. The table: --loss coder/table2-1 … and so on.
+# GLOVE:   glove.840B.300d.txt, or another file of word vectors.
+#
+# PROCESSES=4 trains on four GPUs (or CPU processes); the total batch stays the paper's 128. RUNS and NAME choose the folder.
+# BERT is downloaded from the Hub; for another model or a local folder add --model-kwargs text=FOLDER.
+# For a row of the paper's tables add --recipe coder/table2-1, … and set NAME.
 set -euo pipefail
-precomp=${1:?folder of f30k_precomp}
-glove=${2:?file of word vectors}
+precomp=${1:?the folder f30k_precomp}
+glove=${2:?word vectors, such as glove.840B.300d.txt}
 shift 2
 runs=${RUNS:-logs}
 name=${NAME:-coder-f30k}

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# open_clip's own tests, unmodified and offline, with our adapter active; PLAIN=1: without it, to compare.
-#   CODER_OPEN_CLIP_TESTS=CHECKOUT scripts/upstream_tests.sh [pytest's arguments]
-# CHECKOUT has open_clip's tests/; its src/, where there is one, goes before the installed open_clip.
+# Run open_clip's own tests, unmodified and offline, with this package's adapter active. PLAIN=1 runs them without it.
+#
+#   CODER_OPEN_CLIP_TESTS=CHECKOUT scripts/upstream_tests.sh [arguments of pytest]
+#
+# CHECKOUT is a folder with open_clip's tests/. If it also has src/, that open_clip is tested instead of the installed one.
 set -euo pipefail
-checkout=$(realpath "${CODER_OPEN_CLIP_TESTS:?name a checkout of open_clip with its tests}")
+checkout=$(realpath "${CODER_OPEN_CLIP_TESTS:?set it to a checkout of open_clip with its tests}")
 here=$(realpath "$(dirname "$0")/..")
-work=$(mktemp -d)  # the tests write logs and data beside themselves
+work=$(mktemp -d)  # the tests write logs and data into their own folder
 trap 'rm -rf "$work"' EXIT
 cp -r "$checkout/tests" "$work"
 cp "$checkout/pytest.ini" "$work" 2>/dev/null || printf '[pytest]\nmarkers =\n    regression_test\n' > "$work/pytest.ini"

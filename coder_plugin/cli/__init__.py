@@ -75,7 +75,7 @@ def _tell_of_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) ->
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.config import add_flags
+    from coder_plugin.cli.flags import add_flags
 
     parser = commands.add_parser(
         "train",
@@ -89,12 +89,16 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from coder_plugin.config import read_config
+    from coder_plugin.cli.flags import read_flags
+    from coder_plugin.config import read_file
     from coder_plugin.evaluation import format_table
+    from coder_plugin.pretrained.options import resolve_config
     from coder_plugin.training.loop import Trainer
 
-    trainer = Trainer(read_config(arguments))
-    if trainer.config.dry_run:
+    file = None if arguments.config is None else read_file(arguments.config)
+    config = resolve_config(read_flags(arguments), file=file, file_name=str(arguments.config))
+    trainer = Trainer.from_config(config)
+    if trainer.config.run.dry_run:
         trainer.print_plan()
         return 0
     result = trainer.run()
@@ -111,7 +115,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.eval_flags import add_flags as add_further_flags
-    from coder_plugin.config import OPENING, READING, add_flags
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import OPENING, READING
 
     parser = commands.add_parser(
         "eval",
@@ -164,12 +169,14 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.flags import read_options
     from coder_plugin.evaluation import format_analyses, format_table
     from coder_plugin.evaluation.evaluate import analyses_of, evaluate_command
     from coder_plugin.evaluation.evaluation_sets import format_further
 
     if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():
         raise CoderError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
+    arguments.options = read_options(arguments)
     results = evaluate_command(arguments)
     if not results:
         return 0  # another rank prints

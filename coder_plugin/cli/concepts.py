@@ -23,26 +23,27 @@ def concepts_command(arguments: argparse.Namespace) -> str:
 
     What can fail at once is asked first: tagging a large corpus takes minutes.
     """
-    from coder_plugin.config import READING, TrainConfig, read_flags
+    from coder_plugin.cli.flags import read_options
+    from coder_plugin.config import READING, resolve
     from coder_plugin.data.from_config import make_captions, make_source
 
-    flags = read_flags(arguments)
-    config = TrainConfig.from_dict(flags)
+    flags = read_options(arguments)
+    config = resolve([("flag", flags)])
     if arguments.max_captions is not None and arguments.max_captions < 1:
         raise CoderError(f"--max-captions is {arguments.max_captions}; it must be 1 or more")
     path = artefact_path(arguments.output)
     check_writable(path)
     vectors = None if arguments.vectors == "none" else WordVectors(arguments.vectors)
     stop_words = read_stop_words(arguments.stop_words)
-    if config.train_data is not None:
-        source = make_captions(config, config.train_data, split=arguments.split)
-    elif config.on_scenes:
+    if config.data.train is not None:
+        source = make_captions(config, config.data.train, split=arguments.split)
+    elif config.data.on_scenes:
         source = make_source(config, split=arguments.split)
     else:
-        raise CoderError(f"--dataset-type {config.dataset_type} needs --train-data")
+        raise CoderError(f"--dataset-type {config.data.dataset_type} needs --train-data")
     vocabulary = build_vocabulary(
         _captions(source, arguments.max_captions),
-        tagger=_tagger(arguments, on_scenes=config.on_scenes or config.train_data == "scenes"),
+        tagger=_tagger(arguments, on_scenes=config.data.on_scenes or config.data.train == "scenes"),
         size=arguments.size,
         ratio=tuple(arguments.ratio),
         lemmas=arguments.lemmas,

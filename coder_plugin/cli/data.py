@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def add_concepts(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.config import READING, add_flags
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import READING
 
     parser = commands.add_parser(
         "concepts",
@@ -77,7 +78,7 @@ def add_regions(commands: argparse._SubParsersAction) -> None:
 
 def _add_extract(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.extract import add_flags as add_detector_flags
-    from coder_plugin.config import add_flags
+    from coder_plugin.cli.flags import add_flags
 
     parser = commands.add_parser(
         "extract",
@@ -97,14 +98,14 @@ def _extract(arguments: argparse.Namespace) -> int:
     from coder_plugin.data.pictures import is_pictures
 
     config = _reading_config(arguments)
-    bare = config.dataset_type == "auto" and is_pictures(arguments.images)
+    bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
     reading = {} if bare else reading_options(config, arguments.images)
     print(extract_command(arguments, **reading))
     return 0
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.config import add_flags
+    from coder_plugin.cli.flags import add_flags
 
     parser = commands.add_parser(
         "convert",
@@ -159,15 +160,15 @@ def _reading() -> list[str]:
 
 
 def _reading_config(arguments: argparse.Namespace) -> TrainConfig:
-    from coder_plugin.config import TrainConfig, read_flags
+    from coder_plugin.cli.flags import read_options
+    from coder_plugin.config import resolve
 
-    given = read_flags(arguments)
-    return TrainConfig.from_dict({name: given[name] for name in _reading() if name in given})
+    return resolve([("flag", read_options(arguments))])
 
 
 def add_doctor(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.doctor import flags
-    from coder_plugin.config import add_flags
+    from coder_plugin.cli.flags import add_flags
 
     parser = commands.add_parser(
         "doctor",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.config import TrainConfig, read_flags
+from coder_plugin.cli.flags import read_options
+from coder_plugin.config import TrainConfig, options_by_name, resolve
 from coder_plugin.doctor.findings import Finding, format_findings, guarded, worst
 from coder_plugin.errors import CoderError
 
@@ -21,7 +22,7 @@ def flags() -> list[str]:
     """Options of training that say something of the model, the recipe, the data, or the machine."""
     more = ("batch_size", "accum_freq", "epochs", "precision", "logs", "seed")
     parts = ("model", "loss", "data")
-    return [each.name for each in fields(TrainConfig) if each.metadata["group"] in parts or each.name in more]
+    return [name for name, option in options_by_name().items() if option.subject in parts or name in more]
 
 
 def doctor_command(arguments: argparse.Namespace) -> int:
@@ -52,10 +53,10 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
     """All findings. Nothing is downloaded, and nothing written."""
     from coder_plugin.doctor import machine, offline, run
 
-    given = read_flags(arguments)
-    config = TrainConfig.from_dict(given)
+    given = read_options(arguments)
+    config = resolve([("flag", given)])
     offline.stay_offline()
-    folders = [offline.folder_of(spec, config.cache_dir) for spec in arguments.folder]
+    folders = [offline.folder_of(spec, config.model.cache_dir) for spec in arguments.folder]
     checks = [check for folder in folders for check in run.check_run(folder)]  # a slip is told of now
     found = _installation()
     found += guarded("machine", machine.check_gpus, config)
@@ -84,15 +85,15 @@ def check_training(config: TrainConfig, given: Mapping[str, Any], arguments: arg
     splits: dict[str, walk.Walked] = {}
     found: list[Finding] = []
     for name in ("train", "val"):
-        if getattr(config, f"{name}_data") is not None:
+        if getattr(config.data, name) is not None:
             found += guarded(name, _open, splits, name, config, arguments.all)
     made = recipe.Made()
     of_recipe = []
     if arguments.config or {"model", "loss", "concepts"} & set(named):
         of_recipe = guarded("recipe", _recipe, config, splits, made)
     counted = words.words_of([splits["train"]]) if "train" in splits else words.count_words(())
-    if config.concepts:
-        of_recipe += guarded("words", words.check_concepts, config.concepts, counted)
+    if config.loss.concepts:
+        of_recipe += guarded("words", words.check_concepts, config.loss.concepts, counted)
     if arguments.vectors is not None:
         of_recipe += guarded("words", words.check_vectors, arguments.vectors, counted)
     readable = {name: split for name, split in splits.items() if split.items}
@@ -108,14 +109,14 @@ def _open(splits: dict[str, Any], name: str, config: TrainConfig, whole: bool) -
     from coder_plugin.doctor import captions, walk
 
     splits[name] = split = walk.walk_split(name, config, most=None if whole else walk.MOST)
-    yield from captions.check_reading(split, config.max_bad_images)
+    yield from captions.check_reading(split, config.data.max_bad_images)
 
 
 def _recipe(config: TrainConfig, splits: Mapping[str, Any], made: Any) -> Iterator[Finding]:
     from coder_plugin.data.from_config import make_source
     from coder_plugin.doctor.recipe import check_recipe
 
-    whole = source = make_source(config, split="train") if config.on_scenes else None
+    whole = source = make_source(config, split="train") if config.data.on_scenes else None
     if (split := splits.get("train")) is not None and not split.shards and not split.samples and split.items:
         whole, source = split.whole, split.source
     yield from check_recipe(config, whole, source, made)
@@ -131,9 +132,9 @@ def _images(splits: Mapping[str, Any], config: TrainConfig, made: Any, arguments
     for name, split in splits.items():
         found += guarded(name, identity.check_ids, split)
         total = len(split.items)
-        items = split.items if arguments.all or total <= SMALL else split.sample(arguments.samples, config.seed)
+        items = split.items if arguments.all or total <= SMALL else split.sample(arguments.samples, config.run.seed)
         seen = pictures.look_at(items, f"{name}: pictures", threads=split.threads)
-        if config.regions is not None or any(isinstance(look, Regions) for look in seen):
+        if config.data.regions is not None or any(isinstance(look, Regions) for look in seen):
             found += guarded(name, regions.check_regions, name, items, seen, total, config, made)
         else:
             looks[name] = seen

@@ -21,12 +21,13 @@ def index_command(arguments: argparse.Namespace) -> str:
     """Make an index of what the flags name; returns what to tell of it."""
     from coder_plugin import distributed
     from coder_plugin.backbones.base import Backbone
-    from coder_plugin.config import OPENING, READING, read_flags
+    from coder_plugin.cli.flags import read_options
+    from coder_plugin.config import OPENING, READING
     from coder_plugin.index.build import build_index
     from coder_plugin.pretrained.build import check_data, example_of
     from coder_plugin.pretrained.open import open_trained, trained_config
 
-    given = read_flags(arguments)
+    given = read_options(arguments)
     if arguments.run_folder is None and "model" not in given:
         raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     # evaluation's data are what is read here; the training data of a run are not
@@ -36,7 +37,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     trained = open_trained(config, name=arguments.run_folder)
     if arguments.what != "captions":
         of_regions = isinstance(trained.model, Backbone)
-        example = example_of(source, config.max_bad_images, of_regions=of_regions)
+        example = example_of(source, config.data.max_bad_images, of_regions=of_regions)
         check_data(trained.model, example, source.name, config)
     named = {name: given[name] for name in OPENING if name in given}
     spec = arguments.run_folder
@@ -61,8 +62,8 @@ def index_command(arguments: argparse.Namespace) -> str:
         data={
             "data": _place(arguments.data),
             "split": arguments.split,
-            "precision": config.precision,
-            **{name: _absolute(getattr(config, name)) for name in READING},
+            "precision": config.optim.precision,
+            **{name: _absolute(getattr(config.data, name)) for name in READING},
         },
     )
     if distributed.rank() != 0:
@@ -91,7 +92,7 @@ def _data(config: Any, arguments: argparse.Namespace) -> tuple[Any, Any]:
     from coder_plugin.data.pictures import Pictures, is_pictures
     from coder_plugin.report.pictures import pictures_beside
 
-    if config.dataset_type == "auto" and config.regions is None and is_pictures(arguments.data):
+    if config.data.dataset_type == "auto" and config.data.regions is None and is_pictures(arguments.data):
         return Pictures(arguments.data), None
     return make_source(config, split=arguments.split), pictures_beside(config, arguments.split)
 

@@ -6,7 +6,8 @@ import argparse
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.config import READING, add_flags
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import READING
 
     parser = commands.add_parser(
         "report",
@@ -26,14 +27,17 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.flags import read_options
     from coder_plugin.report.run import report_command
 
+    arguments.options = read_options(arguments)
     print(report_command(arguments))
     return 0
 
 
 def add_index(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.config import OPENING, READING, add_flags
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import OPENING, READING
 
     parser = commands.add_parser(
         "index",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from coder_plugin.config import TrainConfig
@@ -31,26 +30,26 @@ _OF_PICTURES = ("coco", "csv", "karpathy")
 def make_source(config: TrainConfig, *, split: str, join: bool = True) -> Any | None:
     """The data of a split; without any training data named, the built-in scenes. ``join`` them with ``--regions``, if given:
     of shards that reads the first."""
-    spec = config.train_data if split == "train" else config.val_data
-    kind = config.dataset_type
+    spec = config.data.train if split == "train" else config.data.val
+    kind = config.data.dataset_type
     if spec is None:
-        if not config.on_scenes:
+        if not config.data.on_scenes:
             return None
         spec = kind = "scenes"
-    elif config.on_scenes:  # scenes to train on, other data to evaluate on
+    elif config.data.on_scenes:  # scenes to train on, other data to evaluate on
         kind = "auto"
-    reading = reading_options(replace(config, dataset_type=kind), spec, pictures=config.regions is None)
-    if split == "train" and config.dataset_resampled:
+    reading = reading_options(config.with_options(dataset_type=kind), spec, pictures=config.data.regions is None)
+    if split == "train" and config.data.dataset_resampled:
         if reading["kind"] in _READER_FLAGS and reading["kind"] != "webdataset":
             raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {reading['kind']!r}")
         reading["resampled"] = True
     source = open_source(spec, split=split, **reading)
-    return join_regions(source, config, split=split) if join and config.regions is not None else source
+    return join_regions(source, config, split=split) if join and config.data.regions is not None else source
 
 
 def join_regions(source: Any, config: TrainConfig, *, split: str) -> RegionSource:
     """A data set's items with the features that ``--regions`` has of them."""
-    return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_images)
+    return RegionSource(source, make_regions(config, split=split), max_missing=config.data.max_bad_images)
 
 
 def make_captions(config: TrainConfig, spec: str, *, split: str) -> Any:
@@ -60,9 +59,9 @@ def make_captions(config: TrainConfig, spec: str, *, split: str) -> Any:
 
 def reading_options(config: TrainConfig, spec: str, *, pictures: bool = True) -> dict[str, Any]:
     """What the flags say of how a data set is read, as options of :func:`coder_plugin.data.open_source`."""
-    kind = guess_kind(spec) if config.dataset_type == "auto" else config.dataset_type
+    kind = guess_kind(spec) if config.data.dataset_type == "auto" else config.data.dataset_type
     flags = _READER_FLAGS.get(kind, {name: given for names in _READER_FLAGS.values() for name, given in names.items()})
-    options = {given: getattr(config, name) or None for name, given in flags.items()}
+    options = {given: getattr(config.data, name) or None for name, given in flags.items()}
     if kind in _OF_PICTURES and not pictures:
         options["pictures"] = False
     return {"kind": kind, **options}
@@ -70,8 +69,8 @@ def reading_options(config: TrainConfig, spec: str, *, pictures: bool = True) ->
 
 def make_regions(config: TrainConfig, *, split: str) -> RegionFile:
     """The files that ``--regions`` names, as one."""
-    assert config.regions is not None
-    files = [(part, open_regions(part, config.regions_type, split=split)) for part in config.regions.split("::")]
+    assert config.data.regions is not None
+    files = [(part, open_regions(part, config.data.regions_type, split=split)) for part in config.data.regions.split("::")]
     return files[0][1] if len(files) == 1 else Joined(files)
 
 

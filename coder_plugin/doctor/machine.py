@@ -49,7 +49,7 @@ def check_gpus(config: Any) -> Iterator[Finding]:
     halves = bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if halves:
         yield ok("machine.precision", f"bf16 and fp16 in hardware; torch is built for CUDA {torch.version.cuda}")
-    elif config.precision in ("auto", "amp_bf16"):
+    elif config.optim.precision in ("auto", "amp_bf16"):
         text = "the GPU has no bf16, which --precision auto and amp_bf16 train in: it is emulated, slowly"
         yield warning("machine.precision", text, "--precision amp (fp16)")
 
@@ -79,8 +79,8 @@ def _no_gpu(config: Any) -> Iterator[Finding]:
         yield note(
             "machine.gpu.none", "no GPU: training and encoding run on the CPU", "fine for small models and for search"
         )
-    if config.precision in ("amp", "amp_fp16"):
-        text = f"--precision {config.precision} needs a GPU that torch can use"
+    if config.optim.precision in ("amp", "amp_fp16"):
+        text = f"--precision {config.optim.precision} needs a GPU that torch can use"
         yield problem("machine.precision", text, "--precision fp32 or amp_bf16")
 
 
@@ -88,7 +88,7 @@ def check_room(config: Any) -> Iterator[Finding]:
     """Cores against loading processes, disk under ``--logs``, shared memory and open files."""
     yield from _cores(config)
     yield from _disk(config)
-    if config.workers and SHARED.is_dir():
+    if config.data.workers and SHARED.is_dir():
         yield from _shared(config)
     yield from _open_files()
 
@@ -97,8 +97,8 @@ def _cores(config: Any) -> Iterator[Finding]:
     import torch
 
     cores, threads = usable_cores(), torch.get_num_threads()
-    text = f"{cores} cores for this process, {threads} threads in torch, {config.workers} loading processes a rank"
-    if config.workers > cores:
+    text = f"{cores} cores for this process, {threads} threads in torch, {config.data.workers} loading processes a rank"
+    if config.data.workers > cores:
         yield warning("machine.workers", f"{text}: more processes than cores", f"--workers {max(1, cores - 1)} or fewer")
     elif threads > cores:
         do = f"OMP_NUM_THREADS={cores}: threads beyond the cores wait for each other"
@@ -118,14 +118,14 @@ def usable_cores() -> int:
 
 
 def _disk(config: Any) -> Iterator[Finding]:
-    place = Path(config.logs).resolve()
+    place = Path(config.run.logs).resolve()
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        yield problem("machine.logs", f"--logs {config.logs}: {place} cannot be written to", "name another folder: --logs")
+        yield problem("machine.logs", f"--logs {config.run.logs}: {place} cannot be written to", "name another folder: --logs")
         return
     free = shutil.disk_usage(place).free
-    text = f"{bytes_text(free)} free under --logs {config.logs}"
+    text = f"{bytes_text(free)} free under --logs {config.run.logs}"
     if free < _DISK:
         do = "make room or name another disk: a checkpoint has weights, both Adam moments and momentum towers, and two are kept"
         yield warning("machine.disk", text, do)
@@ -136,9 +136,10 @@ def _disk(config: Any) -> Iterator[Finding]:
 def _shared(config: Any) -> Iterator[Finding]:
     """Loading processes hand batches over in shared memory; containers often have 64 MiB of it."""
     free = shutil.disk_usage(SHARED).free
-    side = config.force_image_size or 224
-    needed = config.workers * _AHEAD * (config.batch_size or 64) * 3 * side * side * 4
-    text = f"{bytes_text(free)} of shared memory free in {SHARED}, {config.workers} workers want up to {bytes_text(needed)}"
+    side = config.model.force_image_size or 224
+    needed = config.data.workers * _AHEAD * config.optim.batch_size * 3 * side * side * 4
+    workers = config.data.workers
+    text = f"{bytes_text(free)} of shared memory free in {SHARED}, {workers} workers want up to {bytes_text(needed)}"
     if needed > free:
         do = "docker run --shm-size=8g (or --ipc=host), fewer --workers, or --workers 0: they die of a bus error otherwise"
         yield warning("machine.shared", text, do)

@@ -88,10 +88,10 @@ def check_pictures(split: str, looks: Sequence[Look], total: int, config: Any, m
     bad = [look for look in looks if look.error]
     if bad:
         expected = len(bad) * total / len(looks)
-        level = problem if expected > config.max_bad_images or not good else warning
+        level = problem if expected > config.data.max_bad_images or not good else warning
         first = f"{bad[0].key!r}: {bad[0].error}"
         more = f", so some {expected:,.0f} of {total:,}" if len(looks) < total else ""
-        do = f"download them again, or leave them out; a run skips up to --max-bad-images {config.max_bad_images}"
+        do = f"download them again, or leave them out; a run skips up to --max-bad-images {config.data.max_bad_images}"
         if not good:
             do = "are their folder and their names right? --image-root FOLDER (Karpathy, COCO), --csv-img-key (tables)"
         text = f"{share(len(bad), len(looks))} pictures cannot be read{more}: {first}{_others(bad)}"

@@ -25,9 +25,9 @@ def check_regions(
     good = [(item.key, look) for item, look in zip(items, looks, strict=True) if isinstance(look, Regions)]
     if bad:
         expected = len(bad) * total / len(looks)
-        level = problem if expected > config.max_bad_images or not good else warning
+        level = problem if expected > config.data.max_bad_images or not good else warning
         text = f"{share(len(bad), len(looks))} images have no regions that can be read: {bad[0].key!r}: {bad[0].error}"
-        do = f"extract them again, or leave these images out; --max-bad-images {config.max_bad_images} may lack them"
+        do = f"extract them again, or leave these images out; --max-bad-images {config.data.max_bad_images} may lack them"
         yield level(f"{name}.unreadable", text, do)
     if not good:
         return
@@ -41,7 +41,7 @@ def check_regions(
         name, f"{len(looks):,} of {total:,} images read: {spread} regions of {channels} channels, {boxes:,} with boxes"
     )
     yield from _shapes(name, good, widths, model)
-    most = config.max_regions
+    most = config.data.max_regions
     if counts[-1] > most:
         more = sum(count > most for count in counts)
         text = f"{share(more, len(good))} images have more than {most} regions: the first {most} are read"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.config import flatten
 from coder_plugin.doctor.findings import Finding, note, ok, one_line, problem, warning
 from coder_plugin.doctor.offline import is_absent
 from coder_plugin.errors import CoderError
@@ -242,7 +243,7 @@ def _alarm(head: str, figure: str, value: float) -> Finding | None:
 
 def _finished(folder: Path, evaluated: Rows, trained: Rows) -> Iterator[Finding]:
     try:
-        epochs = json.loads((folder / "config.json").read_text())["epochs"]
+        epochs = flatten(json.loads((folder / "config.json").read_text()))["epochs"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         do = "it can still be evaluated by its export and flags; --resume needs only the checkpoint"
         yield warning("run.config", f"{folder / 'config.json'} cannot be read: {one_line(error)}", do)

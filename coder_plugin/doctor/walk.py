@@ -76,9 +76,9 @@ def walk_split(name: str, config: TrainConfig, *, most: int | None = MOST) -> Wa
     if isinstance(whole, ShardSource):
         source = whole.local()
         remote = len(whole.shards) - len(source.shards)
-    if config.regions is not None and not (remote and not source.shards):
+    if config.data.regions is not None and not (remote and not source.shards):
         source = join_regions(source, config, split=name)
-    reader = reading_options(config, getattr(config, f"{name}_data"))["kind"]
+    reader = reading_options(config, getattr(config.data, name))["kind"]
     return replace(walk(name, source, reader, most=most), whole=whole, remote=remote)
 
 

@@ -39,10 +39,9 @@ def make_model(
         inference: build only the heads that score.
         return_intermediates: as in :func:`coder_plugin.create_model`.
     """
-    assert config.model is not None
-    options: dict[str, Any] = {"cache_dir": config.cache_dir}
-    found = own.find(config.model)
-    example = None if source is None else example_of(source, config.max_bad_images, of_regions=found is not None)
+    options: dict[str, Any] = {"cache_dir": config.model.cache_dir}
+    found = own.find(config.model.name)
+    example = None if source is None else example_of(source, config.data.max_bad_images, of_regions=found is not None)
     if found is not None:
         options.update(_own_options(config))
         if source is not None:
@@ -52,25 +51,25 @@ def make_model(
             # an export keeps what it was made with
             if whole is not None and "global_dim" not in found.options and reads_key(objective, "image_global"):
                 options.setdefault("global_dim", len(whole))
-    elif config.model_kwargs:
-        raise CoderError(f"--model-kwargs are options of region models, and {config.model} is open_clip's")
+    elif config.model.kwargs:
+        raise CoderError(f"--model-kwargs are options of region models, and {config.model.name} is open_clip's")
     else:
         options |= {
-            "pretrained_image": config.pretrained_image,
-            "force_image_size": config.force_image_size,
-            "force_context_length": config.force_context_length,
-            "force_quick_gelu": config.force_quick_gelu,
-            "force_patch_dropout": config.force_patch_dropout,
-            "force_custom_text": config.force_custom_text,
+            "pretrained_image": config.model.pretrained_image,
+            "force_image_size": config.model.force_image_size,
+            "force_context_length": config.model.force_context_length,
+            "force_quick_gelu": config.model.force_quick_gelu,
+            "force_patch_dropout": config.model.force_patch_dropout,
+            "force_custom_text": config.model.force_custom_text,
             "force_preprocess_cfg": preprocess_overrides(config),
         }
     model = create_model(
-        config.model,
+        config.model.name,
         loss=objective,
-        pretrained=config.pretrained,
-        pretrained_image_path=config.pretrained_image_path,
-        aggregator=config.aggregator,  # type: ignore[arg-type]
-        context_blocks=config.context_blocks,
+        pretrained=config.model.pretrained,
+        pretrained_image_path=config.model.pretrained_image_path,
+        aggregator=config.model.aggregator,  # type: ignore[arg-type]
+        context_blocks=config.model.context_blocks,
         inference=inference,
         return_intermediates=return_intermediates,
         device=device,
@@ -78,7 +77,7 @@ def make_model(
     )
     if source is not None:
         check_data(model, example, source.name, config)
-    if config.channels_last:
+    if config.model.channels_last:
         model.visual.to(memory_format=torch.channels_last)
     model.to(device)
     return model
@@ -87,23 +86,23 @@ def make_model(
 def _own_options(config: TrainConfig) -> dict[str, Any]:
     """``--model-kwargs``, and the flags that region models have as well."""
     options: dict[str, Any] = {}
-    for setting in config.model_kwargs or []:
+    for setting in config.model.kwargs:
         name, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
         options[name] = parse_value(value)
-    if config.force_context_length is not None:
-        options["context_length"] = config.force_context_length
+    if config.model.force_context_length is not None:
+        options["context_length"] = config.model.force_context_length
     return options
 
 
 def preprocess_overrides(config: Any) -> dict[str, Any]:
     """open_clip's preprocessing options that the flags set."""
     named = {
-        "mean": config.image_mean,
-        "std": config.image_std,
-        "interpolation": config.image_interpolation,
-        "resize_mode": config.image_resize_mode,
+        "mean": config.model.image_mean,
+        "std": config.model.image_std,
+        "interpolation": config.model.image_interpolation,
+        "resize_mode": config.model.image_resize_mode,
     }
     return {key: value for key, value in named.items() if value is not None}
 
@@ -111,13 +110,13 @@ def preprocess_overrides(config: Any) -> dict[str, Any]:
 def make_transforms(model: Any, config: TrainConfig) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The training (augmenting) and evaluation transforms for this model: open_clip's, or a region model's own."""
     if isinstance(model, Backbone):
-        options = {"max_regions": config.max_regions}
-        return model.transform(**options, region_dropout=config.region_dropout), model.transform(**options)
+        options = {"max_regions": config.data.max_regions}
+        return model.transform(**options, region_dropout=config.data.region_dropout), model.transform(**options)
     from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
     augmentation = None
-    if config.aug_cfg:
-        pairs = [item.partition("=") for item in config.aug_cfg]
+    if config.model.aug_cfg:
+        pairs = [item.partition("=") for item in config.model.aug_cfg]
         augmentation = {key: _sequence(value) for key, _, value in pairs}
         known = AugmentationCfg.__dataclass_fields__
         for key in augmentation:
@@ -139,15 +138,14 @@ def _sequence(text: str) -> Any:
 def make_tokenizer(config: TrainConfig, model: Any, *, training: bool = False) -> Callable[[list[str]], Tensor]:
     """Texts -> ids; in training a region model's drops words."""
     if isinstance(model, Backbone):
-        return model.tokenizer(word_dropout=config.word_dropout if training else 0.0)
+        return model.tokenizer(word_dropout=config.data.word_dropout if training else 0.0)
     import open_clip
 
     from coder_plugin.backbones.clip import register_config
 
-    assert config.model is not None
-    name = register_config(config.model)
+    name = register_config(config.model.name)
     try:
-        return open_clip.get_tokenizer(name, context_length=config.force_context_length, cache_dir=config.cache_dir)
+        return open_clip.get_tokenizer(name, context_length=config.model.force_context_length, cache_dir=config.model.cache_dir)
     except OSError as error:
         raise CoderError(f"tokenizer of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
@@ -176,9 +174,9 @@ def check_data(model: Any, example: Any, name: str, config: TrainConfig) -> None
         raise CoderError(f"{name}: the data are {'regions' if regions else 'pictures'}; they want {other}")
     if regions:
         try:
-            model.transform(max_regions=config.max_regions)(example)
+            model.transform(max_regions=config.data.max_regions)(example)
         except ValueError as error:
             raise CoderError(f"{name}: its first image: {error}") from error
-        if len(example) > config.max_regions:
-            counts = len(example), config.max_regions
+        if len(example) > config.data.max_regions:
+            counts = len(example), config.data.max_regions
             logging.warning("%s: images have %d regions, the first %d are read (--max-regions)", name, *counts)

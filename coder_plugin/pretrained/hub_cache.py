@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import digest
+from coder_plugin.files import sha256_file
 from coder_plugin.pretrained.export import OLDER, exported
 
 HUB = "hf-hub:"
@@ -138,7 +138,7 @@ def kept_options(folder: Path) -> dict[str, Any]:
         file, was = folder / name, record["files"][name]
         if not file.is_file():
             raise CoderError(f"{folder} is not whole: {name} is missing; copy or download it again")
-        if file.stat().st_size != was["bytes"] or digest(file) != was["sha256"]:
+        if file.stat().st_size != was["bytes"] or sha256_file(file) != was["sha256"]:
             raise CoderError(f"{file} is damaged, or not the file that was shared: copy or download it again")
     return kept_of(record)
 

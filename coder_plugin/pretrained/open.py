@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.config import READING, TrainConfig
+from coder_plugin.config import READING, TrainConfig, flatten
 from coder_plugin.data.source import decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
@@ -26,6 +26,7 @@ from coder_plugin.pretrained.device import default_device, make_autocast
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import exported, heads_beside, load_heads, read_heads
 from coder_plugin.pretrained.hub_cache import fetch, kept_options
+from coder_plugin.pretrained.options import resolve_config
 
 #: Of a run's options, those that say nothing of the model it has become.
 _OF_TRAINING = {"resume": None, "lora_rank": 0, "pretrained_image_path": None, "pretrained_image": False, "report_to": ""}
@@ -46,10 +47,10 @@ class Trained:
         """For data sets, as the configuration has it; ``options``: of :class:`Encoder`, instead."""
         config = self.config
         given = {
-            "batch_size": config.batch_size or 64,
-            "workers": config.workers,
-            "max_bad": config.max_bad_images,
-            "autocast": make_autocast(config.precision, self.device),
+            "batch_size": config.optim.batch_size,
+            "workers": config.data.workers,
+            "max_bad": config.data.max_bad_images,
+            "autocast": make_autocast(config.optim.precision, self.device),
         }
         return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**given, **options})
 
@@ -87,7 +88,7 @@ class Trained:
         coder = self.model.coder
         preparation = {
             "preprocess": getattr(getattr(self.model, "visual", None), "preprocess_cfg", None),
-            "max_regions": self.config.max_regions if isinstance(self.model, Backbone) else None,
+            "max_regions": self.config.data.max_regions if isinstance(self.model, Backbone) else None,
             "context_length": getattr(self.tokenizer, "context_length", None),
             "architecture": _architecture(self.model),
             "pooling": [sorted(coder.aggregators), coder.context_blocks],
@@ -151,16 +152,17 @@ def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export:
     Args:
         spec: a run's folder, whose options hold as far as ``given`` does not say otherwise; an export's, or
             ``hf-hub:OWNER/NAME[@REVISION]``, one that was shared; None: ``given`` alone names the model.
-        given: options of :class:`TrainConfig`.
+        given: options, flat or nested.
         export: which of a run's, best or last.
 
     Raises:
         CoderError: nothing to open there.
     """
+    given = flatten(given)
     if spec is not None:
         folder = fetch(spec, cache_dir=given.get("cache_dir"))
         given = {**_options_of(folder, given), **given, **_weights_of(folder, export)}
-    return TrainConfig.from_dict({**given, **_OF_TRAINING}).resolved()
+    return resolve_config({**given, **_OF_TRAINING})
 
 
 def _is_run(folder: Path) -> bool:
@@ -186,7 +188,7 @@ def _weights_of(folder: Path, export: str) -> dict[str, Any]:
 
 def _configuration_gone(run: Path) -> bool:
     """Whether the run's model was a configuration's path that leads nowhere from here; its exports have it as well."""
-    model = json.loads((run / "config.json").read_text()).get("model") or ""
+    model = flatten(json.loads((run / "config.json").read_text())).get("model", "")
     return model.endswith(".json") and not Path(model).is_file()
 
 
@@ -194,7 +196,7 @@ def _options_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """What a run was trained with; of other data, how the run's were read says nothing. What came with a shared folder."""
     if not _is_run(folder):
         return kept_options(folder)
-    trained = json.loads((folder / "config.json").read_text())
+    trained = flatten(json.loads((folder / "config.json").read_text()))
     return {key: value for key, value in trained.items() if "val_data" not in given or key not in READING}
 
 
@@ -212,13 +214,13 @@ def open_trained(
         device: None: this process's GPU, or the CPU.
         source: data to check it against. return_intermediates: as in :func:`coder_plugin.create_model`.
     """
-    heads = heads_beside(config.pretrained)
+    heads = heads_beside(config.model.pretrained)
     if heads is not None:
         made = read_heads(heads)
         objective = made.objective
-        config = replace(config, aggregator=made.aggregator, context_blocks=made.context_blocks)
+        config = config.with_options(aggregator=made.aggregator, context_blocks=made.context_blocks)
     else:
-        objective = Objective.parse(config.loss)
+        objective = Objective.parse(config.loss.expression)
     if device is None:
         device = default_device()
     model = build.make_model(
@@ -227,7 +229,7 @@ def open_trained(
     if heads is not None:
         load_heads(model, heads)
     return Trained(
-        name or str(config.pretrained or config.model),
+        name or str(config.model.pretrained or config.model.name),
         config,
         model.eval(),
         build.make_tokenizer(config, model),

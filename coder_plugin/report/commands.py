@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.config import TrainConfig
+from coder_plugin.config import TrainConfig, flatten, options_by_name, resolve
 from coder_plugin.errors import CoderError
+from coder_plugin.pretrained.options import resolve_config
 
 #: Where a run is kept and how it was called: another is somewhere else.
 _OF_PLACE = ("logs", "name", "resume", "dry_run")
@@ -49,29 +49,25 @@ def report_command(folder: str) -> str:
 def needed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options without which the configuration would come out another: defaults, also the objective's and those that
     depend on the data, are left out."""
-    whole = TrainConfig.from_dict({name: value for name, value in config.items() if name not in _OF_PLACE})
-    defaults = {item.name: _default(item) for item in fields(TrainConfig)}
-    kept = {name: value for name, value in asdict(whole).items() if value != defaults[name]}
+    whole = resolve([("file", {name: value for name, value in flatten(config).items() if name not in _OF_PLACE})]).to_flat()
+    defaults = {name: option.default for name, option in options_by_name().items()}
+    kept = {name: value for name, value in whole.items() if value not in (None, [])}
     try:
-        target = whole.resolved()
+        target = resolve_config(kept)
         for name in list(kept):
             without = {other: value for other, value in kept.items() if other != name}
             if _resolves_to(without, target):
                 kept = without
-    except CoderError:  # a plugin's objective, or a file, that is gone: then all are named
-        pass
+    except CoderError:  # a plugin's objective, or a file, that is gone: then all but the plain defaults are named
+        return {name: value for name, value in kept.items() if value != defaults[name]}
     return kept
 
 
 def _resolves_to(options: Mapping[str, Any], target: TrainConfig) -> bool:
     try:
-        return TrainConfig.from_dict(options).resolved() == target
+        return resolve_config(options) == target
     except CoderError:
         return False
-
-
-def _default(item: Any) -> Any:
-    return item.default_factory() if item.default is MISSING else item.default
 
 
 def _flag(name: str, value: Any) -> str:

@@ -64,10 +64,10 @@ def pictures_beside(config: Any, split: str) -> Any | None:
     """A source of the pictures of images that are read as regions, where the captions' data have some."""
     from coder_plugin.data.from_config import reading_options
 
-    if config.regions is None or config.val_data is None:
+    if config.data.regions is None or config.data.val is None:
         return None
     try:
-        return open_source(config.val_data, split=split, **reading_options(config, config.val_data))
+        return open_source(config.data.val, split=split, **reading_options(config, config.data.val))
     except CoderError as error:
         log.warning("regions are drawn on blank canvases: %s", error)
         return None

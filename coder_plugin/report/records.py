@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
 
 Record = dict[str, Any]
@@ -89,7 +90,7 @@ def read_run(folder: str | Path) -> Run:
     newest = found[0] if found else None
     return Run(
         folder,
-        config or (newest.manifest.get("config") if newest else None),
+        _flat(config or (newest.manifest.get("config") if newest else None), faults),
         plan,
         tuple(train),
         tuple(val),
@@ -147,6 +148,17 @@ def _read_metrics(path: Path, faults: list[str]) -> tuple[list[Record], list[Rec
     if unread:
         faults.append(f"{path.name}: {unread} line{'s' * (unread > 1)} cannot be read")
     return train.records, val.records
+
+
+def _flat(config: Record | None, faults: list[str]) -> Record | None:
+    """Options by their flat names; those that this version does not know are a fault."""
+    if config is None:
+        return None
+    try:
+        return flatten(config)
+    except CoderError as error:
+        faults.append(f"config.json: {error}")
+        return None
 
 
 def _objects(plan: Record, faults: list[str]) -> Record:

@@ -88,7 +88,6 @@ def write_report(
 
 def report_command(arguments: Any) -> Path:
     """``coder-plugin report``: with the run's export, and the data that the flags or the run's options name."""
-    from coder_plugin.config import read_flags
     from coder_plugin.data.from_config import make_source
     from coder_plugin.pretrained.open import open_trained, trained_config
     from coder_plugin.report.alignment import LOCALS
@@ -97,7 +96,7 @@ def report_command(arguments: Any) -> Path:
     if arguments.images < 1:
         raise CoderError(f"--images is {arguments.images}; it must be 1 or more")
     run = read_run(arguments.run_folder)
-    given = read_flags(arguments)
+    given = dict(arguments.options)
     if given.get("val_data") and not given.get("train_data"):
         given["train_data"] = given["val_data"]  # not the built-in scenes
     named = bool(given.get("val_data"))

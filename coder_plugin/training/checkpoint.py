@@ -27,7 +27,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import digest, flush, seal
+from coder_plugin.files import fsync_path, sha256_file, sha256_json
 from coder_plugin.training.serialization import pack, unpack
 
 State = dict[str, Any]
@@ -202,8 +202,8 @@ def _write(aside: Path, parts: Mapping[str, Any], rank: int) -> None:
         description.write_text(json.dumps(skeleton, allow_nan=False), encoding="utf-8")
         shutil.copymode(description, weights)  # safetensors makes its files private, against the user's umask
         for file in (weights, description):
-            flush(file)
-            sums[file.name] = {"sha256": digest(file), "bytes": file.stat().st_size}
+            fsync_path(file)
+            sums[file.name] = {"sha256": sha256_file(file), "bytes": file.stat().st_size}
     (aside / f"rank{rank}.sums.json").write_text(json.dumps(sums), encoding="utf-8")
 
 
@@ -219,13 +219,13 @@ def _commit(directory: Path, name: str, user: Mapping[str, Any], world_size: int
         sums.unlink()
     manifest = {"format": FORMAT, **user, "world_size": world_size, "saved_at": time.time(), "files": files}
     manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as a reader will see it: tuples are lists
-    (aside / _MANIFEST).write_text(json.dumps(manifest | {"seal": seal(manifest)}, indent=1), encoding="utf-8")
-    flush(aside / _MANIFEST)
-    flush(aside)
+    (aside / _MANIFEST).write_text(json.dumps(manifest | {"seal": sha256_json(manifest)}, indent=1), encoding="utf-8")
+    fsync_path(aside / _MANIFEST)
+    fsync_path(aside)
     if final.exists():
         os.replace(final, old)
     os.replace(aside, final)
-    flush(directory)
+    fsync_path(directory)
     if old.exists():
         _remove(old, name)
 
@@ -262,7 +262,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     kinds = {"format": int, "step": int, "world_size": int, "saved_at": float, "files": dict, "seal": str}
     if version != FORMAT or any(type(manifest.get(field)) is not kind for field, kind in kinds.items()):
         raise CoderError(f"{file} is not the manifest of a coder_plugin checkpoint")
-    if seal({field: value for field, value in manifest.items() if field != "seal"}) != manifest["seal"]:
+    if sha256_json({field: value for field, value in manifest.items() if field != "seal"}) != manifest["seal"]:
         raise CoderError(f"{file} was altered after it was written")
     return manifest
 
@@ -279,7 +279,7 @@ def _verify(path: Path, manifest: dict[str, Any], hashes: bool) -> None:
             raise CoderError(f"{file} is missing")
         if (size := file.stat().st_size) != expected["bytes"]:
             raise CoderError(f"{file} has {size} bytes, not the {expected['bytes']} that were written")
-        if hashes and digest(file) != expected["sha256"]:
+        if hashes and sha256_file(file) != expected["sha256"]:
             raise CoderError(f"{file} is damaged: its sha256 is not the one in the manifest")
 
 

@@ -11,7 +11,6 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ class RunLog:
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "plan.json").write_text(json.dumps(plan, indent=2))
-            config = json.dumps(asdict(self.config), indent=2)
+            config = json.dumps(self.config.to_dict(), indent=2)
             (self.folder / "config.json").write_text(config)
             self.say(
                 f"run {plan['run']}: {plan['objective']} on {plan['model']}, {plan['trainable']:,} of "
@@ -63,10 +62,10 @@ class RunLog:
                 f"{plan['batch']['global per step']} pairs a step; {plan['precision']} on {plan['ranks']} x "
                 f"{plan['device']}"
             )
-        if self.config.report_to:
+        if self.config.run.report_to:
             options = {"wandb": {"name": self.folder.name, "dir": str(self.folder)}}
-            flat = {k: v for k, v in asdict(self.config).items() if isinstance(v, (int, float, str, bool))}
-            project = self.config.wandb_project_name if "wandb" in self.config.report_to else self.folder.name
+            flat = {k: v for k, v in self.config.to_flat().items() if isinstance(v, (int, float, str, bool))}
+            project = self.config.run.wandb_project_name if "wandb" in self.config.run.report_to else self.folder.name
             self.accelerator.init_trackers(project, config=flat, init_kwargs=options)
 
     @contextlib.contextmanager
@@ -74,7 +73,7 @@ class RunLog:
         try:
             yield
         finally:
-            if self.config.report_to:
+            if self.config.run.report_to:
                 self.accelerator.end_training()
 
     def write(self, metrics: Mapping[str, Any], *, step: int) -> None:
@@ -84,7 +83,7 @@ class RunLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, **numbers}) + "\n")
-        if self.config.report_to:
+        if self.config.run.report_to:
             self.accelerator.log(numbers, step=step)
 
     def bad_images(self, bad: Any) -> None:
@@ -93,7 +92,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def progress(self, epoch: int, done: int, total: int) -> Iterator[Progress]:
-        bar = Progress(epoch, done, total, enabled=self.main, every=self.config.log_every_n_steps)
+        bar = Progress(epoch, done, total, enabled=self.main, every=self.config.run.log_every_n_steps)
         try:
             yield bar
         finally:

@@ -15,7 +15,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.config import TrainConfig
+from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import TrainLoader
@@ -40,6 +40,7 @@ from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import checkpoint, prepare
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.log import RunLog, machine, versions
@@ -59,23 +60,23 @@ class Trainer:
     """One run. ``Trainer(config).run()`` trains, evaluates, saves, and returns the last and best recall."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config = config = config.resolved()
+        self.config = config
         objective = prepare.make_objective(config)
         self.accelerator = prepare.make_accelerator(config)
         self.device = self.accelerator.device
-        self.folder = Path(config.logs) / (config.name or self._default_name())
+        self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
         self.log = RunLog(self.folder, self.accelerator, config)
 
-        batch_size = config.batch_size or 1
+        batch_size = config.optim.batch_size
         train, self.val = make_source(config, split="train"), make_source(config, split="val")
         assert train is not None
-        samples = train.samples(config.captions, config.train_num_samples)
+        samples = train.samples(config.data.captions, config.data.train_num_samples)
         self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
-        _seed(config.seed)
+        _seed(config.run.seed)
         self.model = prepare.make_training_model(config, self.objective, self.device, train)
         self.loss = create_loss(self.objective, model=self.model)
         blind = [label for label, term in self.loss.terms.items() if not term.masks_same_image]
-        if config.captions == "all" and blind:
+        if config.data.captions == "all" and blind:
             logging.warning(
                 "--captions all: %s takes the captions of one image for negatives of each other: keep draw", " and ".join(blind)
             )
@@ -89,23 +90,23 @@ class Trainer:
             tokenizer=build.make_tokenizer(config, self.model, training=True),
             positives=prepare.make_positives(self.model),
             tags=prepare.make_tags(self.model, config),
-            seed=config.seed,
+            seed=config.run.seed,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
-            workers=config.workers,
-            captions=config.captions,
-            max_bad=config.max_bad_images,
-            num_samples=config.train_num_samples,
+            workers=config.data.workers,
+            captions=config.data.captions,
+            max_bad=config.data.max_bad_images,
+            num_samples=config.data.train_num_samples,
             pin_memory=self.device.type == "cuda",
         )
-        self.steps_per_epoch = self.loader.steps_per_epoch // config.accum_freq
+        self.steps_per_epoch = self.loader.steps_per_epoch // config.optim.accum_freq
         if self.steps_per_epoch < 1:
             raise CoderError(
-                f"--accum-freq {config.accum_freq} is more than the {self.loader.steps_per_epoch} batches of an epoch"
+                f"--accum-freq {config.optim.accum_freq} is more than the {self.loader.steps_per_epoch} batches of an epoch"
             )
-        pairs_per_step = batch_size * config.accum_freq * distributed.world_size()
+        pairs_per_step = batch_size * config.optim.accum_freq * distributed.world_size()
         self.model.coder.check(
-            batch=pairs_per_step, samples=pairs_per_step * self.steps_per_epoch * (config.epochs or 1)
+            batch=pairs_per_step, samples=pairs_per_step * self.steps_per_epoch * config.optim.epochs
         )
         self.encoder = Encoder(
             self.model,
@@ -113,11 +114,11 @@ class Trainer:
             val_transform,
             device=self.device,
             batch_size=batch_size,
-            workers=config.workers,
-            max_bad=config.max_bad_images,
+            workers=config.data.workers,
+            max_bad=config.data.max_bad_images,
             autocast=self.accelerator.autocast,
         )
-        shortlist_length(config.rerank, self.encoder)  # a slip is told of now, and not after an epoch
+        shortlist_length(config.evaluation.rerank, self.encoder)  # a slip is told of now, and not after an epoch
         self.frozen = prepare.freeze_unread(self.model, self.loss, self.tokenizer)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
@@ -130,7 +131,12 @@ class Trainer:
 
     def _default_name(self) -> str:
         stamp = distributed.gather_objects(time.strftime("%Y_%m_%d-%H_%M_%S"))[0]
-        return f"{stamp}-{Path(str(self.config.model)).stem}"
+        return f"{stamp}-{Path(self.config.model.name).stem}"
+
+    @classmethod
+    def from_config(cls, config: TrainConfig | Mapping[str, Any]) -> Trainer:
+        """The trainer of a configuration, or of options (flat or nested) over the defaults."""
+        return cls(config if isinstance(config, TrainConfig) else resolve_config(config))
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -144,25 +150,26 @@ class Trainer:
         if state is not None:
             self._load_rest(state)
         else:
-            _seed(config.seed + 1 + distributed.rank())  # dropout differs between ranks
+            _seed(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
         self.log.start(self.plan())
         with self.log.closing():
-            if self.step == 0 and self.val is not None and config.val_frequency:
+            every = config.evaluation.val_frequency
+            if self.step == 0 and self.val is not None and every:
                 self._evaluate("before the first step")
-            while self.epoch < (config.epochs or 0):
+            while self.epoch < config.optim.epochs:
                 self._train_epoch()
                 self.epoch, self.position = self.epoch + 1, None
-                last = self.epoch == config.epochs
-                if self.val is not None and config.val_frequency and (last or self.epoch % config.val_frequency == 0):
+                last = self.epoch == config.optim.epochs
+                if self.val is not None and every and (last or self.epoch % every == 0):
                     self._evaluate(f"after epoch {self.epoch}")
                 self._save()
-            if config.report:
+            if config.run.report:
                 self._report()
         return {"last": self.last, "best": self.best, "folder": str(self.folder)}
 
     def _prepare(self) -> None:
         model = self.model
-        if self.config.torchcompile:
+        if self.config.model.torchcompile:
             model.compile()
         ignored = model.coder.state_names()
         if ignored:
@@ -171,23 +178,23 @@ class Trainer:
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.average = (
-            WeightAverage(model, self.config.ema_decay, leave_out=ignored) if self.config.ema_decay else None
+            WeightAverage(model, self.config.optim.ema_decay, leave_out=ignored) if self.config.optim.ema_decay else None
         )
 
     def _train_epoch(self) -> None:
         config, model = self.config, self.model
         model.train()
         batches = iter(self.loader.epoch(self.epoch, self.position))
-        done = self.position["batches"] // config.accum_freq if self.position else 0
+        done = self.position["batches"] // config.optim.accum_freq if self.position else 0
         with self.log.progress(self.epoch, done, self.steps_per_epoch) as progress:
             while True:
                 waiting = time.perf_counter()
-                group = list(itertools.islice(batches, config.accum_freq))
+                group = list(itertools.islice(batches, config.optim.accum_freq))
                 # a rank whose images did not all decode may run out first: then all stop
-                if distributed.any_rank(len(group) < config.accum_freq, self.device):
+                if distributed.any_rank(len(group) < config.optim.accum_freq, self.device):
                     break
                 waiting = time.perf_counter() - waiting
-                logged = self.step % config.log_every_n_steps == 0
+                logged = self.step % config.run.log_every_n_steps == 0
                 metrics = self._step([self._to_device(batch) for batch in group], shares=logged)
                 self.step += 1
                 self.position = self.loader.position()
@@ -197,7 +204,7 @@ class Trainer:
                     self.log.write(
                         {**metrics, **state, "epoch": self.epoch, "lr": max(self.schedule.get_last_lr())}, step=self.step - 1
                     )
-                if config.save_every_steps and self.step % config.save_every_steps == 0:
+                if config.run.save_every_steps and self.step % config.run.save_every_steps == 0:
                     self._save()
         self.log.bad_images(self.loader.bad)
         self._tell_of_texts()
@@ -273,8 +280,8 @@ class Trainer:
         # the fp16 loss scaler finds overflows itself, skips the step and lowers its scale
         if not math.isfinite(value) and self.accelerator.scaler is None:
             raise NonFiniteError(explain_gradient(self.model, self.loss, leaves))
-        if self.config.grad_clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip_norm, norm)
+        if self.config.optim.grad_clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.config.optim.grad_clip_norm, norm)
         return value
 
     # -- evaluation and files ------------------------------------------------------------------------------------
@@ -289,9 +296,10 @@ class Trainer:
                 distributed.broadcast(buffer)  # BatchNorm's statistics: ranks evaluate one model, the exported one
         with self._averaged():
             encoded = self.encoder(self.val)
-            result = evaluate(self.encoder, self.val, rerank=self.config.rerank, encoded=encoded)
+            result = evaluate(self.encoder, self.val, rerank=self.config.evaluation.rerank, encoded=encoded)
         self.last = {**result, "epoch": self.epoch, "step": self.step}
-        self.encoded = encoded if self.epoch == self.config.epochs else None  # for the report; before, they are only large
+        last = self.epoch == self.config.optim.epochs
+        self.encoded = encoded if last else None  # for the report
         shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
         self.log.write({f"val/{k}": v for k, v in {**self.last, **shortlist}.items() if k != "step"}, step=self.step)
         rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
@@ -318,12 +326,12 @@ class Trainer:
             "step": self.step,
             "epoch": self.epoch,
             "objective": self.objective.to_dict(),
-            "config": asdict(self.config),
+            "config": self.config.to_dict(),
             "backbone": self._backbone(),
             "last": self.last,
             "best": self.best,
             "kept": bool(
-                self.config.save_frequency and not self.position and self.epoch % self.config.save_frequency == 0
+                self.config.run.save_frequency and not self.position and self.epoch % self.config.run.save_frequency == 0
             ),
             "versions": versions(),
         }
@@ -359,7 +367,7 @@ class Trainer:
 
         seen: dict[str, Any] = {"reason": "the run had no validation data, or --val-frequency 0"}
         with self._averaged():
-            if self.val is not None and self.config.val_frequency:
+            if self.val is not None and self.config.evaluation.val_frequency:
                 encoded = self.encoder(self.val) if self.encoded is None else self.encoded  # of all ranks, so outside the try
                 seen = {"encoder": self.encoder, "source": self.val, "encoded": encoded}
                 seen["weights"] = f"the model after epoch {self.epoch}"
@@ -377,11 +385,11 @@ class Trainer:
 
     def _found_checkpoint(self) -> tuple[dict, dict, dict | None] | None:
         directory = self.folder / "checkpoints"
-        if self.config.resume is None:
+        if self.config.run.resume is None:
             if checkpoint.newest(directory, verify=False) is not None:
                 raise CoderError(f"{self.folder} holds a run already: --resume latest goes on with it, or choose --name")
             return None
-        path = checkpoint.newest(directory) if self.config.resume == "latest" else Path(self.config.resume)
+        path = checkpoint.newest(directory) if self.config.run.resume == "latest" else Path(self.config.run.resume)
         if path is None:
             self.log.say(f"no complete checkpoint in {directory}: starting at the beginning")
             return None
@@ -389,11 +397,11 @@ class Trainer:
 
     def _load_model(self, state: tuple[dict, dict, dict | None]) -> None:
         manifest, common, _ = state
-        now, then = asdict(self.config), manifest["config"]
+        now, then = self.config.to_flat(), flatten(manifest["config"])
         changed = [
-            f"--{name.replace('_', '-')} was {then[name]}, is {now[name]}"
+            f"--{name.replace('_', '-')} was {then.get(name)}, is {now[name]}"
             for name in FIXED
-            if then.get(name, now[name]) != now[name]
+            if then.get(name) != now[name]
         ]
         if changed:
             raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
@@ -464,7 +472,7 @@ class Trainer:
                 f"the checkpoint is of {manifest['world_size']} ranks, this run has {distributed.world_size()}: "
                 f"epoch {self.epoch} starts anew, with fresh random states"
             )
-            _seed(self.config.seed + 1 + distributed.rank())
+            _seed(self.config.run.seed + 1 + distributed.rank())
         self.log.say(f"resumed at step {self.step}, epoch {self.epoch}")
 
     # -- what will happen ----------------------------------------------------------------------------------------
@@ -488,7 +496,7 @@ class Trainer:
             "options": self.objective.to_dict(),
             "terms": self.objective.labels(),
             "heads": heads,
-            "model": f"{config.model} ({type(model).__name__})",
+            "model": f"{config.model.name} ({type(model).__name__})",
             "outputs": {key: ["B", *value.shape[1:]] if value.ndim else [] for key, value in outputs.items()},
             "parameters": sum(p.numel() for p in parameters.values()),
             "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
@@ -497,15 +505,15 @@ class Trainer:
                 "name": self.loader.source.name,
                 "images": self.loader.source.num_images,
                 "samples per epoch": self.loader.samples_per_epoch,
-                "captions": config.captions,
+                "captions": config.data.captions,
             },
             "validation data": None if self.val is None else {"name": self.val.name, "images": self.val.num_images},
             "batch": {
-                "per rank and forward": config.batch_size,
-                "global per step": (config.batch_size or 1) * config.accum_freq * distributed.world_size(),
+                "per rank and forward": config.optim.batch_size,
+                "global per step": config.optim.batch_size * config.optim.accum_freq * distributed.world_size(),
             },
             "steps per epoch": self.steps_per_epoch,
-            "epochs": config.epochs,
+            "epochs": config.optim.epochs,
             "precision": str(self.accelerator.mixed_precision),
             "device": str(self.device),
             "machine": machine(self.device),

@@ -31,28 +31,28 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
     from timm.optim import create_optimizer_v2
 
     options: dict[str, Any] = {}
-    if config.beta1 is not None or config.beta2 is not None:
+    if config.optim.beta1 is not None or config.optim.beta2 is not None:
         options["betas"] = (
-            0.9 if config.beta1 is None else config.beta1,
-            0.999 if config.beta2 is None else config.beta2,
+            0.9 if config.optim.beta1 is None else config.optim.beta1,
+            0.999 if config.optim.beta2 is None else config.optim.beta2,
         )
-    if config.eps is not None:
-        options["eps"] = config.eps
-    if config.momentum is not None:
-        options["momentum"] = config.momentum
+    if config.optim.eps is not None:
+        options["eps"] = config.optim.eps
+    if config.optim.momentum is not None:
+        options["momentum"] = config.optim.momentum
     groups = parameter_groups(
         model,
-        lr=config.lr,
-        weight_decay=config.wd,
-        layer_decay=config.layer_decay,
-        text_lr_scale=config.text_lr_scale,
-        heads_lr_scale=config.heads_lr_scale,
+        lr=config.optim.lr,
+        weight_decay=config.optim.wd,
+        layer_decay=config.optim.layer_decay,
+        text_lr_scale=config.optim.text_lr_scale,
+        heads_lr_scale=config.optim.heads_lr_scale,
     )
     try:
-        name = config.opt.removeprefix("timm/")  # open_clip's spelling
-        return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **options)
+        name = config.optim.opt.removeprefix("timm/")  # open_clip's spelling
+        return create_optimizer_v2(groups, opt=name, lr=config.optim.lr, weight_decay=config.optim.wd, **options)
     except (ValueError, TypeError, AssertionError) as error:
-        raise CoderError(f"--opt {config.opt}: {error} (timm.optim.list_optimizers() has the names)") from error
+        raise CoderError(f"--opt {config.optim.opt}: {error} (timm.optim.list_optimizers() has the names)") from error
 
 
 def parameter_groups(
@@ -122,20 +122,20 @@ def _layer_of(name: str) -> int | None:
 
 def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: int) -> LambdaLR:
     """Linear warm-up, then cosine to zero, constant, or drops; stepped once per optimizer step."""
-    total = max(1, steps_per_epoch * (config.epochs or 1))
-    warmup = total // 20 if config.warmup is None else config.warmup
-    if config.warmup_epochs is not None:
-        warmup = round(config.warmup_epochs * steps_per_epoch)
+    total = max(1, steps_per_epoch * config.optim.epochs)
+    warmup = total // 20 if config.optim.warmup is None else config.optim.warmup
+    if config.optim.warmup_epochs is not None:
+        warmup = round(config.optim.warmup_epochs * steps_per_epoch)
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, steps_per_epoch, total, warmup))
 
 
 def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, warmup: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
-    if config.lr_scheduler == "const":
+    if config.optim.lr_scheduler == "const":
         return 1.0
-    if config.lr_scheduler == "step":
-        return config.lr_step_gamma ** (step // max(1, steps_per_epoch) // config.lr_step_epochs)
+    if config.optim.lr_scheduler == "step":
+        return config.optim.lr_step_gamma ** (step // max(1, steps_per_epoch) // config.optim.lr_step_epochs)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 

@@ -31,25 +31,25 @@ from coder_plugin.training.step import restored_buffers
 def make_objective(config: TrainConfig) -> Objective:
     """The objective that ``--loss``, ``--set`` and ``--local-loss`` spell."""
     settings = {}
-    for setting in config.set:
+    for setting in config.loss.set:
         path, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
-    objective = Objective.parse(config.loss).with_options(settings)
-    given = {"negatives": config.negatives, "positives": config.positives}
+    objective = Objective.parse(config.loss.expression).with_options(settings)
+    given = {"negatives": config.loss.negatives, "positives": config.loss.positives}
     if any(value is not None for value in given.values()):
         makers = required_heads_with(objective, AddsTexts)
         if not makers:
             flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
-            raise CoderError(f'{flags}: no term of --loss "{config.loss}" reads generated texts (ascl does)')
+            raise CoderError(f'{flags}: no term of --loss "{config.loss.expression}" reads generated texts (ascl does)')
         head = next(iter(makers))
         generated = {f"{head}.{name}": parse_value(value) for name, value in given.items() if value is not None}
         twice = sorted(generated.keys() & settings.keys())
         if twice:
             raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
         objective = objective.with_options(generated)
-    return replace(objective, local_loss=objective.local_loss or config.local_loss)
+    return replace(objective, local_loss=objective.local_loss or config.loss.local_loss)
 
 
 def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
@@ -59,17 +59,17 @@ def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoc
         CoderError: a head needs something that the run does not have, or no head reads what ``--concepts`` names.
     """
     facts = TrainingFacts(
-        loss=str(config.loss),
+        loss=str(config.loss.expression),
         samples_per_epoch=samples_per_epoch,
-        captions=config.captions,  # type: ignore[arg-type]
-        pairs_per_step=config.batch_size and config.batch_size * config.accum_freq * distributed.world_size(),
-        concepts=config.concepts,
-        on_scenes=config.on_scenes,
-        train_data=config.train_data,
+        captions=config.data.captions,  # type: ignore[arg-type]
+        pairs_per_step=config.optim.batch_size and config.optim.batch_size * config.optim.accum_freq * distributed.world_size(),
+        concepts=config.loss.concepts,
+        on_scenes=config.data.on_scenes,
+        train_data=config.data.train,
     )
     heads = required_heads_with(objective, Head)
-    if config.concepts and not any(issubclass(head, ReadsConcepts) for head in heads.values()):
-        raise CoderError(f'--concepts: no term of --loss "{config.loss}" reads concepts')
+    if config.loss.concepts and not any(issubclass(head, ReadsConcepts) for head in heads.values()):
+        raise CoderError(f'--concepts: no term of --loss "{config.loss.expression}" reads concepts')
     options = {name: dict(values) for name, values in objective.heads}
     settings: dict[str, Any] = {}
     for name, head in heads.items():
@@ -88,23 +88,23 @@ def make_training_model(config: TrainConfig, objective: Objective, device: torch
         source: the training data, which give a region model the options left open.
     """
     model = make_model(config, objective, device, source)
-    start_heads(model, config.pretrained)
-    if config.lock_image:
-        model.lock_image_tower(unlocked_groups=config.lock_image_unlocked_groups)
-        if config.lock_image_freeze_bn_stats:
+    start_heads(model, config.model.pretrained)
+    if config.model.lock_image:
+        model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)
+        if config.model.lock_image_freeze_bn_stats:
             freeze_batch_norm(model.visual)
-    if config.lock_text:
+    if config.model.lock_text:
         # all text towers of open_clip but its Hugging Face ones lock their LayerNorms too, or cannot be locked
         always = not hasattr(getattr(model, "text", None), "pooler")
         model.lock_text_tower(
-            unlocked_layers=config.lock_text_unlocked_layers,
-            freeze_layer_norm=always or config.lock_text_freeze_layer_norm,
+            unlocked_layers=config.model.lock_text_unlocked_layers,
+            freeze_layer_norm=always or config.model.lock_text_freeze_layer_norm,
         )
-    if config.lora_rank:
-        add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
+    if config.model.lora_rank:
+        add_lora(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
     model.to(device)
     model.coder.attach(model)  # after adapters and before checkpointing: a momentum copy wants the former, not the latter
-    if config.grad_checkpointing:
+    if config.model.grad_checkpointing:
         model.set_grad_checkpointing()
     return model
 
@@ -160,23 +160,25 @@ def make_positives(model: Any) -> Positives | None:
 def make_tags(model: Any, config: TrainConfig) -> Tags | None:
     """What gives the words' classes, where a head of the model reads them, its tagger loaded."""
     if not model.coder.reads_tags:
-        if config.tagger is not None:
-            raise CoderError(f'--tagger {config.tagger}: nothing in --loss "{config.loss}" as it is set reads word classes')
+        if config.loss.tagger is not None:
+            expression = config.loss.expression
+            raise CoderError(f'--tagger {config.loss.tagger}: nothing in --loss "{expression}" as it is set reads word classes')
         return None
-    tags = Tags(config.tagger or ("scenes" if config.on_scenes or config.train_data == "scenes" else "en_core_web_sm"))
+    scenes = config.data.on_scenes or config.data.train == "scenes"
+    tags = Tags(config.loss.tagger or ("scenes" if scenes else "en_core_web_sm"))
     try:
         tags.load()
     except CoderError as error:
-        raise CoderError(f'the classes of words that --loss "{config.loss}" reads come of --tagger: {error}') from error
+        raise CoderError(f'--loss "{config.loss.expression}" reads word classes, which --tagger gives: {error}') from error
     return tags
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:
     """CoderError where a head needs the whole batch in one forward, and there are several to a step."""
     whole = [name for name, head in model.coder.heads.items() if head.whole_batch]
-    if config.accum_freq > 1 and whole:
+    if config.optim.accum_freq > 1 and whole:
         raise CoderError(
-            f"--accum-freq {config.accum_freq}: the head {whole[0]!r} scores every pair of a batch inside the model, and "
+            f"--accum-freq {config.optim.accum_freq}: the head {whole[0]!r} scores every pair of a batch inside the model, and "
             "accumulated batches meet only after it: take a larger --batch-size, or more processes"
         )
 
@@ -186,18 +188,18 @@ def make_accelerator(config: TrainConfig) -> Any:
     from accelerate import Accelerator, utils
 
     cuda = torch.cuda.is_available()
-    mixed = mixed_precision(config.precision)
+    mixed = mixed_precision(config.optim.precision)
     there = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
-    trackers = [name for name in config.report_to.replace(",", " ").split()]
+    trackers = [name for name in config.run.report_to.replace(",", " ").split()]
     unknown = set(trackers) - {"tensorboard", "wandb"}
     if unknown:
         raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
     absent = [name for name in trackers if not there[name]]
     if absent:
-        raise CoderError(f"--report-to {config.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
+        raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
     # accumulation is ours (cached features): what accelerate's own settings say of it must not divide gradients
     accumulation = utils.GradientAccumulationPlugin(num_steps=1)
-    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.logs}
+    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.run.logs}
     try:
         return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
     except (ValueError, ImportError) as error:

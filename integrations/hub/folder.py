@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import digest
+from coder_plugin.files import sha256_file
 from coder_plugin.pretrained.hub_cache import RECORD, read_record
 
 
@@ -37,7 +37,7 @@ def check_replaceable(folder: Path) -> None:
             continue
         if name not in record["files"]:
             raise CoderError(f"{folder} holds {name}, which sharing did not write: move it out of there, or name a new folder")
-        if path.suffix != ".safetensors" and digest(path) != record["files"][name]["sha256"]:
+        if path.suffix != ".safetensors" and sha256_file(path) != record["files"][name]["sha256"]:
             raise CoderError(f"{path} was changed since it was shared: move it out of there, or name a new folder")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.config import flatten
 from coder_plugin.pretrained.hub_cache import WISE_FT
 from coder_plugin.training import checkpoint
 
@@ -31,7 +32,7 @@ def run_record(run: Path | None, export: str) -> dict[str, Any]:
     return {
         "objective": plan.get("objective"),
         "terms": bare_objective(plan.get("options", {})),
-        "options": {name: _option(name, value) for name, value in config.items() if name not in _OF_PLACE},
+        "options": {name: _option(name, value) for name, value in flatten(config).items() if name not in _OF_PLACE},
         "run": {**data, **{name: plan[name] for name in _PLANNED if name in plan}} if plan else {},
         "results": {} if run is None else results_of(run, export),
     }

@@ -20,7 +20,7 @@ from torch import Tensor
 from coder_plugin.backbones import own
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.errors import CoderError
-from coder_plugin.files import digest
+from coder_plugin.files import sha256_file
 from coder_plugin.integrations.hub import sentence_transformers as st
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.folder import check_replaceable, swap
@@ -221,7 +221,7 @@ def _write(spec: str | Path, aside: Path, name: str, export: str, **stated: Any)
         (aside / CARD).write_text(text, encoding="utf-8")
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     written["files"] = {
-        path.relative_to(aside).as_posix(): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files
+        path.relative_to(aside).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in files
     }
     (aside / RECORD).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     for path in files:
@@ -235,7 +235,7 @@ def _own_card(source: _Source) -> Path | None:
     if not card.is_file():
         return None
     made = ((source.record or {}).get("files", {}).get(CARD) or {}).get("sha256")
-    return None if digest(card) == made else card
+    return None if sha256_file(card) == made else card
 
 
 def _facts(trained: Trained, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _facts(trained: Trained, kept: Mapping[str, Any]) -> dict[str, Any]:
         "concepts": None if vocabulary is None else len(vocabulary),
         "re-ranks": trained.encoder().reranking is not None,
         "text tower": _text_tower(model),
-        "max_regions": kept.get("max_regions", trained.config.max_regions) if isinstance(model, Backbone) else None,
+        "max_regions": kept.get("max_regions", trained.config.data.max_regions) if isinstance(model, Backbone) else None,
     }
 
 

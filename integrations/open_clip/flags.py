@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.config import TrainConfig, add_flags, read_flags
+from coder_plugin.config import TrainConfig, get_option, read_file, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 
@@ -36,7 +35,16 @@ def parser() -> argparse.ArgumentParser:
         help='loss expression, such as "clip + 0.5*selfalign", or a named objective, such as coder; without it everything is '
         "upstream's own",
     )
-    add_flags(ours, only=OURS, prefix="coder-")
+    ours.add_argument(
+        "--coder-config", dest="config", metavar="FILE", help="JSON or TOML file of the options below; flags win over it"
+    )
+    for name in OURS:
+        option = get_option(name)
+        kind: dict[str, Any] = {"type": option.kind, "choices": option.choices}
+        if option.is_list:
+            kind = {"nargs": "+", "action": "extend", "metavar": "OWNER.OPTION=VALUE"}
+        text = option.help.replace("%", "%%")
+        ours.add_argument(f"--coder-{name.replace('_', '-')}", dest=name, default=argparse.SUPPRESS, help=text, **kind)
     return ours
 
 
@@ -73,39 +81,33 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
     if getattr(args, "precision", "") in ("fp16", "pure_fp16"):
         raise CoderError(f"--precision {args.precision} does not go with --loss: float16 weights overflow; take amp")
     if getattr(args, "coca_contrastive_loss_weight", 1.0) != 1.0:
-        raise CoderError("--coca-contrastive-loss-weight does not go with --loss: weigh the objective's terms, as in 0.5*clip")
-    given = read_flags(ours)
+        raise CoderError("--coca-contrastive-loss-weight does not go with --loss: weigh the terms, as in 0.5*clip")
+    file = {} if ours.config is None else read_file(ours.config)
+    given = {**file, **{name: value for name, value in vars(ours).items() if name in OURS}}
     if foreign := sorted(given.keys() - {"loss", *OURS}):
         named = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise CoderError(f"--coder-config {ours.config}: only upstream's own flags say {named} here")
-    for item in fields(TrainConfig):
-        choices, value = item.metadata["choices"], given.get(item.name)
-        if choices and value is not None and value not in choices:  # of the file: the parser has checked flags
-            raise CoderError(f"--coder-config {ours.config}: {item.name} is {value!r}; known: {', '.join(choices)}")
     if given.get("captions") and (args.dataset_type in ("csv", "synthetic") or str(args.train_data).endswith((".csv", ".tsv"))):
         raise CoderError("--coder-captions is for shards: rows of a table are pairs")
-    config = TrainConfig.from_dict(
-        {
-            **given,
-            "loss": ours.loss,
-            "model": args.model,
-            "train_data": args.train_data or "synthetic",
-            "local_loss": args.local_loss,
-            "batch_size": args.batch_size,
-            "accum_freq": args.accum_freq,
-            "epochs": args.epochs,
-            "cache_dir": args.cache_dir,
-            "force_context_length": args.force_context_length,
-        }
-    )
+    upstream = {
+        "model": args.model,
+        "train_data": args.train_data or "synthetic",
+        "local_loss": args.local_loss,
+        "batch_size": args.batch_size,
+        "accum_freq": args.accum_freq,
+        "epochs": args.epochs,
+        "cache_dir": args.cache_dir,
+        "force_context_length": args.force_context_length,
+    }
+    config = resolve([(f"--coder-config {ours.config}", given), ("flag", {"loss": ours.loss, **upstream})])
     for flag in ("train_data", "val_data"):
         path = getattr(args, flag)
         if path and (args.dataset_type == "csv" or path.endswith((".csv", ".tsv"))) and not Path(path).is_file():
             raise CoderError(f"--{flag.replace('_', '-')} {path} does not exist")
-    if args.siglip and "siglip" not in [term.name for term in Objective.parse(config.loss).terms]:
+    if args.siglip and "siglip" not in [term.name for term in Objective.parse(config.loss.expression).terms]:
         raise CoderError(
-            f'--siglip begins with a temperature for the sigmoid loss, which --loss "{config.loss}" does not take: leave it '
-            "out, or name the term siglip"
+            f'--siglip begins with a temperature for the sigmoid loss, which --loss "{config.loss.expression}" does not take: '
+            "leave it out, or name the term siglip"
         )
     return config
 

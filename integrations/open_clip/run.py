@@ -46,9 +46,10 @@ class Run:
             raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
         self.config = flags.options(ours, args)
         self.objective: Objective = prepare.make_objective(self.config)
-        args.loss = self.config.loss  # among what upstream logs of a run
+        flat = self.config.to_flat()
+        args.loss = self.config.loss.expression  # among what upstream logs of a run
         for name in flags.OURS:
-            setattr(args, f"coder_{name}", getattr(self.config, name))
+            setattr(args, f"coder_{name}", flat[name])
         self.was_there = bool(args.name) and Path(args.logs, args.name).exists()
         self.model: Any = None
         self.loss: Any = None
@@ -73,7 +74,7 @@ class Run:
         args = self.args
         other = args.siglip or getattr(args, "distill", False) or hasattr(self.model, "text_decoder")
         is_clip = replace(self.objective, local_loss=False) == Objective.parse("clip")
-        return is_clip and self.config.aggregator == "tower" and not other
+        return is_clip and self.config.model.aggregator == "tower" and not other
 
     @property
     def trains(self) -> bool:
@@ -81,9 +82,10 @@ class Run:
 
     @property
     def heads_lr_scale(self) -> float:
-        """Ours, or else the objective's."""
-        given = self.config.heads_lr_scale
-        return dict(self.objective.training).get("heads_lr_scale", 1.0) if given is None else given
+        """Ours, or else the recipe's."""
+        if "heads_lr_scale" in self.config.origins:
+            return self.config.optim.heads_lr_scale
+        return dict(self.objective.training).get("heads_lr_scale", 1.0)
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
@@ -91,8 +93,8 @@ class Run:
         if not self.trains and args.resume:
             self._take_what_data_decided(saving.read_made(args.resume))
         # rows of a table are pairs, and how many captions an image of shards has is not known
-        config = replace(config, captions="all")
-        self.objective = prepare.fit_objective(self.objective, config, samples_per_epoch=samples_of(args))
+        pairs = config.with_options(captions="all")
+        self.objective = prepare.fit_objective(self.objective, pairs, samples_per_epoch=samples_of(args))
         transforms: list[Any] = []
 
         def with_transforms(name: str, weights: str | None, *, force_preprocess_cfg: Any = None, **given: Any) -> Any:
@@ -114,23 +116,23 @@ class Run:
             model,
             name,
             loss=self.objective,
-            aggregator=config.aggregator,  # type: ignore[arg-type]
-            context_blocks=config.context_blocks,
+            aggregator=config.model.aggregator,  # type: ignore[arg-type]
+            context_blocks=config.model.context_blocks,
             cache_dir=args.cache_dir,
         )
         self._check_precision(model)
         self.tokenizer = build.make_tokenizer(config, model)
         prepare.check_accumulation(model, config)
         self.extras = Extras(
-            self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.captions or "draw"
+            self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.data.captions
         )
         self.model = in_upstream.extend(model, self.extras.names)
         place = name.removeprefix("local-dir:")  # whose weights come with it
         started = start_heads(self.model, pretrained or (weights_named(place) if place != name else None))
         if not (self.trains or args.resume or started) and any(map(affects_ranking, model.coder.heads.values())):
             raise CoderError(
-                f'--loss "{config.loss}" scores by heads, and {pretrained or name} brings none: evaluate an export or a '
-                "checkpoint of a run with this --loss, or the towers alone with --loss clip"
+                f'--loss "{config.loss.expression}" scores by heads, and {pretrained or name} brings none: evaluate an export '
+                "or a checkpoint of a run with this --loss, or the towers alone with --loss clip"
             )
         self.loss = self.make_loss()
         self._freeze()
@@ -157,7 +159,7 @@ class Run:
             return
         then, now = dict(Objective.from_dict(made["objective"]).heads), dict(self.objective.heads)
         for name, head in required_heads_with(self.objective, Head).items():
-            if self.config.concepts and issubclass(head, ReadsConcepts):
+            if self.config.loss.concepts and issubclass(head, ReadsConcepts):
                 continue
             for option in head.data_options:
                 value = dict(then.get(name, ())).get(option)
@@ -265,8 +267,7 @@ class Run:
         """The configuration that ``coder-plugin eval RUN`` reads: the model and the validation data of this run."""
         args = self.args
         kind = {"synthetic": "auto"}.get(args.dataset_type, args.dataset_type)
-        return replace(
-            self.config,
+        return self.config.with_options(
             model=self.named,
             train_data=args.train_data or args.val_data,
             val_data=args.val_data,

@@ -7,12 +7,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.backbones.clip import MADE_WITH, read_training_checkpoint
-from coder_plugin.config import TrainConfig
+from coder_plugin.config import TrainConfig, nest
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model
@@ -64,7 +63,7 @@ def write_export(
     _rename(aside, exports / name)
     _rename(linked, exports / "last")
     written = run / ".config.json.writing"
-    written.write_text(json.dumps(asdict(config), indent=2))
+    written.write_text(json.dumps(nest(config.given()), indent=2))
     os.replace(written, run / "config.json")
 
 

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Time and peak memory of a whole training step of one objective over those of `clip`, measured in the same run.
+"""Time and peak memory of a whole training step: one objective against `clip`, in the same run.
 
-    python scripts/bench/coder_step.py                                     this machine's processor, a small tower
+    python scripts/bench/coder_step.py                                     coder on the CPU, with a small model
     python scripts/bench/coder_step.py --model ViT-B-32 --device cuda --precision bf16 --repeats 50
+    python scripts/bench/coder_step.py --loss "clip + selfalign"
 
-A step is forward, loss, backward, AdamW and post_step. Both recipes take turns in one process, so that other work on the
-machine meets both; the ratio is the median over repetitions. Peak memory is that of a process of its own for each objective:
-the device's allocated peak, on a CPU the growth of the resident set over what importing and data take. The parts' shares are
-measured in further steps, with a synchronisation around each part.
+A step is forward, loss, backward, AdamW and `post_step`. The two objectives take turns in one process, so that other load on
+the machine slows both alike. The ratio of times is the median over repetitions.
+
+Peak memory is measured in a separate process for each objective. On a GPU it is the peak of allocated memory; on a CPU it is
+the growth of the resident set after imports. The times of single heads and losses come from further steps, with the device
+synchronised before and after each.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ WARM_UP = 3
 
 def main() -> None:
     options = arguments()
-    logging.disable(logging.WARNING)  # that the concepts are random does not matter here
+    logging.disable(logging.WARNING)  # without a vocabulary, concepts are random: no matter for speed
     torch.set_num_threads(options.threads)
     if options.memory_of:
         print(json.dumps(memory(options.memory_of, options)))
@@ -48,29 +51,29 @@ def main() -> None:
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
-        print(f"{step.name}: {step.parameters:,} trained parameters, {step.copied:,} copied ones")
+        print(f"{step.name}: {step.parameters:,} trained parameters, {step.frozen:,} frozen")
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for repeat in range(options.repeats):
         for name in names[repeat % 2 :] + names[: repeat % 2]:
             times[name].append(seconds(steps[name], options.device))
     ratios = list(map(float.__truediv__, times[options.loss], times["clip"]))
-    spread = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     print(f"step: clip {1e3 * statistics.median(times['clip']):.1f} ms, {options.loss} "
           f"{1e3 * statistics.median(times[options.loss]):.1f} ms, ratio {statistics.median(ratios):.2f} "
-          f"(quartiles {spread[0]:.2f} to {spread[2]:.2f})")  # fmt: skip
-    peaks = {name: peak_in_own_process(name) for name in steps}
+          f"(quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f})")  # fmt: skip
+    peaks = {name: peak_memory_in_subprocess(name) for name in steps}
     print(f"peak memory: clip {peaks['clip'] / 2**20:.0f} MiB, {options.loss} {peaks[options.loss] / 2**20:.0f} MiB, "
           f"ratio {peaks[options.loss] / peaks['clip']:.2f}")  # fmt: skip
     parts = steps[options.loss].parts(options.repeats)
     total = parts.pop("step")
-    print(f"parts of a step of {options.loss} ({1e3 * total:.1f} ms):")
-    for part, spent in parts.items():
-        print(f"  {part:<28} {1e3 * spent:8.2f} ms  {100 * spent / total:5.1f} %")
+    print(f"heads and losses within a step of {options.loss} ({1e3 * total:.1f} ms):")
+    for part, elapsed in parts.items():
+        print(f"  {part:<28} {1e3 * elapsed:8.2f} ms  {100 * elapsed / total:5.1f} %")
 
 
 class Step:
-    """One objective's model, loss, optimizer and batch; calling it takes a training step."""
+    """Model, loss, optimizer and batch of one objective. A call performs one training step."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -80,10 +83,10 @@ class Step:
             objective = objective.with_options({"prototypes.clusters": options.clusters, "momentum.bank_size": options.bank})
         self.model = coder_plugin.create_model(options.model, loss=objective, device=options.device).train()
         self.loss = coder_plugin.create_loss(objective, model=self.model)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        self.parameters = sum(p.numel() for p in trained)
-        self.copied = sum(p.numel() for p in self.model.parameters()) - self.parameters
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=1e-4)
+        self.parameters = sum(p.numel() for p in trainable)
+        self.frozen = sum(p.numel() for p in self.model.parameters()) - self.parameters
         self.autocast = functools.partial(
             torch.autocast, options.device.split(":")[0], dtype=torch.bfloat16, enabled=options.precision == "bf16"
         )
@@ -94,7 +97,7 @@ class Step:
         text = torch.randint(1, 400, (n, length), generator=generator)
         words = torch.randint(8, min(30, length), (n,), generator=generator)
         text[torch.arange(length)[None] > words[:, None]] = 0
-        text[torch.arange(n), words] = self.model.vocab_size - 1  # CLIP's end of text is its largest token
+        text[torch.arange(n), words] = self.model.vocab_size - 1  # CLIP's end-of-text token has the largest id
         self.images = torch.randn(n, 3, height, width, generator=generator).to(options.device)
         self.text = text.to(options.device)
         self.count = 0
@@ -111,27 +114,28 @@ class Step:
         self.model.coder.post_step()
 
     def parts(self, repeats: int) -> dict[str, float]:
-        """Median seconds of the parts that are ours and of the whole, synchronised."""
-        spent: dict[str, list[float]] = {}
+        """Median seconds of each head and loss and of the whole step (key ``step``)."""
+        times: dict[str, list[float]] = {}
         with contextlib.ExitStack() as stack:
             for name, head in self.model.coder.heads.items():
-                stack.enter_context(timed(head, "forward", f"{name}: forward", spent, self.device))
-                stack.enter_context(timed(head, "post_step", f"{name}: after the step", spent, self.device))
+                stack.enter_context(timed(head, "forward", f"{name}: forward", times, self.device))
+                stack.enter_context(timed(head, "post_step", f"{name}: post_step", times, self.device))
             for name, term in self.loss.terms.items():
-                stack.enter_context(timed(term, "forward", f"{name}: loss", spent, self.device))
+                stack.enter_context(timed(term, "forward", f"{name}: loss", times, self.device))
             for _ in range(repeats):
-                spent.setdefault("step", []).append(seconds(self, self.device))
-        return {part: statistics.median(values) for part, values in spent.items()}
+                times.setdefault("step", []).append(seconds(self, self.device))
+        return {part: statistics.median(values) for part, values in times.items()}
 
 
 @contextlib.contextmanager
-def timed(module: nn.Module, method: str, part: str, spent: dict[str, list[float]], device: str) -> Iterator[None]:
-    plain = getattr(module, method)
+def timed(module: nn.Module, method: str, part: str, times: dict[str, list[float]], device: str) -> Iterator[None]:
+    """Record the seconds of every call of ``module.method`` under ``times[part]``."""
+    original = getattr(module, method)
 
     def wrapped(*args: object, **kwargs: object) -> object:
-        found: list[object] = []
-        spent.setdefault(part, []).append(seconds(lambda: found.append(plain(*args, **kwargs)), device))
-        return found[0]
+        results: list[object] = []
+        times.setdefault(part, []).append(seconds(lambda: results.append(original(*args, **kwargs)), device))
+        return results[0]
 
     setattr(module, method, wrapped)
     yield
@@ -149,11 +153,11 @@ def seconds(step: Callable[[], object], device: str) -> float:
 
 
 def memory(name: str, options: argparse.Namespace) -> int:
-    """Bytes at the peak of a few steps."""
-    torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))  # what the libraries take at first use
+    """Peak memory of a few steps, in bytes."""
+    torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))  # libraries allocate at first use
     cuda = options.device.startswith("cuda")
     if not cuda:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of importing, is forgotten (Linux)
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which importing has raised (Linux)
     before = 0 if cuda else resident("VmRSS")
     step = Step(name, options)
     for _ in range(WARM_UP):
@@ -162,12 +166,12 @@ def memory(name: str, options: argparse.Namespace) -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process in memory, now (VmRSS) or at the peak (VmHWM)."""
+    """Resident memory of this process in bytes: now (VmRSS) or at its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def peak_in_own_process(name: str) -> int:
+def peak_memory_in_subprocess(name: str) -> int:
     command = [sys.executable, *sys.argv, "--memory-of", name]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(result.stdout.splitlines()[-1])
@@ -178,7 +182,7 @@ def machine(options: argparse.Namespace) -> str:
         name = f"{torch.cuda.get_device_name(options.device)}, CUDA {torch.version.cuda}"
     else:
         name = f"{platform.machine()}, {options.threads} threads, load {os.getloadavg()[0]:.1f} at the start"
-    versions = ", ".join(f"{each} {version(each)}" for each in ("torch", "open_clip_torch", "coder-plugin"))
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "open_clip_torch", "coder-plugin"))
     return f"{name}\nPython {platform.python_version()}, {versions}\n{options.model}, batch {options.batch_size}, " \
            f"{options.precision}, bank {options.bank}, {options.clusters} prototypes"  # fmt: skip
 
@@ -186,11 +190,11 @@ def machine(options: argparse.Namespace) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="coder-tiny", help="open_clip model name [coder-tiny]")
-    parser.add_argument("--loss", default="coder", help="what is compared with clip [coder]")
+    parser.add_argument("--loss", default="coder", help="objective to compare with clip [coder]")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--bank", type=int, default=4096, help="entries of each bank [4096]")
-    parser.add_argument("--clusters", type=int, default=10_000, help="prototypes [10000]")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bank", type=int, default=4096, help="entries of each momentum bank [4096]")
+    parser.add_argument("--clusters", type=int, default=10_000, help="number of prototypes [10000]")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Throughput of ``regions extract`` against its detector alone, and whether a killed run ends as one left alone.
+"""Throughput of ``regions extract`` against the detector alone, and a test that a killed run resumes to the same files.
 
     python scripts/bench/extract.py --images 100
 
-"Detector alone" is ``detect`` on prepared batches from memory: the network, the selection of regions (suppression, choice,
-boxes scaled, copies to memory), nothing of files. The selection's share of it is printed, and then what suppression and
-choice take beside torchvision's ``nms`` class after class, at the sizes of c4 and of torchvision's detectors.
+"Detector alone" is ``detect`` on preprocessed batches in memory: the network and the selection of regions (suppression,
+choice, scaling of boxes, copies to the host), without file access. Printed first: the share of the selection in that time,
+and the time of suppression and choice against torchvision's ``nms`` called class by class, at the sizes of the C4 detector
+and of torchvision's detectors.
 
-Extraction reads JPEG files, detects, and writes region shards. Both use the same detector object and threads, turn by
-turn; each turn's two rates are of neighbouring minutes, and the figure is the median of the turns' ratios. "Busy" is the
-share of extraction's time that the detector was at work: there, what other programs do to both cancels. Then a run
-is killed (SIGKILL) after its first shard and begun again, and the files are compared with those of a run that was not.
+Extraction reads JPEG files, detects, and writes region shards. Extraction and detector alone take turns, with the same
+detector and number of threads. The result is the median of the ratios of all turns. "Busy" is the share of extraction's time
+that is spent in the detector; other load on the machine slows both parts alike. Finally a run is killed (SIGKILL) after its
+first shard and started again, and its files are compared with those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from coder_plugin.detectors.torchvision_ import TorchVision
 
 
 def make_pictures(folder: Path, number: int) -> None:
-    """JPEG files of the sizes and weight of photographs: smooth noise."""
+    """Write JPEG files of smooth noise, with the width, height and file size of photographs."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     for index in range(number):
@@ -56,8 +57,8 @@ def make_pictures(folder: Path, number: int) -> None:
         Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{index:05d}.jpg")
 
 
-def alone(detector: Detector, batches: list[list[Prepared]]) -> float:
-    """Pictures a second of the detector, fed from memory."""
+def detector_rate(detector: Detector, batches: list[list[Prepared]]) -> float:
+    """Images per second of the detector alone, on batches in memory."""
     start = time.perf_counter()
     for batch in batches:
         detector.detect(batch)
@@ -65,19 +66,19 @@ def alone(detector: Detector, batches: list[list[Prepared]]) -> float:
 
 
 def selection_share(detector: TorchVision, batches: list[list[Prepared]]) -> float:
-    """The share of ``detect`` in which regions are selected, devices waited for at both its ends."""
+    """Share of the time of ``detect`` that is spent on selecting regions, with the device synchronised before and after."""
     seconds = 0.0
-    regions_of = detector._regions
+    select_regions = detector._regions
 
     def now() -> float:
         if detector.device.type == "cuda":
             torch.cuda.synchronize(detector.device)
         return time.perf_counter()
 
-    def timed(*each: Any) -> Regions:
+    def timed(*arguments: Any) -> Regions:
         nonlocal seconds
         start = now()
-        regions = regions_of(*each)
+        regions = select_regions(*arguments)
         seconds += now() - start
         return regions
 
@@ -88,12 +89,12 @@ def selection_share(detector: TorchVision, batches: list[list[Prepared]]) -> flo
         return seconds / (now() - start)
 
 
-def selection_beside_nms(
-    proposals: int, classes: int, *, own: bool, device: str, rounds: int = 5
+def selection_and_nms(
+    proposals: int, classes: int, *, boxes_per_class: bool, device: str, rounds: int = 5
 ) -> tuple[float, float]:
-    """Milliseconds of ``select`` and of ``nms`` class by class, medians; a third of the proposals are sure of a class."""
+    """Median milliseconds of ``select`` and of ``nms`` class by class. A third of the proposals have one confident class."""
     draw = torch.Generator().manual_seed(0)
-    corners = torch.rand(proposals, classes if own else 1, 2, generator=draw) * 600
+    corners = torch.rand(proposals, classes if boxes_per_class else 1, 2, generator=draw) * 600
     boxes = torch.cat([corners, corners + 20 + 250 * torch.rand(corners.shape, generator=draw)], -1).to(device)
     logits = torch.randn(proposals, classes + 1, generator=draw)
     logits[:, 0] += 8  # the background
@@ -102,9 +103,9 @@ def selection_beside_nms(
     )
     scores = logits.softmax(-1)[:, 1:].to(device)
 
-    def one_by_one() -> None:
+    def nms_class_by_class() -> None:
         for number in range(classes):
-            nms(boxes[:, number if own else 0], scores[:, number], 0.3)
+            nms(boxes[:, number if boxes_per_class else 0], scores[:, number], 0.3)
 
     def median(call: Callable[[], Any]) -> float:
         times = []
@@ -116,11 +117,12 @@ def selection_beside_nms(
             times.append(time.perf_counter() - start)
         return 1e3 * statistics.median(times)
 
-    return median(lambda: select(scores, boxes if own else boxes[:, 0], Choice())), median(one_by_one)
+    candidates = boxes if boxes_per_class else boxes[:, 0]
+    return median(lambda: select(scores, candidates, Choice())), median(nms_class_by_class)
 
 
 class Timed(Detector):
-    """A detector that adds up the seconds that it works."""
+    """A detector that adds up the seconds spent in ``detect``."""
 
     def __init__(self, detector: Detector) -> None:
         self.detector, self.seconds = detector, 0.0
@@ -137,9 +139,9 @@ class Timed(Detector):
         return regions
 
 
-def one_run(work: Job, threads: int) -> None:
+def run_extraction(job: Job, threads: int) -> None:
     torch.set_num_threads(threads)
-    extract(work)
+    extract(job)
 
 
 def digest(folder: Path) -> str:
@@ -149,35 +151,39 @@ def digest(folder: Path) -> str:
     ).hexdigest()
 
 
-def restart(work: Job, threads: int) -> tuple[int, str]:
-    """Kill ``work`` once a shard is done and begin it again: the shards there at the kill, and the files' digest."""
-    process = multiprocessing.get_context("spawn").Process(target=one_run, args=[work, threads])
+def kill_and_resume(job: Job, threads: int) -> tuple[int, str]:
+    """Kill a run after its first shard and start it again.
+
+    Returns:
+        The number of shards that were complete when it was killed, and the digest of all files at the end.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=run_extraction, args=[job, threads])
     process.start()
-    while process.is_alive() and not list(work.notes.glob("0*.json")):
+    while process.is_alive() and not list(job.notes.glob("0*.json")):
         time.sleep(0.01)
     process.kill()
     process.join()
-    shards = len(list(work.notes.glob("0*.json")))
-    extract(work)
-    return shards, digest(work.folder)
+    shards = len(list(job.notes.glob("0*.json")))
+    extract(job)
+    return shards, digest(job.folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=100, help="JPEG files [100]")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of extraction and detector alone [5]")
     parser.add_argument(
-        "--model", default="fasterrcnn_mobilenet_v3_large_320_fpn", help="of torchvision, random weights"
+        "--model", default="fasterrcnn_mobilenet_v3_large_320_fpn", help="torchvision detector, with random weights"
     )
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--shard-size", type=int, default=24)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of the detector")
+    parser.add_argument("--workers", type=int, default=1, help="processes that decode images [1]")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="CPU threads of the detector")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    make = partial(TorchVision, model=args.model, allow_random=True)
-    detector = make(device=args.device)
+    make_detector = partial(TorchVision, model=args.model, allow_random=True)
+    detector = make_detector(device=args.device)
     print(
         f"{args.model}, {args.images} JPEG files, batches of {args.batch_size}, {args.threads} threads, {args.workers} "
         f"decoding workers, {args.device}; {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
@@ -187,9 +193,9 @@ def main() -> None:
         folder = Path(name)
         make_pictures(folder / "pictures", args.images)
         source = Pictures(str(folder / "pictures"))
-        ready = [detector.preprocess(decode_image(str(folder / "pictures" / item.key))) for _, item in source.items()]
-        batches = [ready[start : start + args.batch_size] for start in range(0, len(ready), args.batch_size)]
-        job = partial(
+        prepared = [detector.preprocess(decode_image(str(folder / "pictures" / item.key))) for _, item in source.items()]
+        batches = [prepared[start : start + args.batch_size] for start in range(0, len(prepared), args.batch_size)]
+        make_job = partial(
             Job,
             source=source,
             shard_size=args.shard_size,
@@ -199,9 +205,9 @@ def main() -> None:
         )
         detector.detect(batches[0])
         share = selection_share(detector, batches)
-        print(f"detector alone = network and selection of regions; the selection is {share:.1%} of it")
-        for proposals, classes, each in ((300, 1600, False), (1000, 90, True)):
-            ours, peer = selection_beside_nms(proposals, classes, own=each, device=args.device)
+        print(f"detector alone: network and selection of regions; the selection takes {share:.1%} of its time")
+        for proposals, classes, per_class in ((300, 1600, False), (1000, 90, True)):
+            ours, peer = selection_and_nms(proposals, classes, boxes_per_class=per_class, device=args.device)
             print(
                 f"36 of {proposals} proposals, {classes} classes: suppression and choice {ours:.1f} ms, torchvision's nms "
                 f"class by class {peer:.1f} ms: ratio {ours / peer:.3f}",
@@ -209,22 +215,22 @@ def main() -> None:
             )
         ratios = []
         for turn in range(args.rounds):
-            first = alone(detector, batches)
+            before = detector_rate(detector, batches)
             timed = Timed(detector)
-            report = extract(job(detector=lambda device, timed=timed: timed, folder=folder / "out"))
-            own, whole = (first + alone(detector, batches)) / 2, report.new / report.seconds
-            ratios.append(whole / own)
+            report = extract(make_job(detector=lambda device, timed=timed: timed, folder=folder / "out"))
+            alone, extraction = (before + detector_rate(detector, batches)) / 2, report.new / report.seconds
+            ratios.append(extraction / alone)
             print(
-                f"turn {turn + 1}: detector alone {own:.2f} images/s, extraction {whole:.2f}: ratio {ratios[-1]:.3f}, "
+                f"turn {turn + 1}: detector alone {alone:.2f} images/s, extraction {extraction:.2f}: ratio {ratios[-1]:.3f}, "
                 f"busy {timed.seconds / report.seconds:.3f}",
                 flush=True,
             )
             uninterrupted = digest(folder / "out")
             shutil.rmtree(folder / "out")
         print(f"median ratio {statistics.median(ratios):.3f} (lowest {min(ratios):.3f}, highest {max(ratios):.3f})")
-        shards, found = restart(job(detector=make, folder=folder / "out"), args.threads)
-        same = "equal, byte for byte" if found == uninterrupted else "DIFFERENT"
-        print(f"killed after {shards} of {-(-args.images // args.shard_size)} shards and begun again: files {same}")
+        shards, resumed = kill_and_resume(make_job(detector=make_detector, folder=folder / "out"), args.threads)
+        comparison = "equal, byte for byte" if resumed == uninterrupted else "DIFFERENT"
+        print(f"killed after {shards} of {-(-args.images // args.shard_size)} shards and resumed: files {comparison}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Fusion scores of all pairs against two-stage retrieval: time, memory and what re-ranking keeps of R@1, in one run.
+"""AsCL's fusion: scores of all pairs against two-stage retrieval. Time, memory and the R@1 that re-ranking keeps.
 
     python scripts/bench/fusion.py                      1,000 images x 5,000 texts, 36 regions, 32 words, D 256
     python scripts/bench/fusion.py --images 100 --texts 500 --shortest 6
     python scripts/bench/fusion.py --device cuda --dim 1024
 
-The data are made up: an image is a set of concepts, a region one of them and noise, a caption some of them and words of
-nothing. The matrices are such that a region finds its words, as a trained model's are, and the shortlist is by the mean of the
-tokens: both retrieve, neither always. Two-stage retrieval is measured whole, from tokens to ranks. Memory is the growth of the
-process's greatest resident size since before the data were made.
+The data are synthetic. An image is a set of concepts; a region is one of them with noise; a caption names some of them, among
+filler words. The head's matrices are set so that attention matches a region with its words, as after training. The shortlist
+compares the means of the tokens. Both scores retrieve, neither perfectly.
+
+The time of two-stage retrieval covers everything from tokens to ranks. Memory is the growth of the process's peak resident
+size since before the data were created.
 """
 
 from __future__ import annotations
@@ -35,30 +37,34 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(machine(options))
     torch.manual_seed(options.seed)
-    start = peak()
-    images, texts, owner = data(options)
-    head = matched(options).to(options.device)
-    vectors = mean(images), mean(texts)
+    start = peak_memory()
+    images, texts, image_of_text = synthetic_data(options)
+    head = trained_like_head(options).to(options.device)
+    vectors = mean_of_tokens(images), mean_of_tokens(texts)
 
     began = clocks()
     similarity = head.scorer(images, texts).all_pairs()
-    full = recall(similarity, owner)
-    full_cost = (*since(began), peak() - start)
+    full = recall(similarity, image_of_text)
+    full_cost = (*since(began), peak_memory() - start)
     del similarity
 
     began = clocks()
-    two_stage = rerank(*vectors, owner, head.scorer(images, texts), k=options.top)
-    two_cost = (*since(began), peak() - start)
-    shortlist = recall_from_embeddings(*vectors, owner)
+    two_stage = rerank(*vectors, image_of_text, head.scorer(images, texts), k=options.top)
+    two_stage_cost = (*since(began), peak_memory() - start)
+    shortlist = recall_from_embeddings(*vectors, image_of_text)
 
-    print(f"{'':<12}{'i2t R@1':>9}{'t2i R@1':>9}{'rsum':>8}{'seconds':>9}{'of CPU':>9}{'peak MB':>9}")
-    rows = {"shortlist": (shortlist, ()), "all pairs": (full, full_cost), f"re-ranked {options.top}": (two_stage, two_cost)}
+    print(f"{'':<12}{'i2t R@1':>9}{'t2i R@1':>9}{'rsum':>8}{'seconds':>9}{'CPU s':>9}{'peak MB':>9}")
+    rows = {
+        "shortlist": (shortlist, ()),
+        "all pairs": (full, full_cost),
+        f"re-ranked {options.top}": (two_stage, two_stage_cost),
+    }
     for name, (result, cost) in rows.items():
         recalls = "".join(f"{result[key]:{width}.1f}" for key, width in (("i2t_r1", 9), ("t2i_r1", 9), ("rsum", 8)))
-        seconds = "".join(f"{each:9.1f}" for each in cost[:2])
-        print(f"{name:<12}{recalls}{seconds}" + "".join(f"{each / 1e6:9.0f}" for each in cost[2:]))
+        seconds = "".join(f"{value:9.1f}" for value in cost[:2])
+        print(f"{name:<12}{recalls}{seconds}" + "".join(f"{value / 1e6:9.0f}" for value in cost[2:]))
     kept = [100 * two_stage[key] / full[key] if full[key] else float("nan") for key in ("i2t_r1", "t2i_r1")]
-    ratios = [one / two for one, two in zip(full_cost[:2], two_cost[:2], strict=True)]
+    ratios = [one / two for one, two in zip(full_cost[:2], two_stage_cost[:2], strict=True)]
     print(
         f"re-ranked keeps {kept[0]:.1f} % and {kept[1]:.1f} % of R@1 at 1/{ratios[0]:.1f} of the time, "
         f"1/{ratios[1]:.1f} of the CPU time"
@@ -66,7 +72,7 @@ def main() -> None:
 
 
 def clocks() -> tuple[float, float]:
-    """Seconds of the wall and of this process: where others use the machine, compare the latter, with --threads 1."""
+    """Wall-clock seconds and CPU seconds of this process. On a shared machine compare the latter, with --threads 1."""
     return time.perf_counter(), time.process_time()
 
 
@@ -75,28 +81,28 @@ def since(began: tuple[float, float]) -> tuple[float, float]:
     return now[0] - began[0], now[1] - began[1]
 
 
-def data(options: argparse.Namespace) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Items of images and texts, float32 on the CPU, and each text's image [T]."""
+def synthetic_data(options: argparse.Namespace) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Tokens and masks of images and texts, float32 on the CPU, and the image of each text [T]."""
     dim, concepts = options.dim, normalize(torch.randn(options.concepts, options.dim), dim=1)
     scenes = torch.randint(options.concepts, (options.images, options.regions))
-    owner = torch.arange(options.texts) * options.images // options.texts
+    image_of_text = torch.arange(options.texts) * options.images // options.texts
     regions = concepts[scenes] + options.noise * torch.randn(options.images, options.regions, dim) / dim**0.5
-    told = torch.randint(options.regions, (options.texts, options.words))
-    words = concepts[scenes[owner[:, None], told]]
-    nothing = torch.rand(options.texts, options.words) < options.filler
-    words[nothing] = normalize(torch.randn(int(nothing.sum()), dim), dim=1)
+    described = torch.randint(options.regions, (options.texts, options.words))
+    words = concepts[scenes[image_of_text[:, None], described]]
+    filler = torch.rand(options.texts, options.words) < options.filler
+    words[filler] = normalize(torch.randn(int(filler.sum()), dim), dim=1)
     words += options.noise * torch.randn(words.shape) / dim**0.5
     length = torch.randint(options.shortest, options.words + 1, (options.texts, 1))
     mask = torch.arange(options.words) < length
     return (
         {"tokens": regions, "mask": torch.ones(options.images, options.regions, dtype=torch.bool)},
         {"tokens": words * mask[..., None], "mask": mask},
-        owner,
+        image_of_text,
     )
 
 
-def matched(options: argparse.Namespace) -> Fusion:
-    """A head whose attention finds like tokens and whose attended vectors lie in the tokens' own space."""
+def trained_like_head(options: argparse.Namespace) -> Fusion:
+    """A head whose attention prefers similar tokens and whose outputs lie in the space of the tokens."""
     dim = options.dim
     sizes = BackboneInfo(embed_dim=dim, image_tokens=dim, text_tokens=dim)
     head = Fusion(sizes, heads=options.heads, pairs_per_tile=options.pairs_per_tile)
@@ -110,12 +116,12 @@ def matched(options: argparse.Namespace) -> Fusion:
     return head
 
 
-def mean(item: dict[str, Tensor]) -> Tensor:
+def mean_of_tokens(item: dict[str, Tensor]) -> Tensor:
     return normalize((item["tokens"] * item["mask"][..., None]).sum(1), dim=1)
 
 
-def peak() -> float:
-    """Greatest resident size of this process so far, bytes."""
+def peak_memory() -> float:
+    """Peak resident size of this process so far, in bytes."""
     if sys.platform == "win32":
         return float("nan")
     import resource
@@ -131,7 +137,7 @@ def machine(options: argparse.Namespace) -> str:
     if options.device.startswith("cuda"):
         name = f"{torch.cuda.get_device_name(options.device)}, CUDA {torch.version.cuda}"
     load = f", load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
-    versions = ", ".join(f"{each} {version(each)}" for each in ("torch", "coder-plugin"))
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "coder-plugin"))
     return (
         f"{name}, {options.threads} threads{load}\nPython {platform.python_version()}, {versions}\n"
         f"{options.images} images of {options.regions} regions x {options.texts} texts of {options.shortest} to "
@@ -144,20 +150,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--texts", type=int, default=5000)
     parser.add_argument("--regions", type=int, default=36)
-    parser.add_argument("--words", type=int, default=32, help="positions of the longest text")
-    parser.add_argument("--shortest", type=int, help="words of the shortest text; lengths are drawn evenly [all of --words]")
+    parser.add_argument("--words", type=int, default=32, help="positions of the longest text [32]")
+    parser.add_argument("--shortest", type=int, help="words of the shortest text; lengths are drawn uniformly [--words]")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--top", type=int, default=32, help="length of the shortlist")
-    parser.add_argument("--pairs-per-tile", type=int)
+    parser.add_argument("--top", type=int, default=32, help="length of the shortlist [32]")
+    parser.add_argument("--pairs-per-tile", type=int, help="pairs that are scored at once [the head's default]")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)
-    group = parser.add_argument_group("the made-up data")
-    group.add_argument("--concepts", type=int, default=200)
-    group.add_argument("--noise", type=float, default=1.0, help="of a token, in norms of a concept")
-    group.add_argument("--filler", type=float, default=0.6, help="share of the words that are of no concept")
-    group.add_argument("--sharpness", type=float, default=2.0, help="of the attention")
+    group = parser.add_argument_group("synthetic data")
+    group.add_argument("--concepts", type=int, default=200, help="different concepts [200]")
+    group.add_argument("--noise", type=float, default=1.0, help="norm of a token's noise; concepts have norm 1 [1]")
+    group.add_argument("--filler", type=float, default=0.6, help="share of filler words [0.6]")
+    group.add_argument("--sharpness", type=float, default=2.0, help="sharpness of the attention [2]")
     options = parser.parse_args()
     options.shortest = options.words if options.shortest is None else options.shortest
     return options

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Time of DCL's forward and backward over that of open_clip's ClipLoss, measured in the same run.
+"""Time of DCL's forward and backward pass against open_clip's ClipLoss, measured in the same run.
 
-    python scripts/bench/loss_step.py                           this machine's processor, eager and compiled
+    python scripts/bench/loss_step.py                           on the CPU, eager and compiled
     python scripts/bench/loss_step.py --device cuda --dtype bfloat16 --repeats 50
 
-Every repetition times each loss once, in an order that turns, so that other work on the machine meets all of them.
-A ratio is the median over repetitions of (loss / ClipLoss of the same mode); below 1 is faster than ClipLoss.
+Every repetition times each loss once, in rotating order, so that other load on the machine slows all of them alike. A ratio
+is the median over repetitions of the loss's time over that of ClipLoss in the same mode. Below 1 is faster than ClipLoss.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
         "dcl": with_arguments(dcl, compiled, images, texts, image_ids=ids),
         "term": with_arguments(term, compiled, images, texts, coder_ids=ids),
     }
-    assert torch.allclose(losses["dcl"](), losses["term"]()), "the term is not its function"
+    assert torch.allclose(losses["dcl"](), losses["term"]()), "the loss term differs from its function"
     leaves = {"clip": (images, texts, scale), "dcl": (images, texts), "term": (images, texts)}
     return {
         name: lambda loss=loss, inputs=leaves[name]: torch.autograd.grad(loss(), inputs)
@@ -73,12 +73,12 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
 def with_arguments(
     loss: Callable[..., Tensor], compiled: bool, *args: Tensor, **kwargs: Tensor
 ) -> Callable[[], Tensor]:
-    called = torch.compile(loss, dynamic=False) if compiled else loss
-    return lambda: called(*args, **kwargs)
+    function = torch.compile(loss, dynamic=False) if compiled else loss
+    return lambda: function(*args, **kwargs)
 
 
 def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step, interleaved."""
+    """Seconds of each step in each repetition; the steps take turns."""
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
@@ -115,7 +115,7 @@ def machine(options: argparse.Namespace) -> str:
         name = f"{processor()}, {options.threads} threads"
         if hasattr(os, "getloadavg"):
             name += f", load {os.getloadavg()[0]:.1f} at the start"
-    versions = ", ".join(f"{each} {version(each)}" for each in ("torch", "open_clip_torch", "coder-plugin"))
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "open_clip_torch", "coder-plugin"))
     return (
         f"{name}\nPython {platform.python_version()}, {versions}\n"
         f"{str(options.dtype).removeprefix('torch.')} features, forward and backward, "
@@ -147,7 +147,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     sizes = [(n, d) for n in (128, 512, 2048) for d in (512, 1024)]
-    parser.add_argument("--sizes", nargs="+", type=size, default=sizes, metavar="NxD", help="such as 2048x512")
+    parser.add_argument("--sizes", nargs="+", type=size, default=sizes, metavar="NxD", help="batch x dimensions, as 2048x512")
     options = parser.parse_args()
     options.dtype = getattr(torch, options.dtype)
     return options

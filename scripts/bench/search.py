@@ -1,10 +1,15 @@
-"""Latency of a search in an index against plain FAISS over the same vectors, query by query, in one process.
+"""Latency of single queries in an index, against plain FAISS over the same vectors in the same process.
 
     python scripts/bench/search.py [--items 7000 100000] [--dimensions 512] [--queries 300] [-k 10] [--threads 1]
 
-Per query, after a warm-up, in an order that turns: `faiss.IndexFlatIP.search`; `Index.search` (rows and scores, checked);
-`Searcher.search` (with keys and ids of what was found). Vectors are made up and normalised; five captions an image are in
-the records. Prints milliseconds at p50 and p95, and the ratio to plain FAISS at each.
+Each query is timed, in rotating order, with
+
+    plain FAISS       `faiss.IndexFlatIP.search`
+    Index.search      rows and scores; the rows are checked against those of FAISS
+    Searcher.search   results with the keys and ids of the records
+
+The vectors are random and normalised. The records hold five captions per image. Printed: milliseconds at p50 and p95, and
+their ratios to plain FAISS. The first 20 queries are warm-up.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ from coder_plugin.index.search import Query, Searcher
 from coder_plugin.pretrained.encode import Batch
 
 
-class MadeUp:
-    """Stands in for an encoder: vectors of images from a generator."""
+class RandomEncoder:
+    """An encoder that returns random image vectors."""
 
     batch_size, max_bad, reranking, model = 512, 0, None, torch.nn.Identity()
 
@@ -47,16 +52,16 @@ class MadeUp:
             keys = [f"picture_{number:08d}.jpg" for number in positions.tolist()]
             vectors = torch.randn(len(positions), self.dimensions, generator=generator)
             ids = torch.tensor([stable_hash(key) for key in keys])
-            captions = [tuple(f"caption {n} of {key} says what is seen there" for n in range(5)) for key in keys]
+            captions = [tuple(f"caption {n} of {key} describes the picture" for n in range(5)) for key in keys]
             yield Batch(positions, ids, keys, captions, torch.nn.functional.normalize(vectors, dim=-1), [], None, [], [])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, nargs="+", default=[7000, 100_000])
+    parser.add_argument("--items", type=int, nargs="+", default=[7000, 100_000], help="vectors of the index")
     parser.add_argument("--dimensions", type=int, default=512)
     parser.add_argument("--queries", type=int, default=300)
-    parser.add_argument("-k", type=int, default=10)
+    parser.add_argument("-k", type=int, default=10, help="results per query [10]")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     faiss.omp_set_num_threads(options.threads)
@@ -68,35 +73,36 @@ def main() -> None:
 
 
 def measure(items: int, folder: Path, options: argparse.Namespace) -> None:
-    source: Any = SimpleNamespace(name="made up", num_images=items)
-    build_index(folder, MadeUp(items, options.dimensions), source, model={"fingerprint": ""}, what="images", thumbnails=0)
+    source: Any = SimpleNamespace(name="random", num_images=items)
+    encoder = RandomEncoder(items, options.dimensions)
+    build_index(folder, encoder, source, model={"fingerprint": ""}, what="images", thumbnails=0)
     index = Index(folder)
     searcher = Searcher(index, None)
     plain = faiss.IndexFlatIP(options.dimensions)
     for row in range(0, items, 4096):
-        plain.add(np.concatenate([index.vector(each) for each in range(row, min(row + 4096, items))]))
+        plain.add(np.concatenate([index.vector(number) for number in range(row, min(row + 4096, items))]))
     queries = torch.randn(options.queries + 20, options.dimensions, generator=torch.Generator().manual_seed(1))
-    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+    searches: dict[str, Callable[[torch.Tensor], Any]] = {
         "plain FAISS": lambda query: plain.search(query.numpy(), options.k),
         "Index.search": lambda query: index.search(query, options.k),
         "Searcher.search": lambda query: searcher.search(Query(query, "captions", None), options.k),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in searches}
     for number, query in enumerate(queries.split(1)):
-        turned = [*ways][number % len(ways) :] + [*ways][: number % len(ways)]  # who comes first finds a cold cache
-        for name in turned:
-            way = ways[name]
+        turn = number % len(searches)  # the first one has a cold cache
+        for name in [*searches][turn:] + [*searches][:turn]:
+            search = searches[name]
             started = time.perf_counter()
-            way(query)
+            search(query)
             if number >= 20:
                 times[name].append(1e3 * (time.perf_counter() - started))
         np.testing.assert_array_equal(plain.search(query.numpy(), options.k)[1], index.search(query, options.k)[1])
     base = np.percentile(times["plain FAISS"], [50, 95])
-    for name, own in times.items():
-        middle, late = np.percentile(own, [50, 95])
+    for name, values in times.items():
+        p50, p95 = np.percentile(values, [50, 95])
         print(
-            f"{items:>7,} x {options.dimensions}, k = {options.k}: {name:<16} p50 {middle:7.3f} ms, p95 {late:7.3f} ms; "
-            f"{middle / base[0]:.3f} and {late / base[1]:.3f} of plain FAISS"
+            f"{items:>7,} x {options.dimensions}, k = {options.k}: {name:<16} p50 {p50:7.3f} ms, p95 {p95:7.3f} ms; "
+            f"{p50 / base[0]:.3f} and {p95 / base[1]:.3f} times plain FAISS"
         )
 
 

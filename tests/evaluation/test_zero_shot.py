@@ -58,7 +58,7 @@ def concepts() -> Objective:
 def make_encoder(name: str, *, seed: int = 0, loss: str | Objective = "clip", **options: Any) -> Encoder:
     torch.manual_seed(seed)
     model = coder_plugin.create_model(name, loss=loss, **options)
-    config = TrainConfig(model=name)
+    config = TrainConfig().with_options(model=name)
     transform = build.make_transforms(model, config)[1]
     tokenizer = build.make_tokenizer(config, model)
     return Encoder(model, tokenizer, transform, device=torch.device("cpu"), batch_size=5, workers=0)

@@ -399,7 +399,7 @@ def test_a_manifest_of_other_files_is_refused(data: str, tmp_path: Path, change:
     said = json.loads((tmp_path / "manifest.json").read_text())
     content = {key: value for key, value in {**said, **change}.items() if key not in ("seal", "format", "version")}
     content = {key: value for key, value in content.items() if value is not None}
-    manifest.write_json(tmp_path / "manifest.json", {**content, "seal": manifest.seal(content)})
+    manifest.write_json(tmp_path / "manifest.json", {**content, "seal": manifest.sha256_json(content)})
     with pytest.raises(CoderError, match=text):
         Index(tmp_path)
 

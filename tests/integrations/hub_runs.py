@@ -48,23 +48,22 @@ def make(folder: Path, tiny_model: str) -> dict[str, Path]:
 
 
 def train(logs: Path, name: str, **options: Any) -> Path:
-    from coder_plugin.config import TrainConfig
     from coder_plugin.training.loop import Trainer
 
     given = {"epochs": 1, "train_num_samples": 16, "batch_size": 8, "workers": 0, "val_frequency": 0, "warmup": 1}
-    Trainer(TrainConfig(**{**given, "logs": str(logs), "name": name, **options})).run()
+    Trainer.from_config({**given, "logs": str(logs), "name": name, **options}).run()
     return logs / name
 
 
 def finish(run: Path, **figures: Any) -> None:
     """Give a run a validation, as a trainer would write it in its newest checkpoint."""
-    from coder_plugin.files import seal
+    from coder_plugin.files import sha256_json
 
     for path in (run / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
         del manifest["seal"]
         manifest.update(last=figures, best={**figures, "checkpoint": path.parent.name})
-        path.write_text(json.dumps({**manifest, "seal": seal(manifest)}))
+        path.write_text(json.dumps({**manifest, "seal": sha256_json(manifest)}))
 
 
 def inputs(model: Any, folder: Path) -> list[Any]:

@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
-from coder_plugin.files import digest
+from coder_plugin.files import sha256_file
 from coder_plugin.pretrained.open import open_trained, trained_config
 from tests.integrations import hub_runs
 
@@ -103,7 +103,7 @@ def test_a_repository_is_pushed_and_opened(
     assert 'from_pretrained("group/coder")' in card and '"hf-hub:group/coder"' in card and "secret" not in card
     # wherever a trained model is named
     config = trained_config("hf-hub:group/coder@v1", {"batch_size": 4})
-    assert config.batch_size == 4 and hub.calls[-1] == ("download", "group/coder", "v1", None)
+    assert config.optim.batch_size == 4 and hub.calls[-1] == ("download", "group/coder", "v1", None)
     again = open_trained(config, device=torch.device("cpu"))
     assert again.fingerprint() == coder_plugin.from_pretrained("group/coder").fingerprint()
     assert main(["share", "hf-hub:group/coder", "--to", str(tmp_path / "copy")]) == 0
@@ -158,7 +158,7 @@ def test_what_a_record_lists_is_downloaded(hub: Hub, shared: Path) -> None:
     for name in ("vocab.bpe", "chat[1].jinja", "other.bin", "chat1.jinja"):
         (place / name).write_text(name)
         if name in ("vocab.bpe", "chat[1].jinja"):
-            record["files"][name] = {"bytes": len(name), "sha256": digest(place / name)}
+            record["files"][name] = {"bytes": len(name), "sha256": sha256_file(place / name)}
     (place / "coder_run.json").write_text(json.dumps(record))
     coder_plugin.from_pretrained("group/lora")
     assert _names(hub.folder / "cache/group/lora") == record["files"].keys() - {"README.md"} | {"coder_run.json"}

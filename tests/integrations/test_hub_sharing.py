@@ -15,6 +15,7 @@ from PIL import Image
 
 import coder_plugin
 from coder_plugin.cli import main
+from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import evaluate
 from coder_plugin.pretrained.open import open_trained, trained_config
@@ -84,9 +85,10 @@ def test_nothing_shared_tells_where_it_was_made(shared: Path) -> None:
 
 
 def test_what_came_with_a_run_comes_with_the_folder(shared: Path, runs: dict[str, Path]) -> None:
-    assert trained_config(shared / "bigru", {}).max_regions == 5
-    assert trained_config(shared / "bigru", {"max_regions": 3}).max_regions == 3
-    assert trained_config(shared / "gpo", {}).channels_last and not trained_config(shared / "lora", {}).channels_last
+    assert trained_config(shared / "bigru", {}).data.max_regions == 5
+    assert trained_config(shared / "bigru", {"max_regions": 3}).data.max_regions == 3
+    assert trained_config(shared / "gpo", {}).model.channels_last
+    assert not trained_config(shared / "lora", {}).model.channels_last
     record = json.loads((shared / "coder" / "coder_run.json").read_text())
     assert record["options"]["concepts"] == "words.safetensors" and record["terms"]["heads"]["momentum"]["bank_size"] == 24
     assert record["objective"] == json.loads((runs["coder"] / "plan.json").read_text())["objective"]
@@ -110,7 +112,7 @@ def test_a_run_opens_where_its_configuration_is_gone(runs: dict[str, Path], know
     """A path from another working directory, or a file that was removed: its exports have it as well."""
     run = shutil.copytree(runs["bert"], tmp_path / "run")
     options = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**options, "model": "models/with-bert-for-tests.json"}))
+    (run / "config.json").write_text(json.dumps({**flatten(options), "model": "models/with-bert-for-tests.json"}))
     model = open_trained(trained_config(run, {}, export="last"), device=torch.device("cpu"))
     assert torch.equal(model.encode_texts(hub_runs.TEXTS), known["vectors"]["bert"]["texts"])
 

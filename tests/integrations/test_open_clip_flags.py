@@ -131,12 +131,13 @@ def test_a_file_of_our_options(tmp_path: Path) -> None:
     with adapted() as adapter:
         file.write_text(json.dumps({"aggregator": "gpo", "context_blocks": 3}))
         trainer.parse_args([*argv, "--coder-context-blocks", "2"])
-        assert adapter.run is not None and (adapter.run.config.aggregator, adapter.run.config.context_blocks) == ("gpo", 2)
+        assert adapter.run is not None and adapter.run.config.model.aggregator == "gpo"
+        assert adapter.run.config.model.context_blocks == 2
         file.write_text(json.dumps({"lr": 1e-3, "set": ["dcl.mu=0.07"]}))
         with pytest.raises(CoderError, match="only upstream's own flags say --lr here"):
             trainer.parse_args(argv)
         file.write_text(json.dumps({"captions": "some"}))
-        with pytest.raises(CoderError, match="captions is 'some'; known: draw, all"):
+        with pytest.raises(CoderError, match="captions is 'some'; allowed: draw, all"):
             trainer.parse_args(argv)
 
 

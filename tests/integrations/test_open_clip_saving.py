@@ -24,6 +24,7 @@ from coder_plugin.evaluation.evaluate import evaluate_command
 from coder_plugin.integrations.open_clip import saving
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import made_with
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
 from tests.integrations import upstream_runs
 
@@ -144,7 +145,7 @@ def test_best_is_asked_for_in_vain(run: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("start", ["checkpoints/epoch_3.pt", "export/last/open_clip_model.safetensors"])
 def test_our_trainer_starts_from_either(run: SimpleNamespace, start: str) -> None:
-    config = TrainConfig.from_dict(
+    config = resolve_config(
         {
             "model": run.model,
             "pretrained": str(run.folder / start),
@@ -153,7 +154,7 @@ def test_our_trainer_starts_from_either(run: SimpleNamespace, start: str) -> Non
             "train_data": run.data,
             **OVERRIDES,
         }
-    ).resolved()
+    )
     objective = prepare.fit_objective(prepare.make_objective(config), config, samples_per_epoch=32)
     model = prepare.make_training_model(config, objective, torch.device("cpu"))
     state = model.state_dict()

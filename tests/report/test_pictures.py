@@ -158,7 +158,7 @@ def test_pictures_lie_under_their_regions(tmp_path: Path) -> None:
     spec = region_data.write_karpathy(folder / "dataset.json")
     (folder / "images").mkdir()
     Image.new("RGB", (50, 45), (10, 200, 30)).save(folder / "images" / "dev_000.jpg")
-    config = TrainConfig(train_data=spec, val_data=spec, regions=regions, model="region-bigru")
+    config = TrainConfig().with_options(train_data=spec, val_data=spec, regions=regions, model="region-bigru")
     beside = pictures.pictures_beside(config, "val")
     encoder, _ = make_encoder(regions)
     by_name = {record.name: record.regions for record in region_data.records("dev")}
@@ -168,4 +168,4 @@ def test_pictures_lie_under_their_regions(tmp_path: Path) -> None:
     first, second = (each.picture for each in found.alignments)
     assert first.shape == (45, 50, 3) and np.abs(first[0, 0].astype(int) - [10, 200, 30]).max() < 8
     assert second.shape == (288, 320, 3) and len(np.unique(second)) == 1  # blank
-    assert pictures.pictures_beside(TrainConfig(train_data=spec, val_data=spec), "val") is None
+    assert pictures.pictures_beside(TrainConfig().with_options(train_data=spec, val_data=spec), "val") is None

@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 
 from coder_plugin.cli import main
-from coder_plugin.config import TrainConfig
 from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
@@ -44,7 +43,7 @@ def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(scenes.DEFAULT_COUNTS, "val", IMAGES)
         options = ["prototypes.clusters=6", "momentum.bank_size=64", "alignment.prototypes=16", "dcl.epsilon=0.05"]
-        config = TrainConfig(
+        config = dict(
             model=tiny_model,
             loss="coder + selfalign",
             set=options,
@@ -56,7 +55,7 @@ def made(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             workers=0,
             log_every_n_steps=2,
         )
-        trainer = Trainer(config)
+        trainer = Trainer.from_config(config)
         trainer.run()
         assert main(["report", str(trainer.folder), "--images", "3"]) == 0
         text = (trainer.folder / "report.html").read_text(encoding="utf-8")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from coder_plugin.cli import build_parser
-from coder_plugin.config import TrainConfig, read_config
+from coder_plugin.cli.flags import read_options
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.sweep import Layout, reweighed
 from coder_plugin.functional import diversity
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.kmeans import OnlineKMeans
 from coder_plugin.pretrained.encode import Encoded
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.report import commands
 from coder_plugin.report.records import Run, curve, keys_of, read_run
 from coder_plugin.report.state import (
@@ -71,42 +72,42 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 CONFIGS = [
-    TrainConfig(),
-    TrainConfig(loss="coder + 0.5*selfalign", epochs=3, lr=2e-4, set=["dcl.mu=0.07", "pgc.x=1"], seed=3, name="mine"),
-    TrainConfig(loss="selfalign-clip", train_data="a b.csv", val_data="c.csv", model="ViT-B-32", image_mean=[0.5, 0.5, 0.5]),
-    TrainConfig(loss="coder-f30k", train_data="f30k.json", region_dropout=0.1, model_kwargs=["embed_dim=512"], warmup=5),
-    TrainConfig(model="RN50", train_data="x.csv", lock_image=True, batch_size=256, lock_image_freeze_bn_stats=True),
+    {},
+    dict(loss="coder + 0.5*selfalign", epochs=3, lr=2e-4, set=["dcl.mu=0.07", "pgc.x=1"], seed=3, name="mine"),
+    dict(loss="selfalign-clip", train_data="a b.csv", val_data="c.csv", model="ViT-B-32", image_mean=[0.5, 0.5, 0.5]),
+    dict(loss="coder-f30k", train_data="f30k.json", region_dropout=0.1, model_kwargs=["embed_dim=512"], warmup=5),
+    dict(model="RN50", train_data="x.csv", lock_image=True, batch_size=256, lock_image_freeze_bn_stats=True),
 ]
 
 
 def test_the_command_that_goes_on_names_the_run(tmp_path: Path) -> None:
-    command = commands.resume_command(asdict(TrainConfig(epochs=2).resolved()), tmp_path / "a run", ranks=1)
+    command = commands.resume_command(resolve_config({"epochs": 2}).to_flat(), tmp_path / "a run", ranks=1)
     flags = shlex.split(command.replace("\\\n", " "))
     assert flags[-6:] == ["--logs", str(tmp_path), "--name", "a run", "--resume", "latest"]
     assert flags[:4] == ["coder-plugin", "train", "--epochs", "2"]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_train_command_gives_the_same_options_and_no_more(config: TrainConfig) -> None:
-    resolved = config.resolved()
-    text = commands.train_command(json.loads(json.dumps(asdict(resolved))))
+def test_the_train_command_gives_the_same_options_and_no_more(config: dict[str, Any]) -> None:
+    resolved = resolve_config(config)
+    text = commands.train_command(json.loads(json.dumps(resolved.to_dict())))
     words = shlex.split(text.replace("\\\n", " "))
     assert words[:2] == ["coder-plugin", "train"]
-    again = read_config(build_parser().parse_args(words[1:]))
-    assert again.resolved() == replace(resolved, name=None, logs=TrainConfig().logs)
+    again = resolve_config(read_options(build_parser().parse_args(words[1:])))
+    assert again == resolved.with_options(name=None)
     flags = [word for word in words if word.startswith("--")]
     for flag in flags:  # each is needed
-        without = commands.needed(asdict(resolved))
+        without = commands.needed(resolved.to_flat())
         del without[flag.removeprefix("--").replace("-", "_")]
         try:
-            other = TrainConfig.from_dict(without).resolved()
+            other = resolve_config(without)
         except CoderError:
             continue
-        assert other != again.resolved(), flag
+        assert other != again, flag
 
 
 def test_a_command_of_several_ranks_and_of_unknown_options() -> None:
-    assert commands.train_command(asdict(TrainConfig().resolved()), ranks=2).startswith(
+    assert commands.train_command(resolve_config().to_flat(), ranks=2).startswith(
         "accelerate launch --num_processes 2 -m coder_plugin.cli train"
     )
     with pytest.raises(CoderError, match="unknown option"):

@@ -28,7 +28,7 @@ FUSED = "ascl(similarity=fusion,temperature=0.1) + ascl(temperature=0.1)"
 
 def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # noqa: F811
     options = {"model": "region-bigru", "loss": FUSED, "epochs": 5, "val_frequency": 5, "captions": "all", "lr": 3e-3}
-    found = Trainer(config(made, tmp_path, **options, wd=0.0, set=["fusion.heads=2"])).run()
+    found = Trainer.from_config(config(made, tmp_path, **options, wd=0.0, set=["fusion.heads=2"])).run()
     value = losses(tmp_path)
     assert sum(value[-5:]) < 0.8 * sum(value[:5]), (value[:5], value[-5:])
     last = found["last"]
@@ -48,9 +48,9 @@ def test_the_fused_score_learns_and_its_evaluation_repeats(tmp_path, made):  # n
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
     """Noise, generated captions, word and region dropout are drawn again as they were."""
     options: dict[str, Any] = {"loss": FUSED, "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
-    Trainer(config(made, tmp_path, "whole", **options)).run()
+    Trainer.from_config(config(made, tmp_path, "whole", **options)).run()
     run_killed_after(config(made, tmp_path, "broken", save_every_steps=4, **options), 9)
-    Trainer(config(made, tmp_path, "broken", resume="latest", **options)).run()
+    Trainer.from_config(config(made, tmp_path, "broken", resume="latest", **options)).run()
     whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
     assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
 
@@ -91,13 +91,13 @@ def test_odd_captions_train_and_the_log_tells_which_positives_were_possible(tmp_
         word_dropout=0.0, negatives="mixture",
     )  # fmt: skip
     options = options.__class__(**{**options.__dict__, "model_kwargs": [*options.model_kwargs, *words]})
-    Trainer(options).run()
+    Trainer.from_config(options).run()
     assert len(losses(tmp_path)) == 3 and all(np.isfinite(losses(tmp_path)))
     assert TOLD[kind] in capsys.readouterr().out
 
 
 def test_cosines_accumulate_and_fused_scores_refuse(tmp_path, made, capsys):  # noqa: F811
-    Trainer(config(made, tmp_path, "cosine", loss="ascl", accum_freq=2, epochs=1)).run()
+    Trainer.from_config(config(made, tmp_path, "cosine", loss="ascl", accum_freq=2, epochs=1)).run()
     assert np.isfinite(losses(tmp_path, "cosine")).all()
     command = [*arguments(made, tmp_path), "--loss", FUSED, "--accum-freq", "2"]
     assert main(command) == 2
@@ -147,17 +147,17 @@ def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, m
         )
         PRECOMP.write(str(folder), records, split=split)
     given = {"train_data": str(folder), "val_data": str(folder), "epochs": 1, "val_frequency": 1}
-    trainer = Trainer(config(made, tmp_path, "whole", loss=FUSED, **given))
+    trainer = Trainer.from_config(config(made, tmp_path, "whole", loss=FUSED, **given))
     assert trainer.model.options.global_dim == 7
     assert next(iter(trainer.loader.epoch(0)))["image"]["global"].shape == (8, 7)
     found = trainer.run()
     again = result(tmp_path, str(tmp_path / "whole"), "--export", "last")
     assert again["rsum"] == pytest.approx(found["last"]["rsum"], abs=0.01)
-    without = Trainer(config(made, tmp_path, "none", loss="ascl", **given))
+    without = Trainer.from_config(config(made, tmp_path, "none", loss="ascl", **given))
     assert without.model.options.global_dim == 0
     # a run that left it out is evaluated without it
-    kwargs = config(made, tmp_path).model_kwargs
-    without = Trainer(config(made, tmp_path, "left out", loss=FUSED, **given, model_kwargs=[*kwargs, "global_dim=0"]))
+    kwargs = [*config(made, tmp_path)["model_kwargs"], "global_dim=0"]
+    without = Trainer.from_config(config(made, tmp_path, "left out", loss=FUSED, **given, model_kwargs=kwargs))
     assert without.run()["last"]["rsum"] == pytest.approx(
         result(tmp_path, str(tmp_path / "left out"), "--export", "last")["rsum"], abs=0.01
     )
@@ -165,7 +165,7 @@ def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, m
 
 def test_a_fused_score_alone_is_not_given_a_shortlist_of_untrained_features(tmp_path, made):  # noqa: F811
     options = {"model": "region-bigru", "loss": "triplet(similarity=fusion)", "epochs": 1, "val_frequency": 1}
-    trainer = Trainer(config(made, tmp_path, **options))
+    trainer = Trainer.from_config(config(made, tmp_path, **options))
     found = trainer.run()["last"]
     assert found["rerank"] == "all" and found["rsum"] > found["shortlist"]["rsum"]
     assert result(tmp_path, str(tmp_path / "run"), "--export", "last")["rerank"] == "all"
@@ -183,7 +183,7 @@ def test_only_what_some_term_reads_is_scored(tmp_path, made, capsys):  # noqa: F
 
 def test_the_plan_is_made_on_every_rank_and_printed_by_the_first(tmp_path, made, capsys, monkeypatch):  # noqa: F811
     """A fusion gathers in forward: a rank that stayed out would leave the others waiting."""
-    trainer = Trainer(config(made, tmp_path, loss=FUSED))
+    trainer = Trainer.from_config(config(made, tmp_path, loss=FUSED))
     plans = []
     monkeypatch.setattr(trainer, "plan", lambda: plans.append("made") or {"objective": "shown"})
     monkeypatch.setattr("coder_plugin.training.loop.distributed.rank", lambda: 1)

@@ -342,7 +342,7 @@ def edit(path: Path, **changes) -> None:
     file = path / "manifest.json"
     manifest = json.loads(file.read_text()) | changes
     manifest.pop("seal")
-    file.write_text(json.dumps(manifest | {"seal": checkpoint.seal(manifest)}))
+    file.write_text(json.dumps(manifest | {"seal": checkpoint.sha256_json(manifest)}))
 
 
 def test_layout_and_manifest(tmp_path):

@@ -20,7 +20,7 @@ def test_locked_batch_norms_of_a_timm_tower_keep_their_statistics_and_activation
     path = tmp_path / "locked-timm-test.json"
     path.write_text(json.dumps(config))
     options = {"model": str(path), "lock_image": True, "lock_image_freeze_bn_stats": True}
-    model = prepare.make_training_model(TrainConfig(**options), Objective.parse("dcl"), torch.device("cpu"))
+    model = prepare.make_training_model(TrainConfig().with_options(**options), Objective.parse("dcl"), torch.device("cpu"))
     image = torch.randn(4, 3, 64, 64)
     before = {name: value.clone() for name, value in model.visual.trunk.state_dict().items()}
     expected = model.eval().visual(image)
@@ -29,6 +29,7 @@ def test_locked_batch_norms_of_a_timm_tower_keep_their_statistics_and_activation
     if open_clip.__version__.startswith("3."):  # 4 locks the projection as well
         assert any(parameter.requires_grad for parameter in model.visual.head.parameters())
 
-    open_clips = prepare.make_training_model(TrainConfig(model=str(path)), Objective.parse("dcl"), torch.device("cpu"))
+    plain = TrainConfig().with_options(model=str(path))
+    open_clips = prepare.make_training_model(plain, Objective.parse("dcl"), torch.device("cpu"))
     open_clips.load_state_dict(model.state_dict())
     assert torch.equal(open_clips.eval().visual(image), expected)

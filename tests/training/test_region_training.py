@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from coder_plugin import registry
 from coder_plugin.cli import main
-from coder_plugin.config import TrainConfig
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import create_schedule, parameter_groups
@@ -46,7 +46,7 @@ def made(tmp_path_factory) -> dict[str, str]:
     }
 
 
-def config(made: dict[str, str], logs: Path, name: str = "run", **options: Any) -> TrainConfig:
+def config(made: dict[str, str], logs: Path, name: str = "run", **options: Any) -> dict[str, Any]:
     model = options.get("model", "region-bert")
     text = [f"text={made['bert']}"] if "bert" in model else []
     defaults = {
@@ -64,7 +64,7 @@ def config(made: dict[str, str], logs: Path, name: str = "run", **options: Any) 
         "warmup": 2,
         "log_every_n_steps": 1,
     }
-    return TrainConfig(**{**defaults, **options})
+    return {**defaults, **options}
 
 
 def coder(made: dict[str, str]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def result(tmp_path: Path, *arguments: str) -> Any:
 def test_a_run_learns_and_its_evaluation_repeats(tmp_path, made, model, loss, options):
     """With region and word dropout at their defaults; chance is some 125 here."""
     options = {"model": model, "loss": loss, "epochs": 5, "val_frequency": 5, "captions": "all", "wd": 0.0, **options}
-    found = Trainer(config(made, tmp_path, **options)).run()
+    found = Trainer.from_config(config(made, tmp_path, **options)).run()
     value = losses(tmp_path)
     assert sum(value[-5:]) < 0.85 * sum(value[:5]), (value[:5], value[-5:])
     before = next(record["val/rsum"] for record in records(tmp_path, "run") if "val/rsum" in record)
@@ -118,7 +118,7 @@ def test_a_run_learns_and_its_evaluation_repeats(tmp_path, made, model, loss, op
 
 def test_coder_learns_with_its_banks_concepts_and_prototypes(tmp_path, made):
     options = {**coder(made), "epochs": 5, "val_frequency": 5, "captions": "all", "log_every_n_steps": 5}
-    trainer = Trainer(config(made, tmp_path, **options, wd=0.0))
+    trainer = Trainer.from_config(config(made, tmp_path, **options, wd=0.0))
     found = trainer.run()
     value = losses(tmp_path)
     assert sum(value[-4:]) < 0.95 * sum(value[4:8]), value  # when all terms have begun to speak
@@ -138,8 +138,8 @@ class Killed(Exception):
     pass
 
 
-def run_killed_after(config: TrainConfig, steps: int) -> None:
-    trainer = Trainer(config)
+def run_killed_after(config: dict[str, Any], steps: int) -> None:
+    trainer = Trainer.from_config(config)
     take = trainer._step
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -161,9 +161,9 @@ def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, m
     options = {"model": model, "workers": workers, **(coder(made) if loss == "coder" else {"loss": loss})}
     options |= {"set": CAPTIONER} if "caption" in loss else {}
     options |= {"region_dropout": 0.3, "word_dropout": 0.3, "ema_decay": 0.9}
-    Trainer(config(made, tmp_path, "whole", **options)).run()
+    Trainer.from_config(config(made, tmp_path, "whole", **options)).run()
     run_killed_after(config(made, tmp_path, "broken", save_every_steps=4, **options), 9)
-    Trainer(config(made, tmp_path, "broken", resume="latest", **options)).run()
+    Trainer.from_config(config(made, tmp_path, "broken", resume="latest", **options)).run()
     whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
     assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
     by_step = [{r["step"]: r["loss"] for r in records(tmp_path, name) if "loss" in r} for name in ("whole", "broken")]
@@ -174,7 +174,7 @@ def test_dropouts_change_what_is_trained_on(tmp_path, made):
     found = {}
     for name, dropped in {"none": (0.0, 0.0), "regions": (0.4, 0.0), "words": (0.0, 0.4)}.items():
         region, word = dropped
-        trainer = Trainer(config(made, tmp_path, name, region_dropout=region, word_dropout=word))
+        trainer = Trainer.from_config(config(made, tmp_path, name, region_dropout=region, word_dropout=word))
         batch = next(iter(trainer.loader.epoch(0)))
         found[name] = batch["image"]["mask"].sum(), batch["text"]
         assert trainer.encoder.transform.dropout == 0 and trainer.encoder.tokenizer.word_dropout == 0
@@ -187,8 +187,8 @@ def test_micro_batches_are_one_batch(tmp_path, made):
     plain = {"region_dropout": 0.0, "word_dropout": 0.0, "epochs": 1, "opt": "sgd", "lr": 0.05}
     bert = tiny_bert.make(tmp_path / "bert")
     kwargs = {"model_kwargs": [*SMALL, "mlp=false", f"text={bert}"], **plain}
-    Trainer(config(made, tmp_path, "one", batch_size=16, **kwargs)).run()
-    Trainer(config(made, tmp_path, "two", batch_size=8, accum_freq=2, **kwargs)).run()
+    Trainer.from_config(config(made, tmp_path, "one", batch_size=16, **kwargs)).run()
+    Trainer.from_config(config(made, tmp_path, "two", batch_size=8, accum_freq=2, **kwargs)).run()
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=1e-4)
 
 
@@ -232,7 +232,7 @@ def test_two_processes_train_as_one(tmp_path, made, case):
 
 
 def test_a_bigrus_vocabulary_is_the_training_captions_words(tmp_path, made):
-    trainer = Trainer(config(made, tmp_path, model="region-bigru", epochs=1))
+    trainer = Trainer.from_config(config(made, tmp_path, model="region-bigru", epochs=1))
     words = list(trainer.tokenizer.ids)
     assert words[:4] == ["<pad>", "<start>", "<end>", "<unk>"]
     assert set(words[4:]) == {*region_data.WORDS, *"a and with the of two on in ,".split()}
@@ -241,7 +241,7 @@ def test_a_bigrus_vocabulary_is_the_training_captions_words(tmp_path, made):
     assert exported["options"]["vocabulary"] == words and exported["options"]["region_dim"] == 12
     (tmp_path / "words.json").write_text(json.dumps([*words[:4], "dog"]))
     kwargs = [*BIGRU, f"vocabulary={tmp_path / 'words.json'}"]
-    assert Trainer(config(made, tmp_path, "given", model="region-bigru", model_kwargs=kwargs)).tokenizer.size == 5
+    assert Trainer.from_config(config(made, tmp_path, "given", model="region-bigru", model_kwargs=kwargs)).tokenizer.size == 5
 
 
 # evaluation
@@ -250,7 +250,7 @@ def test_a_bigrus_vocabulary_is_the_training_captions_words(tmp_path, made):
 def test_splits_folds_and_an_ensemble_from_the_command_line(tmp_path, made, capsys):
     runs = []
     for name, options in {"a": {"seed": 1}, "b": {"seed": 2, "model": "region-bert-camera", "loss": "triplet"}}.items():
-        Trainer(config(made, tmp_path, name, epochs=1, **options)).run()
+        Trainer.from_config(config(made, tmp_path, name, epochs=1, **options)).run()
         runs.append(str(tmp_path / name))
     alone = [result(tmp_path, run, "--export", "last", "--folds", "4") for run in runs]
     assert alone[0]["images"] == 24 and alone[0]["texts"] == 120 and len(alone[0]["folds"]["folds"]) == 4
@@ -276,7 +276,7 @@ def test_each_model_of_an_ensemble_reads_its_own_features(tmp_path, made):
     features = np.load(noisy / "dev_ims.npy")
     np.save(noisy / "dev_ims.npy", features + np.random.default_rng(0).standard_normal(features.shape).astype(np.float32))
     for name, data in {"a": made["precomp"], "b": str(noisy)}.items():
-        Trainer(config(made, tmp_path, name, epochs=1, val_data=data)).run()
+        Trainer.from_config(config(made, tmp_path, name, epochs=1, val_data=data)).run()
     runs = [str(tmp_path / name) for name in "ab"]
     alone = [result(tmp_path, run, "--export", "last") for run in runs]
     assert alone[0]["i2t_meanr"] != alone[1]["i2t_meanr"]
@@ -294,7 +294,7 @@ def averaged(runs: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     for run in runs:
         export = Path(run) / "export" / "last"
         model = create_model(str(export), loss="dcl", pretrained=str(export / "coder_model.safetensors")).eval()
-        data = json.loads((Path(run) / "config.json").read_text())["val_data"]
+        data = json.loads((Path(run) / "config.json").read_text())["data"]["val"]
         images, texts, owners = [], [], []
         transform, tokenizer = model.transform(), model.tokenizer()
         with torch.no_grad():
@@ -311,11 +311,11 @@ def averaged(runs: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 def test_an_export_starts_another_run_and_needs_no_bert(tmp_path, made):
     own = {**made, "bert": str(tmp_path / "bert")}
     shutil.copytree(made["bert"], own["bert"])
-    first = Trainer(config(own, tmp_path, "first", epochs=1, val_frequency=1)).run()
+    first = Trainer.from_config(config(own, tmp_path, "first", epochs=1, val_frequency=1)).run()
     shutil.rmtree(own["bert"])
     export = tmp_path / "first" / "export" / "last"
     options = {"model": str(export), "model_kwargs": None, "pretrained": str(export / "coder_model.safetensors")}
-    second = Trainer(config(own, tmp_path, "second", **options, val_frequency=1))
+    second = Trainer.from_config(config(own, tmp_path, "second", **options, val_frequency=1))
     second._prepare()
     second._evaluate("before the first step")
     assert second.last["rsum"] == first["last"]["rsum"]
@@ -335,7 +335,7 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
     regions.write(str(path), [each._replace(captions=()) for each in everything if each.name not in left_out], split="train")
     data = {"train_data": made["karpathy"], "val_data": made["karpathy"], "regions": str(path), "regions_type": layout}
     with caplog.at_level(logging.WARNING):
-        found = Trainer(config(made, tmp_path, **data, epochs=1, val_frequency=1)).run()
+        found = Trainer.from_config(config(made, tmp_path, **data, epochs=1, val_frequency=1)).run()
     assert found["last"]["images"] == 23 and found["last"]["texts"] == 115
     told = [record.getMessage() for record in caplog.records if "have no regions" in record.getMessage()]
     assert any("2 of 48 images have no regions" in each and "train_003.jpg" in each for each in told)
@@ -343,7 +343,7 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
     again = result(tmp_path, str(tmp_path / "run"), "--export", "last", "--split", "test")
     assert again["images"] == 20
     with pytest.raises(CoderError, match="2 of 48 images have no regions.*at most 1 may lack them"):
-        Trainer(config(made, tmp_path, "strict", **data, max_bad_images=1))
+        Trainer.from_config(config(made, tmp_path, "strict", **data, max_bad_images=1))
 
 
 def test_regions_of_other_images(tmp_path, made):
@@ -352,7 +352,7 @@ def test_regions_of_other_images(tmp_path, made):
     layout.write(str(tmp_path / "others.tsv"), others, split="train")
     data = {"train_data": made["karpathy"], "regions": str(tmp_path / "others.tsv"), "regions_type": "tsv"}
     with pytest.raises(CoderError, match="none of 48 images has regions.*'train_000.jpg'.*'other0'"):
-        Trainer(config(made, tmp_path, **{**data, "val_data": None}))
+        Trainer.from_config(config(made, tmp_path, **{**data, "val_data": None}))
 
 
 # damaged features
@@ -371,7 +371,7 @@ def test_an_image_of_nan_is_skipped_named_and_counted(tmp_path, made, caplog):
     path = damaged(made, tmp_path / "data", "train", 0)
     options = {"train_data": path, "epochs": 1, "loss": "triplet"}
     with caplog.at_level(logging.WARNING):
-        trainer = Trainer(config(made, tmp_path, **options))
+        trainer = Trainer.from_config(config(made, tmp_path, **options))
         trainer.run()
     assert trainer.loader.bad.keys == ["train_000"] and trainer.step == 5  # 47 images fill five batches of eight
     told = [record.getMessage() for record in caplog.records if "skipped image" in record.getMessage()]
@@ -382,21 +382,21 @@ def test_an_image_of_nan_is_skipped_named_and_counted(tmp_path, made, caplog):
 def test_too_few_left_for_a_batch_end_the_run(tmp_path, made):
     path = damaged(made, tmp_path / "data", "train", *range(1, 44))
     with pytest.raises(CoderError, match="epoch 0 gave no step on some rank: 43 images of rank 0 could not be used"):
-        Trainer(config(made, tmp_path, train_data=path, loss="triplet")).run()
+        Trainer.from_config(config(made, tmp_path, train_data=path, loss="triplet")).run()
 
 
 def test_too_many_of_them_end_the_run(tmp_path, made):
     path = damaged(made, tmp_path / "data", "train", *range(5, 9))
     with pytest.raises(CoderError, match="4 images cannot be decoded, more than max_bad=3"):
-        Trainer(config(made, tmp_path, train_data=path, max_bad_images=3)).run()
+        Trainer.from_config(config(made, tmp_path, train_data=path, max_bad_images=3)).run()
     path = damaged(made, tmp_path / "none", "train", *range(48))
     with pytest.raises(CoderError, match="none of the first 48 images can be read; the first: train_000: .*NaN"):
-        Trainer(config(made, tmp_path, "none", train_data=path))
+        Trainer.from_config(config(made, tmp_path, "none", train_data=path))
 
 
 def test_damaged_validation_images_are_left_out_of_the_recall(tmp_path, made):
     path = damaged(made, tmp_path / "data", "dev", 3, 23)
-    found = Trainer(config(made, tmp_path, val_data=path, epochs=1, val_frequency=1)).run()
+    found = Trainer.from_config(config(made, tmp_path, val_data=path, epochs=1, val_frequency=1)).run()
     assert found["last"]["images"] == 22 and found["last"]["texts"] == 110
 
 
@@ -404,7 +404,7 @@ def test_damaged_validation_images_are_left_out_of_the_recall(tmp_path, made):
 
 
 def test_text_lr_scale_is_of_the_pretrained_encoder_alone(tmp_path, made):
-    trainer = Trainer(config(made, tmp_path, text_lr_scale=0.1, wd=0.05))
+    trainer = Trainer.from_config(config(made, tmp_path, text_lr_scale=0.1, wd=0.05))
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     groups = parameter_groups(trainer.model, lr=1e-2, weight_decay=0.05, text_lr_scale=0.1)
     assert {(group["lr_scale"], group["weight_decay"]) for group in groups} == {(0.1, 0), (0.1, 0.05), (1, 0), (1, 0.05)}
@@ -415,12 +415,12 @@ def test_text_lr_scale_is_of_the_pretrained_encoder_alone(tmp_path, made):
             assert (group["weight_decay"] == 0) == (parameter.ndim < 2), name
     trainer._prepare()
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3 / 2, 1e-2 / 2}  # warm-up's first step of two
-    bigru = Trainer(config(made, tmp_path, "bigru", model="region-bigru", text_lr_scale=0.1))
+    bigru = Trainer.from_config(config(made, tmp_path, "bigru", model="region-bigru", text_lr_scale=0.1))
     assert {group["lr_scale"] for group in parameter_groups(bigru.model, lr=1, weight_decay=0, text_lr_scale=0.1)} == {1.0}
 
 
 def test_a_rate_of_zero_for_the_text_encoder_leaves_it(tmp_path, made):
-    trainer = Trainer(config(made, tmp_path, text_lr_scale=0.0, epochs=1))
+    trainer = Trainer.from_config(config(made, tmp_path, text_lr_scale=0.0, epochs=1))
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.run()
     moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
@@ -429,7 +429,7 @@ def test_a_rate_of_zero_for_the_text_encoder_leaves_it(tmp_path, made):
 
 def test_warmup_epochs_and_drops(made, tmp_path):
     given = {"warmup": None, "warmup_epochs": 0.5, "lr_scheduler": "step", "lr_step_epochs": 1, "lr_step_gamma": 0.1}
-    options = config(made, tmp_path, **given).resolved()
+    options = resolve_config(config(made, tmp_path, **given))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = create_schedule(optimizer, options, steps_per_epoch=6)
     rates = []
@@ -516,10 +516,10 @@ def test_camera_without_boxes_is_told_and_can_do_without(tmp_path, made, capsys)
 
 
 def test_resuming_with_other_options_of_the_model_is_refused(tmp_path, made):
-    Trainer(config(made, tmp_path, epochs=1)).run()
+    Trainer.from_config(config(made, tmp_path, epochs=1)).run()
     other = [*SMALL, "mlp=false", f"text={made['bert']}"]
     with pytest.raises(CoderError, match="--model-kwargs was"):
-        Trainer(config(made, tmp_path, model_kwargs=other, resume="latest")).run()
+        Trainer.from_config(config(made, tmp_path, model_kwargs=other, resume="latest")).run()
 
 
 def test_the_plan_of_a_region_model(tmp_path, made, capsys):
@@ -535,7 +535,7 @@ def test_the_plan_of_a_region_model(tmp_path, made, capsys):
 
 def test_adapters_go_into_bert_and_come_out_merged(tmp_path, made):
     pytest.importorskip("peft")
-    trainer = Trainer(config(made, tmp_path, lora_rank=2, epochs=1, loss="triplet", text_lr_scale=0.5))
+    trainer = Trainer.from_config(config(made, tmp_path, lora_rank=2, epochs=1, loss="triplet", text_lr_scale=0.5))
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.run()
     moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
@@ -559,13 +559,13 @@ def test_adapters_leave_no_new_layer_untrained(tmp_path, made):
     assert all(p.requires_grad for p in model.visual.parameters())
 
 
-def setup_model(options: TrainConfig) -> Any:
-    options = options.resolved()
+def setup_model(given: dict[str, Any]) -> Any:
+    options = resolve_config(given)
     source = make_source(options, split="train")
     return prepare.make_training_model(options, prepare.make_objective(options), torch.device("cpu"), source)
 
 
 def test_more_regions_than_are_read_are_told_once(tmp_path, made, caplog):
-    Trainer(config(made, tmp_path, max_regions=4, epochs=1)).run()
+    Trainer.from_config(config(made, tmp_path, max_regions=4, epochs=1)).run()
     told = [record.message for record in caplog.records if "the first 4 are read" in record.message]
     assert len(told) == 1 and "images have 6 regions" in told[0]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from coder_plugin.cli import main
-from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import parameter_groups
@@ -41,7 +41,7 @@ FEW = ["alignment.prototypes=12"]
 def test_a_run_learns_and_its_evaluation_repeats_with_and_without_contexts(tmp_path, made, model, loss, kwargs):  # noqa: F811
     options = {"model": model, "loss": loss, "epochs": 5, "val_frequency": 5, "captions": "all", "wd": 0.0, "lr": 3e-3}
     given = config(made, tmp_path, **options, set=FEW)
-    found = Trainer(TrainConfig(**{**given.__dict__, "model_kwargs": [*given.model_kwargs, *kwargs]})).run()["last"]
+    found = Trainer.from_config({**given, "model_kwargs": [*given["model_kwargs"], *kwargs]}).run()["last"]
     value = losses(tmp_path)
     assert sum(value[-5:]) < 0.95 * sum(value[:5]), (value[:5], value[-5:])
     assert found["rsum"] > 250, found  # chance is some 125
@@ -57,7 +57,7 @@ def test_coder_and_selfalign_score_together_and_each_part_can_be_weighed(tmp_pat
     options["set"] = [*options["set"], *FEW]
     found = {}
     for order in ("coder + lca + cra", "lca + cra + coder"):
-        Trainer(config(made, tmp_path, order, **{**options, "loss": order}, epochs=1)).run()
+        Trainer.from_config(config(made, tmp_path, order, **{**options, "loss": order}, epochs=1)).run()
         run = [str(tmp_path / order), "--export", "last"]
         rows = result(tmp_path, *run, "--beta", "1", "0.9", "--context-weight", "0", "1")
         assert [row["name"].partition(", ")[2] for row in rows] == [
@@ -73,15 +73,15 @@ def test_coder_and_selfalign_score_together_and_each_part_can_be_weighed(tmp_pat
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, workers):  # noqa: F811
     options: dict[str, Any] = {"loss": f"dcl + {ALONE}", "workers": workers, "region_dropout": 0.3, "word_dropout": 0.3}
     options["set"] = [*FEW, "alignment.freeze_steps=7"]
-    Trainer(config(made, tmp_path, "whole", **options)).run()
+    Trainer.from_config(config(made, tmp_path, "whole", **options)).run()
     run_killed_after(config(made, tmp_path, "broken", save_every_steps=4, **options), 5)
-    Trainer(config(made, tmp_path, "broken", resume="latest", **options)).run()
+    Trainer.from_config(config(made, tmp_path, "broken", resume="latest", **options)).run()
     whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
     assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
 
 
 def test_prototypes_frozen_for_the_first_epoch(tmp_path, made):  # noqa: F811
-    trainer = Trainer(config(made, tmp_path, loss=ALONE, wd=0.0, set=[*FEW, "alignment.freeze_steps=epoch"]))
+    trainer = Trainer.from_config(config(made, tmp_path, loss=ALONE, wd=0.0, set=[*FEW, "alignment.freeze_steps=epoch"]))
     assert trainer.model.coder.heads["alignment"].freeze_steps == trainer.steps_per_epoch > 1
     seen = []
     alignment = trainer.model.coder.heads["alignment"]
@@ -94,8 +94,8 @@ def test_prototypes_frozen_for_the_first_epoch(tmp_path, made):  # noqa: F811
 def test_word_classes_of_the_scenes(tmp_path, capsys):
     options: dict[str, Any] = {"logs": str(tmp_path), "name": "run", "batch_size": 16, "epochs": 1, "workers": 0}
     options |= {"val_frequency": 0, "train_num_samples": None, "log_every_n_steps": 1}
-    given = TrainConfig(**options, loss="clip + lca", set=[*FEW, "alignment.words=noun"])
-    trainer = Trainer(given)
+    given = {**options, "loss": "clip + lca", "set": [*FEW, "alignment.words=noun"]}
+    trainer = Trainer.from_config(given)
     batch = next(iter(trainer.loader.epoch(0)))
     tags = batch["text_tags"]
     assert tags.shape == batch["text"].shape and {1, 3} <= set(tags.unique().tolist())
@@ -103,20 +103,20 @@ def test_word_classes_of_the_scenes(tmp_path, capsys):
     mask = trainer.model(**batch)["coder_word_mask"]
     assert torch.equal(mask, tags == 1)
     with pytest.raises(CoderError, match='--tagger scenes: nothing in --loss "clip"'):
-        Trainer(TrainConfig(**{**options, "name": "other"}, loss="clip", tagger="scenes"))
+        Trainer.from_config({**options, "name": "other", "loss": "clip", "tagger": "scenes"})
 
 
 def test_a_recipes_model_kwargs_stand_under_the_given_ones(made):  # noqa: F811
     data = {"train_data": made["precomp"], "loss": "selfalign-vsrn"}
-    resolved = TrainConfig(**data, model_kwargs=["embed_dim=16", "batch_norm=false"]).resolved()
+    resolved = resolve_config({**data, "model_kwargs": ["embed_dim=16", "batch_norm=false"]})
     wanted = ["word_projection=true", "bidirectional=false", "embed_dim=16", "batch_norm=false"]
-    assert resolved.model_kwargs == wanted and resolved.resolved().model_kwargs == wanted
-    assert TrainConfig(**data).resolved().model_kwargs[-1] == "batch_norm=true"
-    assert TrainConfig(**data, model="ViT-B-32").resolved().model_kwargs is None
+    assert resolved.model.kwargs == wanted and resolve_config(resolved.to_dict()).model.kwargs == wanted
+    assert resolve_config(data).model.kwargs[-1] == "batch_norm=true"
+    assert resolve_config({**data, "model": "ViT-B-32"}).model.kwargs == []
 
 
 def test_heads_have_a_rate_of_their_own(tmp_path, made):  # noqa: F811
-    trainer = Trainer(config(made, tmp_path, loss=f"dcl + {ALONE}", heads_lr_scale=50.0, set=FEW))
+    trainer = Trainer.from_config(config(made, tmp_path, loss=f"dcl + {ALONE}", heads_lr_scale=50.0, set=FEW))
     heads = {id(parameter) for parameter in trainer.model.coder.heads.parameters()}
     groups = parameter_groups(trainer.model, lr=1e-4, weight_decay=0.1, heads_lr_scale=50.0)
     assert {group["lr_scale"] for group in groups} == {1.0, 50.0}
@@ -127,7 +127,8 @@ def test_heads_have_a_rate_of_their_own(tmp_path, made):  # noqa: F811
 
 def test_steps_of_an_epoch(made):  # noqa: F811
     frozen = ["alignment.freeze_steps=epoch"]
-    given = TrainConfig(train_data="x", model="ViT-B-32", loss=ALONE, batch_size=8, accum_freq=2, set=frozen)
+    options = {"train_data": "x", "model": "ViT-B-32", "loss": ALONE, "batch_size": 8, "accum_freq": 2, "set": frozen}
+    given = resolve_config(options)
     fitted = prepare.fit_objective(prepare.make_objective(given), given, samples_per_epoch=100)
     assert dict(dict(fitted.heads)["alignment"])["freeze_steps"] == 6
 
@@ -149,7 +150,7 @@ def test_mistakes_are_one_line(tmp_path, made, capsys, more, message):  # noqa: 
 
 
 def test_weighing_contexts_needs_them(tmp_path, made, capsys):  # noqa: F811
-    Trainer(config(made, tmp_path, loss="dcl", epochs=1)).run()
+    Trainer.from_config(config(made, tmp_path, loss="dcl", epochs=1)).run()
     run = ["eval", str(tmp_path / "run"), "--export", "last"]
     assert main([*run, "--context-weight", "1"]) == 2
     assert main([*run, "--context-weight", "-1"]) == 2

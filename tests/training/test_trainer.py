@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from coder_plugin.cli import main
-from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.step import NonFiniteError
@@ -23,7 +23,7 @@ def model(tiny_model, monkeypatch):
 MODEL: dict[str, str] = {}
 
 
-def config(folder: Path, name: str = "run", **options) -> TrainConfig:
+def config(folder: Path, name: str = "run", **options) -> dict[str, Any]:
     defaults = {
         **MODEL,
         "logs": str(folder),
@@ -36,7 +36,7 @@ def config(folder: Path, name: str = "run", **options) -> TrainConfig:
         "warmup": 2,
         "log_every_n_steps": 1,
     }
-    return TrainConfig(**{**defaults, **options})
+    return {**defaults, **options}
 
 
 def weights(folder: Path, name: str = "run") -> dict[str, torch.Tensor]:
@@ -53,8 +53,8 @@ class Killed(Exception):
     pass
 
 
-def run_killed_after(config: TrainConfig, steps: int) -> None:
-    trainer = Trainer(config)
+def run_killed_after(config: dict[str, Any], steps: int) -> None:
+    trainer = Trainer.from_config(config)
     take = trainer._step
 
     def step(*args, **kwargs):
@@ -71,9 +71,9 @@ def run_killed_after(config: TrainConfig, steps: int) -> None:
 @pytest.mark.parametrize(("saved", "killed"), [(4, 5), (8, 11)])
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, workers, saved, killed):
     options = {"workers": workers, "loss": "dcl + clip", "ema_decay": 0.9, "force_patch_dropout": 0.25}
-    Trainer(config(tmp_path, "whole", **options)).run()
+    Trainer.from_config(config(tmp_path, "whole", **options)).run()
     run_killed_after(config(tmp_path, "broken", save_every_steps=saved, **options), killed)
-    Trainer(config(tmp_path, "broken", resume="latest", **options)).run()
+    Trainer.from_config(config(tmp_path, "broken", resume="latest", **options)).run()
     whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
     assert whole.keys() == broken.keys()
     assert all(torch.equal(whole[key], broken[key]) for key in whole)
@@ -89,10 +89,10 @@ CODER = {
 @pytest.mark.parametrize("accum_freq", [1, 2])
 def test_coder_resumes_bit_for_bit_banks_centres_and_momentum_included(tmp_path, accum_freq):
     options = {**CODER, "accum_freq": accum_freq, "ema_decay": 0.9, "epochs": 4}
-    Trainer(config(tmp_path, "whole", **options)).run()
+    Trainer.from_config(config(tmp_path, "whole", **options)).run()
     killed, saved = (14, 8) if accum_freq == 1 else (8, 4)
     run_killed_after(config(tmp_path, "broken", save_every_steps=saved, **options), killed)
-    Trainer(config(tmp_path, "broken", resume="latest", **options)).run()
+    Trainer.from_config(config(tmp_path, "broken", resume="latest", **options)).run()
     whole, broken = weights(tmp_path, "whole"), weights(tmp_path, "broken")
     assert {f"coder.heads.momentum.bank.{name}" for name in ("image", "ids", "pointer")} <= whole.keys()
     assert whole["coder.heads.prototypes.centres.filled"] == 10 and whole["coder.heads.momentum.bank.count"] == 24
@@ -102,8 +102,8 @@ def test_coder_resumes_bit_for_bit_banks_centres_and_momentum_included(tmp_path,
 
 def test_coder_in_micro_batches_is_coder_in_one_batch(tmp_path):
     """Losses, banks and centres; nothing here is normalised over a batch."""
-    one = Trainer(config(tmp_path, "one", **CODER, batch_size=16, epochs=1, opt="sgd", lr=0.05))
-    two = Trainer(config(tmp_path, "two", **CODER, batch_size=8, accum_freq=2, epochs=1, opt="sgd", lr=0.05))
+    one = Trainer.from_config(config(tmp_path, "one", **CODER, batch_size=16, epochs=1, opt="sgd", lr=0.05))
+    two = Trainer.from_config(config(tmp_path, "two", **CODER, batch_size=8, accum_freq=2, epochs=1, opt="sgd", lr=0.05))
     one.run(), two.run()
     for step, value in losses(tmp_path, "one").items():
         assert losses(tmp_path, "two")[step] == pytest.approx(value, rel=1e-4)
@@ -114,20 +114,20 @@ def test_coder_in_micro_batches_is_coder_in_one_batch(tmp_path):
 
 def test_a_run_ends_in_a_page_to_open(tmp_path, capsys, caplog, monkeypatch, with_report):
     """With the model's results where there are any; a fault in it is told of, and the run has ended well all the same."""
-    Trainer(config(tmp_path, val_frequency=1, epochs=1)).run()
+    Trainer.from_config(config(tmp_path, val_frequency=1, epochs=1)).run()
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"report: {tmp_path / 'run' / 'report.html'}" in capsys.readouterr().out
     assert "the model after epoch 1" in page and page.count("data:image/jpeg") > 4
-    Trainer(config(tmp_path, "blind", epochs=1)).run()
+    Trainer.from_config(config(tmp_path, "blind", epochs=1)).run()
     assert "--val-frequency 0" in (tmp_path / "blind" / "report.html").read_text()
 
     def broken(*_, **__):
         raise ZeroDivisionError
 
     monkeypatch.setattr("coder_plugin.report.run.write_report", broken)
-    assert Trainer(config(tmp_path, "broken", epochs=1)).run()["folder"].endswith("broken")
+    assert Trainer.from_config(config(tmp_path, "broken", epochs=1)).run()["folder"].endswith("broken")
     assert "no report could be written" in caplog.text and not (tmp_path / "broken" / "report.html").exists()
-    Trainer(config(tmp_path, "without", epochs=1, report=False)).run()
+    Trainer.from_config(config(tmp_path, "without", epochs=1, report=False)).run()
     assert caplog.text.count("no report") == 1
 
 
@@ -137,7 +137,7 @@ def test_a_coder_run_is_evaluated_from_its_export_alone(tmp_path, capsys):
 
     scenes_vocabulary().save(tmp_path / "words.safetensors")
     options = {**CODER, "set": CODER["set"][:2], "concepts": str(tmp_path / "words.safetensors")}
-    result = Trainer(config(tmp_path, **options, val_frequency=1, epochs=1)).run()
+    result = Trainer.from_config(config(tmp_path, **options, val_frequency=1, epochs=1)).run()
     for file in tmp_path.glob("words.*"):
         file.unlink()
     target = tmp_path / "result.json"
@@ -150,7 +150,7 @@ def test_a_coder_run_is_evaluated_from_its_export_alone(tmp_path, capsys):
     assert [row["name"].split(", ")[1] for row in rows] == ["beta 0.9", "beta 1", "beta 0"]
     assert rows[0]["rsum"] == pytest.approx(measured["rsum"], abs=0.3)  # products of rescaled vectors: rounding
     assert main([*command, "--beta", "1.5"]) == 2
-    Trainer(config(tmp_path, "plain", val_frequency=0, epochs=1)).run()
+    Trainer.from_config(config(tmp_path, "plain", val_frequency=0, epochs=1)).run()
     assert main(["eval", str(tmp_path / "plain"), "--export", "last", "--beta", "0.5"]) == 2
     error = capsys.readouterr().err
     assert "--beta must be in [0, 1], got 1.5" in error and "this model scores with: no head" in error
@@ -158,7 +158,8 @@ def test_a_coder_run_is_evaluated_from_its_export_alone(tmp_path, capsys):
 
 def test_momentum_copies_of_adapted_towers_follow_their_adapters(tmp_path):
     pytest.importorskip("peft")
-    trainer = Trainer(config(tmp_path, loss="dcl + m_dcl", set=["momentum.bank_size=16"], lora_rank=2, lr=1e-2, epochs=1))
+    bank = ["momentum.bank_size=16"]
+    trainer = Trainer.from_config(config(tmp_path, loss="dcl + m_dcl", set=bank, lora_rank=2, lr=1e-2, epochs=1))
     copied = trainer.model.coder.heads["momentum"].towers.model
     before = {name: value.clone() for name, value in copied.named_parameters() if "lora_B" in name}
     trainer.run()
@@ -167,7 +168,7 @@ def test_momentum_copies_of_adapted_towers_follow_their_adapters(tmp_path):
 
 
 def test_accumulation_trains_with_fewer_steps(tmp_path):
-    trainer = Trainer(config(tmp_path, accum_freq=2))
+    trainer = Trainer.from_config(config(tmp_path, accum_freq=2))
     trainer.run()
     assert trainer.steps_per_epoch == 3 and trainer.step == 6
 
@@ -175,7 +176,7 @@ def test_accumulation_trains_with_fewer_steps(tmp_path):
 def test_exports_open_in_plain_open_clip_and_start_a_new_run_at_the_same_recall(tmp_path):
     import open_clip
 
-    first = Trainer(config(tmp_path, "first", loss="clip", val_frequency=1, epochs=1))
+    first = Trainer.from_config(config(tmp_path, "first", loss="clip", val_frequency=1, epochs=1))
     result = first.run()
     export = tmp_path / "first" / "export" / "last"
     plain = open_clip.create_model("tiny-vit-for-tests", pretrained=str(export / "open_clip_model.safetensors"))
@@ -186,7 +187,7 @@ def test_exports_open_in_plain_open_clip_and_start_a_new_run_at_the_same_recall(
     assert torch.equal(plain.encode_text(text), ours.encode_text(text))
     assert type(open_clip.create_model(f"local-dir:{export}")) is open_clip.CLIP
 
-    second = Trainer(
+    second = Trainer.from_config(
         config(tmp_path, "second", loss="dcl", pretrained=str(export / "open_clip_model.safetensors"), val_frequency=1)
     )
     second._prepare()
@@ -196,7 +197,7 @@ def test_exports_open_in_plain_open_clip_and_start_a_new_run_at_the_same_recall(
 
 
 def test_eval_of_a_run_repeats_its_recall(tmp_path, capsys):
-    result = Trainer(config(tmp_path, val_frequency=1, epochs=1)).run()
+    result = Trainer.from_config(config(tmp_path, val_frequency=1, epochs=1)).run()
     target = tmp_path / "result.json"
     assert main(["eval", str(tmp_path / "run"), "--export", "last", "--json", str(target)]) == 0
     measured = json.loads(target.read_text())
@@ -205,7 +206,7 @@ def test_eval_of_a_run_repeats_its_recall(tmp_path, capsys):
 
 
 def test_weight_average_is_what_is_exported(tmp_path):
-    trainer = Trainer(config(tmp_path, ema_decay=0.5, epochs=1))
+    trainer = Trainer.from_config(config(tmp_path, ema_decay=0.5, epochs=1))
     trainer.run()
     exported = load_file(tmp_path / "run" / "export" / "last" / "open_clip_model.safetensors")
     name = "text_projection"
@@ -217,7 +218,7 @@ def test_lora_trains_adapters_and_exports_merged_weights(tmp_path):
     pytest.importorskip("peft")
     import open_clip
 
-    trainer = Trainer(config(tmp_path, lora_rank=2, lr=1e-2, epochs=1))
+    trainer = Trainer.from_config(config(tmp_path, lora_rank=2, lr=1e-2, epochs=1))
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.run()
     after = dict(trainer.model.named_parameters())
@@ -234,26 +235,26 @@ def test_lora_trains_adapters_and_exports_merged_weights(tmp_path):
 
 
 def test_best_and_last_and_chosen_checkpoints_are_kept(tmp_path):
-    trainer = Trainer(config(tmp_path, epochs=4, save_frequency=3, train_num_samples=16))
+    trainer = Trainer.from_config(config(tmp_path, epochs=4, save_frequency=3, train_num_samples=16))
     trainer.run()
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step_00000006", "step_00000008"]  # epoch 3 by --save-frequency, and the last
 
 
 def test_a_run_is_not_overwritten(tmp_path):
-    Trainer(config(tmp_path, epochs=1)).run()
+    Trainer.from_config(config(tmp_path, epochs=1)).run()
     with pytest.raises(CoderError, match="holds a run already"):
-        Trainer(config(tmp_path, epochs=1)).run()
+        Trainer.from_config(config(tmp_path, epochs=1)).run()
 
 
 def test_resume_with_another_recipe_is_refused(tmp_path):
-    Trainer(config(tmp_path, epochs=1)).run()
+    Trainer.from_config(config(tmp_path, epochs=1)).run()
     with pytest.raises(CoderError, match='trained with --loss "dcl"'):
-        Trainer(config(tmp_path, epochs=2, loss="clip", resume="latest")).run()
+        Trainer.from_config(config(tmp_path, epochs=2, loss="clip", resume="latest")).run()
 
 
 def test_nan_stops_the_run_before_anything_is_written(tmp_path):
-    trainer = Trainer(config(tmp_path, save_every_steps=2))
+    trainer = Trainer.from_config(config(tmp_path, save_every_steps=2))
     take = trainer._step
 
     def step(*args, **kwargs):
@@ -338,14 +339,14 @@ def test_options_may_be_set_by_several_flags(tmp_path, capsys):
 
 
 def test_resume_with_another_optimizer_is_refused(tmp_path):
-    Trainer(config(tmp_path, epochs=1)).run()
+    Trainer.from_config(config(tmp_path, epochs=1)).run()
     with pytest.raises(CoderError, match="--opt was adamw, is sgd; --lr was 0.001, is 0.1"):
-        Trainer(config(tmp_path, epochs=2, opt="sgd", lr=0.1, resume="latest")).run()
+        Trainer.from_config(config(tmp_path, epochs=2, opt="sgd", lr=0.1, resume="latest")).run()
 
 
 def test_lora_leaves_a_locked_tower_alone(tmp_path):
     pytest.importorskip("peft")
-    trainer = Trainer(config(tmp_path, lora_rank=2, lock_image=True))
+    trainer = Trainer.from_config(config(tmp_path, lora_rank=2, lock_image=True))
     adapters = [name for name, p in trainer.model.named_parameters() if p.requires_grad and "lora_" in name]
     assert adapters and not any(name.startswith("visual.") for name in adapters)
     assert not trainer.model.token_embedding.weight.requires_grad and trainer.model.text_projection.requires_grad
@@ -353,13 +354,13 @@ def test_lora_leaves_a_locked_tower_alone(tmp_path):
 
 def test_accelerates_own_accumulation_does_not_divide_gradients(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    assert Trainer(config(tmp_path)).accelerator.gradient_accumulation_steps == 1
+    assert Trainer.from_config(config(tmp_path)).accelerator.gradient_accumulation_steps == 1
 
 
 def test_an_exports_preprocessing_goes_with_it(tmp_path):
-    first = Trainer(config(tmp_path, "first", epochs=1, image_mean=[0.5, 0.5, 0.5], image_resize_mode="squash"))
+    first = Trainer.from_config(config(tmp_path, "first", epochs=1, image_mean=[0.5, 0.5, 0.5], image_resize_mode="squash"))
     first.run()
     export = tmp_path / "first" / "export" / "last" / "open_clip_model.safetensors"
-    second = Trainer(config(tmp_path, "second", pretrained=str(export)))
+    second = Trainer.from_config(config(tmp_path, "second", pretrained=str(export)))
     assert tuple(second.model.visual.preprocess_cfg["mean"]) == (0.5, 0.5, 0.5)
     assert second.model.visual.preprocess_cfg["resize_mode"] == "squash"

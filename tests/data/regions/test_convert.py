@@ -12,7 +12,6 @@ import tarfile
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coder_plugin import registry
+from coder_plugin.config import TrainConfig
 from coder_plugin.data.captions import open_caps
 from coder_plugin.data.from_config import make_regions
 from coder_plugin.data.item import Item
@@ -446,12 +446,13 @@ def precomp_of(folder: Path, *names: str, ids=()) -> str:
 
 def test_files_that_have_an_image_of_one_name_are_refused(tmp_path):
     one, other = precomp_of(tmp_path / "one", "a", "b"), precomp_of(tmp_path / "other", "c", "d")
-    config = SimpleNamespace(regions=f"{one}::{other}", regions_type="auto")
+    config = TrainConfig().with_options(regions=f"{one}::{other}")
     assert list(make_regions(config, split="train")) == ["a", "b", "c", "d"]
-    config.regions += "::" + precomp_of(tmp_path / "third", "e", "b")
+    third = precomp_of(tmp_path / "third", "e", "b")
+    config = config.with_options(regions=f"{one}::{other}::{third}")
     message = fault(make_regions, config, split="train")
     assert f"{tmp_path / 'third'}: has 'b', as {one} has" in message
-    config.regions = f"{one}::{one}"
+    config = config.with_options(regions=f"{one}::{one}")
     assert "'a', 'b'" in fault(make_regions, config, split="train")
 
 

@@ -1,0 +1,75 @@
+"""A run's options: what flags, a file and a recipe say, over the defaults of the scenes and of the backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coder_plugin.backbones import own
+from coder_plugin.config import SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
+from coder_plugin.errors import CoderError
+from coder_plugin.objective import Objective
+from coder_plugin.pretrained.export import weights_named
+
+#: Options that only region models have.
+_OF_REGION_MODELS = ("region_dropout", "word_dropout")
+
+
+def resolve_config(
+    flags: Mapping[str, Any] | None = None, *, file: Mapping[str, Any] | None = None, file_name: str = "file"
+) -> TrainConfig:
+    """Merge the layers of options: field defaults, scenes, backbone, recipe, file, flags; later ones win.
+
+    Args:
+        flags: options, flat (``{"lr": 1e-3}``) or nested by subject (``{"optim": {"lr": 1e-3}}``). None: none.
+        file: options of a configuration file, likewise. file_name: what ``origins`` calls it.
+
+    Raises:
+        CoderError: unknown options, values of the wrong type or range, or options that do not go together.
+
+    Example:
+        >>> config = resolve_config({"epochs": 2})
+        >>> config.model.name, config.optim.epochs, config.optim.batch_size
+        ('coder-tiny', 2, 128)
+        >>> config.origins["epochs"], config.origins["batch_size"]
+        ('flag', 'scenes')
+    """
+    layers = [(file_name, flatten(file or {})), ("flag", flatten(flags or {}))]
+    options = resolve(layers)
+    name = options.loss.expression
+    recipe = dict(Objective.parse(name).training)
+    try:
+        recipe = flatten(recipe)
+    except CoderError as error:
+        raise CoderError(f"the recipe {name!r} sets an unknown training option: {error}") from error
+    return _resolve(layers, (f"recipe {name}", recipe))
+
+
+def _resolve(layers: list[tuple[str, dict[str, Any]]], recipe: tuple[str, dict[str, Any]]) -> TrainConfig:
+    recipe_name, settings = recipe[0], dict(recipe[1])
+    options, _ = merge(layers)
+    data = resolve(layers).data
+    if data.train is None and not data.on_scenes:
+        raise CoderError(f"--dataset-type {data.dataset_type} needs --train-data")
+    if data.on_scenes:
+        settings.pop("model", None)  # the scenes are pictures, whatever model the recipe is for
+    elif "model" not in options and "model" not in settings:
+        raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
+    model = options.get("model") or settings.get("model") or SCENES_DEFAULTS["model"]
+    backbone = own.find(model)
+    if backbone is None:
+        settings.pop("model_kwargs", None)
+        for name in _OF_REGION_MODELS:
+            settings.pop(name, None)
+            if options.get(name):
+                raise CoderError(f"{get_option(name).flag} is only for region models; {model} is an open_clip model")
+    config = resolve(
+        [
+            *([("scenes", SCENES_DEFAULTS)] if data.on_scenes else []),
+            *([(f"model {backbone.name}", backbone.training)] if backbone is not None else []),
+            (recipe_name, settings),
+            *layers,
+        ]
+    )
+    weights = weights_named(config.model.pretrained)
+    return config if weights == config.model.pretrained else config.with_options(pretrained=weights)

@@ -36,9 +36,9 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     vectors = None if arguments.vectors == "none" else WordVectors(arguments.vectors)
     stop_words = read_stop_words(arguments.stop_words)
     if config.data.train is not None:
-        source = make_captions(config, config.data.train, split=arguments.split)
+        source = make_captions(config.data, config.data.train, split=arguments.split)
     elif config.data.on_scenes:
-        source = make_source(config, split=arguments.split)
+        source = make_source(config.data, split=arguments.split)
     else:
         raise CoderError(f"--dataset-type {config.data.dataset_type} needs --train-data")
     vocabulary = build_vocabulary(

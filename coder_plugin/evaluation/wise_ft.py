@@ -1,4 +1,4 @@
-"""A fine-tuned CLIP next to the model it was fine-tuned from, and weights between the two (WiSE-FT; Wortsman et al., CVPR 2022)."""
+"""A fine-tuned CLIP, the model it was fine-tuned from, and weights between the two (WiSE-FT; Wortsman et al., CVPR 2022)."""
 
 from __future__ import annotations
 
@@ -177,9 +177,8 @@ def save(pretrained: PretrainedModel, folder: Path, **origin: Any) -> None:
     from safetensors import SafetensorError
 
     try:
-        export_model(
-            pretrained.model, folder, tokenizer=pretrained.tokenizer, options=pretrained.export_options()
-        )
+        options = pretrained.inference_options()
+        export_model(pretrained.model, folder, tokenizer=pretrained.tokenizer, options=options)
         export_heads(pretrained.model, folder)
         with atomic_write(folder / WISE_FT, "w") as file:
             file.write(json.dumps(origin, indent=1) + "\n")

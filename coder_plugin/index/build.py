@@ -110,6 +110,32 @@ def build_index(
     return manifest.read_manifest(folder, verify=False)
 
 
+def model_record(
+    model: Any, spec: str | None, *, export: str = "best", options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The manifest's fields about a model, from which a search opens it again.
+
+    Args:
+        model: :class:`~coder_plugin.pretrained.open.PretrainedModel`.
+        spec: what it was opened from; None: ``options`` name it.
+        export: which export of a run.
+        options: that it was opened with, by flat name.
+    """
+    return {
+        "name": model.name,
+        "spec": absolute(spec),
+        "export": export,
+        "options": {name: absolute(value) for name, value in (options or {}).items()},
+        "objective": model.objective,
+        "fingerprint": model.fingerprint(),
+    }
+
+
+def absolute(value: Any) -> Any:
+    """The absolute path, if ``value`` is one that exists; else ``value``."""
+    return os.path.abspath(value) if isinstance(value, str) and value and os.path.exists(value) else value
+
+
 def _content_digest(source: Any) -> str | None:
     """A digest of a source's images and captions where it is cheap: from keys and texts in memory, or from the sizes of local
     shards; else None."""
@@ -144,6 +170,8 @@ def _remove_parts(folder: Path) -> None:
     """Remove what is needed only while the index is being built."""
     shutil.rmtree(folder / PARTS, ignore_errors=True)
     (folder / manifest.BUILDING).unlink(missing_ok=True)
+    for temporary in folder.glob(".*.writing"):  # left by a kill
+        temporary.unlink()
 
 
 class _Job(NamedTuple):
@@ -198,7 +226,7 @@ def _start(folder: Path, plan: Mapping[str, Any]) -> None:
         if note.is_file():
             other = _differences(manifest.read_json(note)["plan"], plan)
             if other:
-                problem = f"a build with other options ({other}) was started in {folder}: use the same options, or another folder"
+                problem = f"{folder} was begun with other options ({other}): use the same options, or choose another folder"
         elif others := sorted(each.name for each in folder.iterdir() if not _is_ours(each.name)):
             problem = f"{folder} is not an index and not empty ({', '.join(others[:3])}): choose another folder"
         else:

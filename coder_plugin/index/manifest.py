@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CoderError(f"{path} was not written by coder-plugin index")
     if content.get("version") != VERSION:
         raise CoderError(
-            f"{path} is of version {content.get('version')} of the format, and this coder-plugin reads {VERSION}: build it again"
+            f"{path} has version {content.get('version')} of the format, and this coder-plugin reads {VERSION}: build it again"
         )
     return content
 

@@ -37,7 +37,7 @@ def results_page(index: Index, results: Sequence[tuple[str, Any, Sequence[Hit]]]
         name=index.folder.resolve().name,
         sizes=f"{manifest['images']:,} images, {manifest['captions']:,} captions",
         model=PurePath(manifest["model"].get("name", "")).name,  # a page may be passed on: it shows no folders
-        recipe=manifest["model"].get("recipe", ""),
+        objective=manifest["model"].get("objective", ""),
         queries=queries,
     )
 

@@ -127,5 +127,6 @@ class Records:
         by_row = {}
         for start in range(0, len(rows), _MAX_PLACEHOLDERS):
             some = [int(row) for row in rows[start : start + _MAX_PLACEHOLDERS]]
-            by_row.update({values[0]: values for values in self._connection.execute(query.format(",".join("?" * len(some))), some)})
+            selected = self._connection.execute(query.format(",".join("?" * len(some))), some)
+            by_row.update({values[0]: values for values in selected})
         return [by_row[row] for row in rows]

@@ -144,11 +144,11 @@ class Searcher:
         if pretrained.fingerprint() != model["fingerprint"]:
             raise CoderError(
                 f"{index.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared. "
-                f"It was made with {model.get('name', 'an unnamed model')} ({model.get('recipe', '')})"
+                f"It was made with {model.get('name', 'an unnamed model')} ({model.get('objective', '')})"
             )
         self.encoder = pretrained.encoder()
         if index.manifest["plan"]["re-ranking"]:
-            from coder_plugin.evaluation.two_stage import shortlist_length
+            from coder_plugin.evaluation.evaluate import shortlist_length
 
             self.head = self.encoder.reranking
             self.shortlist = shortlist_length(pretrained.rerank, self.encoder)
@@ -243,7 +243,7 @@ class Searcher:
             raise CoderError(f"--rerank must be a number of candidates, or all, got {rerank!r}")
         if str(rerank) != "0" and not possible:
             if self.head is None:
-                raise CoderError(f"--rerank {rerank}: this index stores nothing to re-rank by, because its model has no fusion head")
+                raise CoderError(f"--rerank {rerank}: the index cannot re-rank, because its model has no fusion head")
             raise CoderError(f"--rerank {rerank}: the fusion score compares an image with a text, and both are {among} here")
         return self.index.manifest["vectors"][among]["items"] if rerank == "all" else int(rerank)
 

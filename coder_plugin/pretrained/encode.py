@@ -89,7 +89,8 @@ class Encoder:
         >>> import torch, coder_plugin
         >>> from coder_plugin.backbones.tokenizers import build_vocabulary
         >>> words = build_vocabulary(["a cat", "a dog"])
-        >>> model = coder_plugin.create_model("region-bigru", loss="dcl", region_dim=4, embed_dim=8, word_dim=4, vocabulary=words)
+        >>> sizes = {"region_dim": 4, "embed_dim": 8, "word_dim": 4}
+        >>> model = coder_plugin.create_model("region-bigru", loss="dcl", vocabulary=words, **sizes)
         >>> encoder = Encoder(model.eval(), model.tokenizer(), model.transform(), device=torch.device("cpu"))
         >>> vectors, _ = encoder.text(["a cat", "a dog"])
         >>> vectors.shape, vectors.dtype

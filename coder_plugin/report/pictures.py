@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from coder_plugin.report.alignment import Aligner, Alignment
 from coder_plugin.report.alignment_plot import write_alignments
@@ -60,25 +59,12 @@ def asked(arguments: Any) -> Asked | None:
     return Asked(Path(folder), count, tuple(dict.fromkeys(listed)))
 
 
-def pictures_beside(config: Any, split: str) -> Any | None:
-    """A source of the pictures of images that are read as regions, where the captions' data have some."""
-    from coder_plugin.data.from_config import reading_options
-
-    if config.data.regions is None or config.data.val is None:
-        return None
-    try:
-        return open_source(config.data.val, split=split, **reading_options(config, config.data.val))
-    except CoderError as error:
-        log.warning("regions are drawn on blank canvases: %s", error)
-        return None
-
-
 def collect(wanted: Asked, encoder: Any, source: Any, pictures: Any | None = None) -> Collected:
     """Alignments of the first caption of each of the first images that can be read, and the points of the concepts: where
     none are named, of the data's most frequent words.
 
     Args:
-        pictures: :func:`pictures_beside`.
+        pictures: :func:`~coder_plugin.data.from_config.make_pictures`.
     """
     from coder_plugin.data.from_config import captions_of
 

@@ -88,10 +88,9 @@ def write_report(
 
 def report_command(arguments: Any) -> Path:
     """``coder-plugin report``: with the run's export, and the data that the flags or the run's options name."""
-    from coder_plugin.data.from_config import make_source
-    from coder_plugin.pretrained.open import open_trained, trained_config
+    from coder_plugin.data.from_config import make_pictures, make_source
+    from coder_plugin.pretrained.open import open_pretrained, saved_data_config
     from coder_plugin.report.alignment import LOCALS
-    from coder_plugin.report.pictures import pictures_beside
 
     if arguments.images < 1:
         raise CoderError(f"--images is {arguments.images}; it must be 1 or more")
@@ -103,13 +102,15 @@ def report_command(arguments: Any) -> Path:
     found: dict[str, Any] = {}
     try:
         export = arguments.export or _export_of(run)
-        config = trained_config(run.folder, given, export=export)
-        source = make_source(config, split=arguments.split)
+        data = saved_data_config(run.folder, given)
+        source = make_source(data, split=arguments.split)
         if source is None:
             raise CoderError("the run had no validation data: name some with --val-data")
         catch = LOCALS if seen.aligns(run) else ()
-        trained = open_trained(config, name=f"export/{export}", source=source, return_intermediates=catch)
-        beside = pictures_beside(config, arguments.split)
+        trained = open_pretrained(
+            run.folder, given, export=export, name=f"export/{export}", source=source, return_intermediates=catch
+        )
+        beside = make_pictures(data, split=arguments.split)
         found = {"encoder": trained.encoder(), "source": source, "beside": beside, "weights": f"export/{export}"}
         found["encoded"] = found["encoder"](source)
     except (CoderError, OSError) as error:

@@ -39,7 +39,7 @@ from coder_plugin.model import create_loss
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import checkpoint, prepare
 from coder_plugin.training.average import WeightAverage
@@ -68,7 +68,7 @@ class Trainer:
         self.log = RunLog(self.folder, self.accelerator, config)
 
         batch_size = config.optim.batch_size
-        train, self.val = make_source(config, split="train"), make_source(config, split="val")
+        train, self.val = make_source(config.data, split="train"), make_source(config.data, split="val")
         assert train is not None
         samples = train.samples(config.data.captions, config.data.train_num_samples)
         self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
@@ -81,13 +81,14 @@ class Trainer:
                 "--captions all: %s takes the captions of one image for negatives of each other: keep draw", " and ".join(blind)
             )
         prepare.check_accumulation(self.model, config)
-        self.tokenizer = build.make_tokenizer(config, self.model)
-        train_transform, val_transform = build.make_transforms(self.model, config)
+        self.tokenizer = build.make_tokenizer(config.model, self.model)
+        train_transform = prepare.make_train_transform(self.model, config)
+        val_transform = build.make_transform(self.model, max_regions=config.data.max_regions)
         self.loader = TrainLoader(
             train,
             batch_size=batch_size,
             transform=train_transform,
-            tokenizer=build.make_tokenizer(config, self.model, training=True),
+            tokenizer=build.make_tokenizer(config.model, self.model, word_dropout=config.data.word_dropout),
             positives=prepare.make_positives(self.model),
             tags=prepare.make_tags(self.model, config),
             seed=config.run.seed,
@@ -355,14 +356,15 @@ class Trainer:
     def _export(self, tag: str) -> None:
         if distributed.rank() == 0:
             with self._averaged():
-                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer)
+                options = inference_options(self.config)
+                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer, options=options)
                 export_heads(self.model, self.folder / "export" / tag)
         distributed.barrier()
 
     def _report(self) -> None:
         """The run as a page to open, written by the first rank. The run is over and saved: a fault here is told of, and ends
         nothing."""
-        from coder_plugin.report.pictures import pictures_beside
+        from coder_plugin.data.from_config import make_pictures
         from coder_plugin.report.run import write_report
 
         seen: dict[str, Any] = {"reason": "the run had no validation data, or --val-frequency 0"}
@@ -376,7 +378,7 @@ class Trainer:
             self.model.eval()
             try:
                 if len(seen) > 1:
-                    seen["beside"] = pictures_beside(self.config, "val")
+                    seen["beside"] = make_pictures(self.config.data, split="val")
                 self.log.say(f"report: {write_report(self.folder, **seen)}")
             except Exception:
                 logging.warning("no report could be written (coder-plugin report %s tries again)", self.folder, exc_info=True)

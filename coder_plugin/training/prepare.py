@@ -87,7 +87,10 @@ def make_training_model(config: TrainConfig, objective: Objective, device: torch
         device: where the model is put.
         source: the training data, which give a region model the options left open.
     """
-    model = make_model(config, objective, device, source)
+    data = config.data
+    model = make_model(
+        config.model, objective, device, source, max_regions=data.max_regions, max_bad_images=data.max_bad_images
+    )
     start_heads(model, config.model.pretrained)
     if config.model.lock_image:
         model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)
@@ -107,6 +110,33 @@ def make_training_model(config: TrainConfig, objective: Objective, device: torch
     if config.model.grad_checkpointing:
         model.set_grad_checkpointing()
     return model
+
+
+def make_train_transform(model: Any, config: TrainConfig) -> Callable[..., Any]:
+    """The training transform: open_clip's augmentation, or a region model's own with region dropout.
+
+    Raises:
+        CoderError: an unknown option of ``--aug-cfg``.
+    """
+    if isinstance(model, Backbone):
+        return model.transform(max_regions=config.data.max_regions, region_dropout=config.data.region_dropout)
+    from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+
+    augmentation = None
+    if config.model.aug_cfg:
+        pairs = [item.partition("=") for item in config.model.aug_cfg]
+        augmentation = {key: _parse_sequence(value) for key, _, value in pairs}
+        options = AugmentationCfg.__dataclass_fields__
+        for key in augmentation:
+            if key not in options:
+                raise CoderError(f"--aug-cfg: unknown option {key!r}; known: {', '.join(options)}")
+    return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=True, aug_cfg=augmentation)
+
+
+def _parse_sequence(text: str) -> Any:
+    if "," in text or text[:1] in "([":
+        return tuple(parse_value(item) for item in text.strip("()[] ").split(",") if item.strip())
+    return parse_value(text)
 
 
 def freeze_batch_norm(tower: nn.Module) -> None:

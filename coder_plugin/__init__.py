@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "Callback",
     "CoderError",
+    "Trainer",
     "create_loss",
     "create_model",
     "from_pretrained",
     "list_plugins",
     "load_model",
     "push_to_hub",
+    "register",
     "save_pretrained",
 ]
 
@@ -21,16 +24,21 @@ if TYPE_CHECKING:
     from coder_plugin.integrations.hub import from_pretrained, push_to_hub, save_pretrained
     from coder_plugin.model import create_loss, create_model
     from coder_plugin.pretrained.open import load_model
-    from coder_plugin.registry import list_plugins
+    from coder_plugin.registry import list_plugins, register
+    from coder_plugin.training.callbacks import Callback
+    from coder_plugin.training.loop import Trainer
 
 _HOME = {
+    "Callback": "training.callbacks",
     "CoderError": "errors",
+    "Trainer": "training.loop",
     "create_loss": "model",
     "create_model": "model",
     "from_pretrained": "integrations.hub",
     "list_plugins": "registry",
     "load_model": "pretrained.open",
     "push_to_hub": "integrations.hub",
+    "register": "registry",
     "save_pretrained": "integrations.hub",
 }
 

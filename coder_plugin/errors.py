@@ -1,5 +1,44 @@
-"""The one exception that a person is meant to read."""
+"""The exception for a user's mistakes, and the hint that it often ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class CoderError(ValueError):
-    """Something a user can put right: says what was wrong and what is allowed. The command line prints it in one line."""
+    """A mistake that a user can correct: says what was wrong and what is allowed. The command line prints it in one line."""
+
+
+def did_you_mean(word: str, *choices: Iterable[str]) -> str:
+    """``"; did you mean 'dcl'?"``, or an empty string where nothing is near.
+
+    Args:
+        choices: groups of names. The nearest name of the first group that has a near one is taken.
+
+    Example:
+        >>> did_you_mean("dlc", ["clip", "dcl"], ["dlc-2"])
+        "; did you mean 'dcl'?"
+        >>> did_you_mean("transformer", ["clip", "dcl"])
+        ''
+    """
+    limit = 1 if len(word) < 6 else len(word) // 3
+    for names in choices:
+        distances = {name: _edit_distance(word.lower(), name.lower()) for name in names}
+        nearest = min(distances, key=lambda name: distances[name], default=None)
+        if nearest is not None and distances[nearest] <= limit:
+            return f"; did you mean {nearest!r}?"
+    return ""
+
+
+def _edit_distance(one: str, other: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours that turn one word into the other."""
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, their in enumerate(other, 1):
+            cost = min(rows[-1][j] + 1, row[j - 1] + 1, rows[-1][j - 1] + (letter != their))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == their:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]

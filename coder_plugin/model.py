@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
-from coder_plugin.heads.asymmetry import Texts
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import (
     AddsTexts,
@@ -103,11 +102,6 @@ class Coder(nn.Module):
         if feature.ndim == 3:  # an image of several features has the same block in each
             weighed = [block[:, None].expand(-1, feature.shape[1], -1) for block in weighed]
         return torch.cat([base**0.5 * feature, *weighed], -1)
-
-    def further_texts(self, text: Tensor | None, text_positive: Tensor | None) -> Texts | None:
-        """The captions [B, T] with what a head wants encoded beside them, or None where none does."""
-        head = self.adds_texts
-        return None if head is None or text is None else head.further_texts(text, text_positive)
 
     @property
     def adds_texts(self) -> AddsTexts | None:
@@ -244,19 +238,19 @@ def create_model(
         CoderError: unknown names, files that do not fit, an objective that this model cannot serve, more context blocks than a
             tower has.
     """
-    from coder_plugin.backbones import clip, own
+    from coder_plugin.backbones import clip, plugin_backbones
 
     objective = Objective.parse(loss)
     if aggregator not in get_args(AggregatorName):
         raise CoderError(f"aggregator must be one of {', '.join(get_args(AggregatorName))}, got {aggregator!r}")
     if context_blocks < 1:
         raise CoderError(f"context_blocks must be 1 or more, got {context_blocks}")
-    if (found := own.find(name)) is not None:
+    if (found := plugin_backbones.find_backbone(name)) is not None:
         if aggregator != "tower" or pretrained_image_path:
             raise CoderError(f"{name} pools its regions itself and has no image tower to load: leave out aggregator and path")
         if context_blocks != 1:
             raise CoderError(f"{name} has a context stage of its own: context_blocks is for open_clip's towers")
-        model: Any = own.create(found, pretrained=pretrained, **options)
+        model: Any = plugin_backbones.create_backbone(found, pretrained=pretrained, **options)
     else:
         model = clip.create_clip(
             name,
@@ -297,12 +291,12 @@ def add_heads(
         cache_dir: for the tokenizer.
     """
     from coder_plugin.backbones import clip
-    from coder_plugin.backbones.base import Backbone, words_of
-    from coder_plugin.backbones.tokens import AGGREGATED, TokenTaps
+    from coder_plugin.backbones.base import Backbone, make_word_embeddings
+    from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 
     objective = Objective.parse(loss)
-    of_regions = isinstance(model, Backbone)
-    inside: Set[str] = model.inside if of_regions else clip.INTERMEDIATE_KEYS
+    is_region_model = isinstance(model, Backbone)
+    inside: Set[str] = model.intermediate_keys if is_region_model else clip.INTERMEDIATE_KEYS
     if absent := sorted(set(return_intermediates) - inside):
         known = "of this model" if set(absent) <= INTERMEDIATE_KEYS else "known"
         raise CoderError(
@@ -312,19 +306,22 @@ def add_heads(
     if inference:
         resolution = resolution.of_heads([name for name in resolution.heads if affects_ranking(registry.load("heads", name))])
         objective = replace(objective, heads=tuple(options for options in objective.heads if options[0] in resolution.heads))
-    if of_regions:
+    if is_region_model:
         model.coder = Coder(objective, resolution, model.info()).to(next(model.parameters()).device)
     else:
         wanted = (resolution.reads | set(return_intermediates)) & clip.INTERMEDIATE_KEYS
         if aggregator == "gpo":
-            wanted |= AGGREGATED
-        taps = TokenTaps(model, wanted, context_blocks=context_blocks) if wanted else None
+            wanted |= AGGREGATOR_KEYS
+        capture = FeatureCapture(model, wanted, context_blocks=context_blocks) if wanted else None
         coder = Coder(
-            objective, resolution, clip.probe_backbone(model, taps), aggregator=aggregator, context_blocks=context_blocks
+            objective, resolution, clip.probe_backbone(model, capture), aggregator=aggregator, context_blocks=context_blocks
         )
-        model = clip.extend(model, coder.to(next(model.parameters()).device), taps)
+        model = clip.extend(model, coder.to(next(model.parameters()).device), capture)
+    model.coder_name = name
     if model.coder.adds_texts is not None:
-        model.words = words_of(model) if of_regions else clip.words_of(model, name, cache_dir)
+        model.word_embeddings = (
+            make_word_embeddings(model) if is_region_model else clip.make_word_embeddings(model, name, cache_dir)
+        )
     model.coder.attach(model)
     for key in ("logit_scale", "logit_bias"):
         parameter = getattr(model, key, None)

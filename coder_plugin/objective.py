@@ -1,85 +1,106 @@
-"""The loss expression: which terms, with which weights and options.
+"""The objective: which loss terms, with which weights and options, from an expression or from objects.
 
-Grammar, one line::
-
-    objective  = item { "+" item }
-    item    = [ number "*" ] name [ "@" head ] [ "(" [ option { "," option } ] ")" ]
-    option  = key "=" value            number, true, false, none, word or 'quoted text'
-
-A name is a loss term, or an objective of the group ``coder_plugin.recipes``, which is put in its place with its weights
-multiplied. ``term@head`` reads that head's features instead of the backbone's; the option ``head=`` of any term names
-which head provides what it requires, where several could.
+The grammar is in :mod:`coder_plugin.expression`. A name in an expression is a loss term, or a named objective
+(:mod:`coder_plugin.recipes`), whose terms take its place with their weights multiplied. ``term@head`` compares that head's
+features instead of the backbone's. The option ``head=`` of any term names the head that provides what the term requires,
+where several could.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import itertools
 import json
 import math
 import re
-import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from coder_plugin import registry
-from coder_plugin.errors import CoderError
-
-_TOKEN = re.compile(
-    r"""\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?![\w.])
-            |(?P<name>[A-Za-z_]\w*(?:[./-]\w+)*)
-            |'(?P<single>[^']*)'|"(?P<double>[^"]*)"
-            |(?P<mark>[*@()=,+]))""",
-    re.VERBOSE,
-)
-_WORDS = {"true": True, "false": False, "none": None, "True": True, "False": False, "None": None}
+from coder_plugin import recipes, registry
+from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.expression import Expression, Item, format_value
+from coder_plugin.options import check_options, check_types, required_options
 
 
 @dataclass(frozen=True)
 class TermSpec:
-    """One term of an objective: ``weight * name@source(options)``."""
+    """One term of an objective: ``weight * name@source(options)``.
+
+    Args:
+        source: the head whose features the term compares, or None: the backbone's.
+        head: the head that provides what the term requires, where several could.
+        term: the term itself where it was passed as an object, not by name.
+    """
 
     name: str
     weight: float = 1.0
     source: str | None = None
     head: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    term: Any = None
 
     def __str__(self) -> str:
         options = [*self.options, *([("head", self.head)] if self.head else [])]
         text = self.name + (f"@{self.source}" if self.source else "")
-        text += f"({','.join(f'{k}={_format(v)}' for k, v in options)})" if options else ""
-        return text if self.weight == 1 else f"{_weight(self.weight)}*{text}"
+        text += f"({','.join(f'{k}={format_value(v)}' for k, v in options)})" if options else ""
+        return text if self.weight == 1 else f"{_format_weight(self.weight)}*{text}"
+
+    def build(self) -> Any:
+        """The term as a module: the object that was passed, or a new one of the registered class."""
+        return self.term if self.term is not None else registry.load("losses", self.name)(**dict(self.options))
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Every option of every term and head: what both trainers read, checkpoints keep and ``--dry-run`` prints (rule 8).
+    """Every option of every term and head. Trainers read it, checkpoints keep it and ``--dry-run`` prints it.
 
-    ``heads`` holds options by head name, ``local_loss`` is open_clip's flag of that name. ``training`` holds a named
-    objective's defaults for training options, over which flags win.
+    Args:
+        heads: options of heads, by the head's name.
+        local_loss: each rank compares only its own anchors with the candidates of all ranks (open_clip's flag).
     """
 
     terms: tuple[TermSpec, ...]
     heads: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     local_loss: bool = False
-    training: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def parse(cls, text: str | Objective) -> Objective:
-        """Read an expression, checking every name and option; :class:`CoderError` names the offending column."""
-        if isinstance(text, Objective):
-            return text
-        return _Parser(text).objective()
+    def parse(cls, loss: Any, *, heads: Collection[str] = ()) -> Objective:
+        """Read a loss.
+
+        Args:
+            loss: an expression, an :class:`Objective`, a term object (an ``nn.Module`` that names the keys it reads in
+                ``requires``), or a list of these. ``(weight, loss)`` weighs any of them.
+            heads: names of heads that are not registered, which ``term@head`` may name too.
+
+        Raises:
+            CoderError: an unknown name or option, a value of the wrong type; an expression's error names the column.
+
+        Example:
+            >>> objective = Objective.parse("3*dcl(mu=0.05) + clip")
+            >>> [(term.weight, term.name) for term in objective.terms]
+            [(3.0, 'dcl'), (1.0, 'clip')]
+            >>> print(objective.with_options({"dcl.gamma": 0.2}))
+            3*dcl(mu=0.05,gamma=0.2) + clip
+        """
+        if isinstance(loss, Objective):
+            return loss
+        if isinstance(loss, str):
+            return _parse_expression(loss, heads, ())
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], (int, float)):
+            if not (loss[0] > 0 and math.isfinite(loss[0])):
+                raise CoderError(f"a weight must be > 0, got {loss[0]!r}; leave the term out instead")
+            return cls.parse(loss[1], heads=heads).scaled(float(loss[0]))
+        if isinstance(loss, Sequence):
+            if not loss:
+                raise CoderError("the loss is an empty list: it needs at least one term")
+            return _sum([cls.parse(each, heads=heads) for each in loss])
+        return cls((_spec_of_object(loss),))
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.terms))
 
     def labels(self) -> list[str]:
-        """A name for each term's loss, unique: ``dcl``, ``dcl_concepts``, and ``dcl_2`` for a repeated one."""
+        """A unique name for each term's loss: ``dcl``, ``dcl_concepts``, and ``dcl_2`` for a repeated one."""
         labels: list[str] = []
         for term in self.terms:
             base = re.sub(r"\W", "_", term.name + (f"_{term.source}" if term.source else ""))
@@ -88,10 +109,15 @@ class Objective:
         return labels
 
     def scaled(self, factor: float) -> Objective:
+        """The objective with every weight multiplied."""
         return replace(self, terms=tuple(replace(term, weight=term.weight * factor) for term in self.terms))
 
     def with_options(self, settings: Mapping[str, Any]) -> Objective:
-        """Set options by ``"term.option"`` or ``"head.option"``: what the flag ``--set dcl.mu=0.07`` does."""
+        """Set options by ``"term.option"`` or ``"head.option"``, as the flag ``--set dcl.mu=0.07`` does.
+
+        Raises:
+            CoderError: no such term, head or option, or a value that the option refuses.
+        """
         owners: dict[str, dict[str, Any]] = {}
         for path, value in settings.items():
             owner, dot, option = path.rpartition(".")
@@ -104,7 +130,10 @@ class Objective:
         return objective
 
     def _with_options_of(self, owner: str, options: Mapping[str, Any]) -> Objective:
-        if any(term.name == owner for term in self.terms):
+        named = [term for term in self.terms if term.name == owner]
+        if any(term.term is not None for term in named):
+            raise CoderError(f"the term {owner!r} was passed as an object: set its options when you build it")
+        if named:
             terms = tuple(
                 replace(term, options=check_options("losses", owner, {**dict(term.options), **options}))
                 if term.name == owner
@@ -116,289 +145,176 @@ class Objective:
             heads = dict(self.heads)
             heads[owner] = check_options("heads", owner, {**dict(heads.get(owner, ())), **options})
             return replace(self, heads=tuple(sorted(heads.items())))
-        known = sorted({term.name for term in self.terms} | set(registry.names("heads")))
+        owners = sorted({term.name for term in self.terms} | set(registry.names("heads")))
         which = ", ".join(f"{owner}.{option}" for option in options)
-        raise CoderError(f"option {which!r}: the objective has no term and no head {owner!r}; known: {', '.join(known)}")
+        raise CoderError(f"option {which!r}: the loss has no term and no head {owner!r}; known: {', '.join(owners)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form; :meth:`from_dict` reads it."""
-        data = asdict(self)
-        data["terms"] = [{**term, "options": dict(term["options"])} for term in data["terms"]]
-        data["heads"] = {name: dict(options) for name, options in self.heads}
-        data["training"] = dict(self.training)
-        return json.loads(json.dumps(data))
+        """A form that JSON can hold; :meth:`from_dict` reads it. Of a term object it holds only the class's name."""
+        terms = [_term_to_dict(term) for term in self.terms]
+        heads = {name: dict(options) for name, options in self.heads}
+        return json.loads(json.dumps({"terms": terms, "heads": heads, "local_loss": self.local_loss}))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Objective:
-        terms = tuple(
-            TermSpec(
-                **{
-                    **term,
-                    "weight": float(term["weight"]),
-                    "options": check_options("losses", term["name"], term["options"]),
-                }
-            )
-            for term in data["terms"]
-        )
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            CoderError: a plugin that no longer exists, an option that it refuses, or a term that was an object.
+        """
         heads = tuple((name, check_options("heads", name, options)) for name, options in sorted(data["heads"].items()))
-        training = tuple(data.get("training", {}).items())
-        return cls(terms=terms, heads=heads, local_loss=bool(data.get("local_loss", False)), training=training)
+        return cls(tuple(map(_term_from_dict, data["terms"])), heads, bool(data.get("local_loss", False)))
 
 
-def check_options(group: str, name: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options of a term or head against its ``__init__``: known names, values of the annotated types, in order.
+def object_name(value: Any) -> str:
+    """The name of a term or head that was passed as an object: its class's, in lower case with underscores.
 
-    A term is also made with them once, so that it can turn values down itself.
+    Example:
+        >>> class SpreadLoss: ...
+        >>> object_name(SpreadLoss)
+        'spread_loss'
     """
-    ordered = check_types(group, name, options)
-    if group == "losses":
-        missing = [option for option in required_options(group, name) if option not in dict(ordered)]
-        if missing:
-            raise CoderError(f"{name!r} must be given {', '.join(f'{option}=…' for option in missing)}")
-        try:
-            registry.load(group, name)(**dict(ordered))
-        except ValueError as error:
-            raise CoderError(f"{name!r}: {error}") from error
-    return ordered
+    cls = value if isinstance(value, type) else type(value)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
 
-def check_types(group: str, name: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The part of :func:`check_options` that holds for each option by itself."""
-    cls = registry.load(group, name)
-    allowed = _keyword_only(cls)
+def check_keys(value: Any, who: str, *attributes: str) -> Any:
+    """The class or object, if what it declares are tuples of keys: the easiest slip is ``("key")`` for ``("key",)``."""
+    for attribute in attributes:
+        keys = getattr(value, attribute, None)
+        if not (isinstance(keys, (tuple, list)) and all(isinstance(key, str) for key in keys)):
+            raise CoderError(f"{who} is at fault: its {attribute!r} is {keys!r}, not a tuple of keys")
+    return value
+
+
+def _spec_of_object(term: Any) -> TermSpec:
+    if isinstance(term, type):
+        raise CoderError(f"{term.__name__} is a class: pass an instance, {term.__name__}(…)")
+    if not (callable(term) and hasattr(term, "requires")):
+        raise CoderError(
+            f"{term!r} is no loss: pass an expression, or an nn.Module that names the keys it reads in 'requires', such as "
+            "requires = ('image_features', 'text_features')"
+        )
+    name = object_name(term)
+    check_keys(term, f"loss {name!r}", "requires", *(["uses"] if hasattr(term, "uses") else []))
+    return TermSpec(name, term=term)
+
+
+def _parse_expression(text: str, heads: Collection[str], parents: tuple[str, ...]) -> Objective:
+    """Read an expression; ``parents`` are the named objectives that it is part of."""
+    expression = Expression.parse(text, kind="loss", item="a loss or an objective")
+    objectives = [_parse_item(expression, item, heads, parents) for item in expression.items]
     try:
-        hints = typing.get_type_hints(cls.__init__)
-    except NameError as error:  # an annotation imported for type checkers alone
-        raise CoderError(f"{name!r} in {registry.PREFIX}{group}: its options' types cannot be read: {error}") from error
-    checked = {}
-    for option, value in options.items():
-        if option not in allowed:
-            raise CoderError(f"{name!r} has no option {option!r}; it has: {', '.join(allowed) or 'none'}")
-        ok, checked[option] = _coerce(value, hints.get(option, Any))
-        if not ok:
-            raise CoderError(f"{name!r}: option {option}={_format(value)} must be {_wanted(hints[option])}")
-    return tuple((option, checked[option]) for option in allowed if option in checked)
+        return _sum(objectives)
+    except CoderError as error:
+        raise expression.error(1, str(error)) from error
 
 
-def required_options(group: str, name: str) -> list[str]:
-    """Options without a default."""
-    parameters = _keyword_only(registry.load(group, name)).values()
-    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+def _parse_item(expression: Expression, item: Item, heads: Collection[str], parents: tuple[str, ...]) -> Objective:
+    weight = 1.0 if item.weight is None else float(item.weight)
+    if not (weight > 0 and math.isfinite(weight)):
+        message = f"a weight must be > 0, got {item.weight}; leave the term out instead"
+        raise expression.error(item.columns["weight"], message)
+    if item.name in registry.names("losses"):
+        return Objective((_parse_term(expression, item, weight, heads),))
+    column = item.columns["name"]
+    try:
+        named = recipes.find_objective(item.name)
+    except CoderError as error:
+        raise expression.error(column, str(error)) from error
+    if named is not None:
+        if item.source or item.options:
+            after = column + len(item.name)
+            after += len(expression.text[after - 1 :]) - len(expression.text[after - 1 :].lstrip())
+            raise expression.error(after, f"{item.name!r} is an objective: set options with --set TERM.OPTION=…")
+        if item.name in parents:
+            raise expression.error(column, f"objectives contain each other: {' -> '.join([*parents, item.name])}")
+        try:
+            objective = _parse_expression(named.loss, heads, (*parents, item.name))
+            return objective.with_options(named.options).scaled(weight)
+        except CoderError as error:
+            raise expression.error(column, f"the objective {item.name!r} is at fault: {error}") from error
+    if recipes.has_recipe(item.name):
+        raise expression.error(column, _is_recipe(item.name))
+    terms, objectives = registry.names("losses"), recipes.objectives()
+    hint = did_you_mean(item.name, terms, objectives, recipes.names())
+    known = ", ".join([*terms, *objectives])
+    raise expression.error(column, f"unknown loss or objective {item.name!r}{hint} (known: {known})")
 
 
-def _keyword_only(cls: Any) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(cls).parameters.values()
-    return {parameter.name: parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+def _is_recipe(name: str) -> str:
+    recipe = recipes.load(name)
+    objective = Objective.parse(recipe.loss).with_options(recipe.options)
+    settings = [f"{owner}.{option}={format_value(value)}" for owner, pairs in objective.heads for option, value in pairs]
+    options = f" with --set {' '.join(settings)}" if settings else ""
+    return f'{name!r} is a recipe, a whole set-up: use --recipe {name}. Its loss is "{objective}"{options}'
 
 
-def _coerce(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Whether a value fits an annotation, and the value in its type (an int becomes a float where one is asked for)."""
-    origin = typing.get_origin(hint)
-    if hint is Any:
-        return True, value
-    if origin is typing.Literal:
-        if value is None and "none" in typing.get_args(hint):
-            return True, "none"  # the grammar reads that word before it knows what is asked for
-        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint)), value
-    if origin in (typing.Union, types.UnionType):
-        for choice in typing.get_args(hint):
-            ok, coerced = _coerce(value, choice)
-            if ok:
-                return True, coerced
-        return False, value
-    if hint is float and type(value) is int:
-        return True, float(value)
-    if hint in (int, float, str, bool, type(None), None):
-        return type(value) is (type(None) if hint is None else hint), value
-    return True, value
+def _parse_term(expression: Expression, item: Item, weight: float, heads: Collection[str]) -> TermSpec:
+    options, columns = dict(item.options), item.columns
+    known_heads = [*registry.names("heads"), *heads]
+    head = options.pop("head", None)
+    for name, place in ((item.source, "source"), (head, "option head")):
+        if name is not None and name not in known_heads:
+            hint = did_you_mean(name, known_heads) if isinstance(name, str) else ""
+            raise expression.error(columns[place], f"unknown head {name!r} (known: {', '.join(known_heads)}){hint}")
+    for option, value in options.items():  # one at a time, so that an error knows its column
+        try:
+            check_types("losses", item.name, {option: value})
+        except CoderError as error:
+            raise expression.error(columns[f"option {option}"], str(error)) from error
+    try:
+        checked = check_options("losses", item.name, options)
+    except CoderError as error:
+        raise expression.error(_refused_column(item, options), str(error)) from error
+    return TermSpec(item.name, weight, item.source, head, checked)
 
 
-def _wanted(hint: Any) -> str:
-    """An annotation in the words of the grammar: ``float or mu``."""
-    choices = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(map(_format, choices))
-    if choices:
-        return " or ".join(map(_wanted, choices))
-    return "none" if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))
+def _refused_column(item: Item, options: Mapping[str, Any]) -> int:
+    """The column of the first option that the term refuses together with those before it."""
+    required = required_options("losses", item.name)
+    subset: dict[str, Any] = {}
+    for option in sorted(options, key=lambda option: option not in required):
+        subset[option] = options[option]
+        if subset.keys() >= set(required):
+            try:
+                check_options("losses", item.name, subset)
+            except CoderError:
+                return item.columns[f"option {option}"]
+    return item.columns["name"]
 
 
-def _format(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        if re.fullmatch(r"[A-Za-z_]\w*(?:[./-]\w+)*", value) and parse_value(value) == value:
-            return value
-        return f'"{value}"' if "'" in value else f"'{value}'"
-    return repr(value)
+def _sum(objectives: Sequence[Objective]) -> Objective:
+    heads: dict[str, tuple[tuple[str, Any], ...]] = {}
+    for objective in objectives:
+        for name, options in objective.heads:
+            if heads.setdefault(name, options) != options:
+                raise CoderError(f"two objectives set the head {name!r} differently; use --set to choose")
+    if len(objectives) == 1:
+        return objectives[0]
+    terms = tuple(term for objective in objectives for term in objective.terms)
+    return Objective(terms, tuple(sorted(heads.items())), any(objective.local_loss for objective in objectives))
 
 
-def _weight(value: float) -> str:
+def _term_to_dict(term: TermSpec) -> dict[str, Any]:
+    fields = {"name": term.name, "weight": term.weight, "source": term.source, "head": term.head}
+    fields["options"] = dict(term.options)
+    if term.term is not None:
+        cls = type(term.term)
+        fields["class"] = f"{cls.__module__}:{cls.__qualname__}"
+    return fields
+
+
+def _term_from_dict(fields: Mapping[str, Any]) -> TermSpec:
+    if "class" in fields:
+        raise CoderError(
+            f"the term {fields['name']!r} was an object of {fields['class']}, which a file cannot hold: pass the object again"
+        )
+    options = check_options("losses", fields["name"], fields["options"])
+    return TermSpec(fields["name"], float(fields["weight"]), fields["source"], fields["head"], options)
+
+
+def _format_weight(value: float) -> str:
     """The short form where it is the same number."""
     short = f"{value:.12g}"
     return short if float(short) == value else repr(value)
-
-
-def parse_value(text: str) -> Any:
-    """One option value as the grammar reads it: a number, true, false, none, or text."""
-    text = text.strip()
-    if text in _WORDS:
-        return _WORDS[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text.strip("'\"")
-
-
-@dataclass(frozen=True)
-class _Token:
-    kind: str
-    text: str
-    column: int
-
-
-class _Parser:
-    """Recursive descent over the tokens; every error carries its column, counted from 1."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens = list(self._scan())
-        self.at = 0
-
-    def _scan(self) -> Iterator[_Token]:
-        position = 0
-        while self.text[position:].strip():
-            match = _TOKEN.match(self.text, position)
-            if not match:
-                column = position + len(self.text[position:]) - len(self.text[position:].lstrip()) + 1
-                raise self._error(column, f"unexpected {self.text[column - 1]!r}")
-            kind = match.lastgroup or ""
-            yield _Token(kind if kind not in ("single", "double") else "text", match[kind], match.start(kind) + 1)
-            position = match.end()
-        yield _Token("end", "end of the expression", len(self.text) + 1)
-
-    def _error(self, column: int, message: str) -> CoderError:
-        line = f'objective "{self.text}", column {column}: {message}'
-        return CoderError(re.sub(r"\s", " ", line))  # one line, with the same columns
-
-    @property
-    def next(self) -> _Token:
-        return self.tokens[self.at]
-
-    def take(self, kind: str, text: str | None = None, expected: str = "") -> _Token:
-        token = self.next
-        if token.kind != kind or (text is not None and token.text != text):
-            raise self._error(token.column, f"expected {expected or text}, found {token.text!r}")
-        self.at += 1
-        return token
-
-    def accept(self, mark: str) -> bool:
-        if self.next.kind == "mark" and self.next.text == mark:
-            self.at += 1
-            return True
-        return False
-
-    def objective(self) -> Objective:
-        recipes = [self.item()]
-        while self.next.kind != "end":
-            # "a +2*b" scans as the number +2: a sign there is the plus between items
-            if self.next.kind == "number" and self.next.text.startswith("+"):
-                self.tokens[self.at] = replace(self.next, text=self.next.text[1:], column=self.next.column + 1)
-            else:
-                self.take("mark", "+", "'+'")
-            recipes.append(self.item())
-        heads: dict[str, tuple[tuple[str, Any], ...]] = {}
-        for objective in recipes:
-            for name, options in objective.heads:
-                if heads.setdefault(name, options) != options:
-                    raise self._error(1, f"two recipes set the head {name!r} differently; use --set to choose")
-        terms = tuple(term for objective in recipes for term in objective.terms)
-        local_loss = any(objective.local_loss for objective in recipes)
-        # of a sum nobody has said how it is trained
-        training = recipes[0].training if len(recipes) == 1 else ()
-        return Objective(terms, tuple(sorted(heads.items())), local_loss, training)
-
-    def item(self) -> Objective:
-        weight = 1.0
-        if self.next.kind == "number":
-            token = self.take("number")
-            weight = float(token.text)
-            if not (weight > 0 and math.isfinite(weight)):
-                raise self._error(token.column, f"a weight must be > 0, got {token.text}; leave the term out instead")
-            self.take("mark", "*", "'*' after the weight")
-        name = self.take("name", expected="a loss or an objective")
-        if name.text in registry.names("losses"):
-            return Objective((self.term(name, weight),))
-        if name.text in registry.names("recipes"):
-            if self.next.text in ("@", "("):
-                raise self._error(self.next.column, f"{name.text!r} is an objective: set options with --set TERM.OPTION=…")
-            preset = registry.load("recipes", name.text)
-            try:
-                return Objective.parse(preset() if callable(preset) else preset).scaled(weight)
-            except CoderError as error:
-                raise self._error(name.column, f"the objective {name.text!r} is at fault: {error}") from error
-        known = [*registry.names("losses"), *registry.names("recipes")]
-        near = difflib.get_close_matches(name.text, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise self._error(
-            name.column, f"unknown loss or objective {name.text!r}{hint} (known: {', '.join(known)})"
-        )
-
-    def term(self, name: _Token, weight: float) -> TermSpec:
-        source = None
-        if self.accept("@"):
-            token = self.take("name", expected="a head after '@'")
-            source = token.text
-            if source not in registry.names("heads"):
-                raise self._error(
-                    token.column, f"unknown head {source!r} (known: {', '.join(registry.names('heads'))})"
-                )
-        options: dict[str, Any] = {}
-        columns: dict[str, int] = {}
-        if self.accept("("):
-            while not self.accept(")"):
-                if options:
-                    self.take("mark", ",", "',' or ')'")
-                key = self.take("name", expected="an option")
-                self.take("mark", "=", f"'=' after {key.text!r}")
-                if key.text in options:
-                    raise self._error(key.column, f"option {key.text!r} is given twice")
-                columns[key.text] = key.column
-                options[key.text] = self.value()
-        head = options.pop("head", None)
-        if head is not None and head not in registry.names("heads"):
-            raise self._error(
-                columns["head"], f"unknown head {head!r} (known: {', '.join(registry.names('heads'))})"
-            )
-        for option, value in options.items():  # one at a time, so that an error knows its column
-            try:
-                check_types("losses", name.text, {option: value})
-            except CoderError as error:
-                raise self._error(columns[option], str(error)) from error
-        try:
-            checked = check_options("losses", name.text, options)
-        except CoderError as error:
-            raise self._error(self._blamed(name, options, columns), str(error)) from error
-        return TermSpec(name.text, weight, source, head, checked)
-
-    def _blamed(self, name: _Token, options: Mapping[str, Any], columns: Mapping[str, int]) -> int:
-        """The column of the first option that the term turns down together with those before it."""
-        needed = required_options("losses", name.text)
-        given: dict[str, Any] = {}
-        for option in sorted(options, key=lambda option: option not in needed):
-            given[option] = options[option]
-            if given.keys() >= set(needed):
-                try:
-                    check_options("losses", name.text, given)
-                except CoderError:
-                    return columns[option]
-        return name.column
-
-    def value(self) -> Any:
-        token = self.next
-        if token.kind not in ("number", "name", "text"):
-            raise self._error(token.column, f"expected a value, found {token.text!r}")
-        self.at += 1
-        return token.text if token.kind == "text" else parse_value(token.text)

@@ -1,13 +1,12 @@
-"""Entry-point registries: how losses, heads, readers … are found by name, ours and other people's alike.
+"""Plugins by name: losses, heads, readers and more, from entry points and from :func:`register`.
 
-Discovery reads package metadata only, so listing every plugin costs milliseconds and imports none of them (nor torch).
-A plugin is imported when it is asked for by name, and what is wrong with one name – two packages claim it, its import
-fails – is an error for whoever asks for that name and for nobody else.
+Discovery reads only package metadata, so listing all plugins takes milliseconds and imports none of them. A plugin is
+imported when it is used. A fault of one name (two packages claim it, its import fails) is an error for who uses that name,
+and for nobody else.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import warnings
@@ -16,17 +15,26 @@ from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from typing import Any
 
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, did_you_mean
 
 PREFIX = "coder_plugin."
 GROUPS = ("losses", "heads", "negatives", "positives", "backbones", "detectors", "readers", "regions", "recipes")
 
+#: The distribution of plugins that were registered in this process, not by an entry point.
+REGISTERED = "register()"
+
 _cache: dict[str, tuple[Plugin, ...]] = {}
+_registered: dict[tuple[str, str], Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What metadata says about one entry point; `error` is why it cannot be loaded, as far as that is known."""
+    """What is known of a plugin without importing it.
+
+    Args:
+        target: where it is, ``module:attribute``.
+        error: why it cannot be used, if that is known.
+    """
 
     group: str
     name: str
@@ -37,22 +45,90 @@ class Plugin:
 
 
 def list_plugins(group: str | None = None, *, check: bool = False) -> list[Plugin]:
-    """Every plugin known, or those of one group, none imported; a name claimed twice appears twice, with `error`.
+    """All plugins, or those of one group, without importing them.
 
-    `check=True` also imports each of them and records failures in `error` instead of raising: one run shows all faults.
+    Args:
+        group: one of ``losses``, ``heads``, ``negatives``, ``positives``, ``backbones``, ``detectors``, ``readers``,
+            ``regions`` and ``recipes``.
+        check: also import each plugin. Failures are recorded in ``error`` and not raised, so one call shows all faults.
+
+    Returns:
+        The plugins, by group and name. A name with two claims is there twice, with ``error``.
+
+    Raises:
+        CoderError: an unknown group.
+
+    Example:
+        >>> [plugin.name for plugin in list_plugins("positives")]
+        ['join', 'truncate']
     """
     groups = GROUPS if group is None else (_short(group),)
-    found = [plugin for each in groups for plugin in _discover(each)]
-    return [_checked(plugin) for plugin in found] if check else found
+    plugins = [plugin for each in groups for plugin in _discover(each)]
+    return [_checked(plugin) for plugin in plugins] if check else plugins
+
+
+def register(group: str, name: str, target: Any = None) -> Any:
+    """Give a plugin a name in this process, as an entry point does for an installed package.
+
+    Args:
+        group: one of the groups of :func:`list_plugins`.
+        name: its name in loss expressions and flags.
+        target: a class, a function, or where to import it from, ``"module:attribute"``. Without it, a decorator.
+
+    Returns:
+        The target, or the decorator. Registering the same target again does nothing; a class or function that was defined
+        anew under its old name, as when a notebook's cell is run again, replaces the old one.
+
+    Raises:
+        CoderError: an unknown group, or the name has another target; names both.
+
+    Example:
+        >>> import torch
+        >>> from coder_plugin import create_loss, create_model, register
+        >>> @register("losses", "pull")
+        ... class Pull(torch.nn.Module):
+        ...     requires = ("image_features", "text_features")
+        ...
+        ...     def forward(self, image_features, text_features):
+        ...         return (1 - (image_features * text_features).sum(1)).mean()
+        >>> model = create_model("coder-tiny", loss="clip + 0.5*pull")
+        >>> list(create_loss("clip + 0.5*pull", model=model).terms)
+        ['clip', 'pull']
+    """
+    group = _short(group)
+    if target is None:
+        return lambda target: register(group, name, target)
+    path = _path(target)
+    rival = next((plugin for plugin in _discover(group) if plugin.name == name), None)
+    if rival is not None and rival.target != path:
+        who = f"{rival.distribution} {rival.version}".strip()
+        raise CoderError(
+            f"register: {name!r} in {PREFIX}{group} is already {rival.target} (from {who}), so it cannot be {path}: choose "
+            "another name"
+        )
+    if rival is None or rival.distribution == REGISTERED:
+        _registered[group, name] = target
+        _cache.pop(group, None)
+    return target
+
+
+def unregister(group: str, name: str) -> None:
+    """Undo :func:`register`. Does nothing where the name was not registered."""
+    _registered.pop((_short(group), name), None)
+    _cache.pop(_short(group), None)
 
 
 def names(group: str) -> list[str]:
-    """The names known in a group, sorted; whether they load is not looked at."""
+    """The names of a group, sorted. Whether they can be imported is not checked."""
     return sorted({plugin.name for plugin in _discover(_short(group))})
 
 
 def load(group: str, name: str) -> Any:
-    """The object behind a name, importing only the module that holds it."""
+    """The object behind a name. Imports only the module that holds it.
+
+    Raises:
+        CoderError: an unknown name, one with two claims, or one whose import fails.
+    """
     group = _short(group)
     claims = [plugin for plugin in _discover(group) if plugin.name == name]
     if not claims:
@@ -63,15 +139,15 @@ def load(group: str, name: str) -> Any:
 
 
 def refresh() -> None:
-    """Forget what was discovered; needed only where packages are installed, or `sys.path` changes, while we run."""
+    """Forget what was discovered: needed only where packages are installed, or ``sys.path`` changes, in a running process."""
     _cache.clear()
     importlib.invalidate_caches()
 
 
 def format_plugins(plugins: Iterable[Plugin]) -> str:
-    """An aligned plain-text table; errors come last, unpadded, so that a long one widens no other row."""
+    """An aligned plain-text table. Errors come last and unpadded, so that a long one widens no other row."""
     rows = [
-        (p.group, p.name, f"{p.distribution} {p.version}", p.target, f"error: {_one_line(p.error)}" if p.error else "")
+        (p.group, p.name, f"{p.distribution} {p.version}".strip(), p.target, f"error: {_one_line(p.error)}" if p.error else "")
         for p in plugins
     ]
     if not rows:
@@ -92,24 +168,28 @@ def _short(group: str) -> str:
 def _discover(group: str) -> tuple[Plugin, ...]:
     if group in _cache:
         return _cache[group]
-    # A distribution may be met twice (an egg-info beside a dist-info, an editable install on two path entries). The
+    # A distribution may appear twice (an egg-info beside a dist-info, an editable install on two path entries). The
     # standard library compares file names and misses some of these; here the name inside the metadata decides. The
-    # first one on the path stays, as with `import`.
-    found: dict[tuple[str, str], Plugin] = {}
+    # first one on the path wins, as with `import`.
+    plugins: dict[tuple[str, str], Plugin] = {}
     for point in _entry_points(PREFIX + group):
         distribution, version = _identity(point.dist)
         key = point.name, re.sub(r"[-_.]+", "-", distribution).lower()  # PEP 503
         plugin = Plugin(group=group, name=point.name, distribution=distribution, version=version, target=point.value)
-        found.setdefault(key, plugin)
+        plugins.setdefault(key, plugin)
+    for (of_group, name), target in _registered.items():
+        if of_group == group:
+            plugin = Plugin(group=group, name=name, distribution=REGISTERED, version="", target=_path(target))
+            plugins.setdefault((name, REGISTERED), plugin)
     claims: dict[str, list[Plugin]] = {}
-    for _, plugin in sorted(found.items()):
+    for _, plugin in sorted(plugins.items()):
         claims.setdefault(plugin.name, []).append(plugin)
     _cache[group] = tuple(plugin for rivals in claims.values() for plugin in _with_conflict(rivals))
     return _cache[group]
 
 
 def _entry_points(group: str) -> list[EntryPoint]:
-    """`entry_points(group=…)`, which gives up altogether when any installed package, related or not, has a bad file."""
+    """`entry_points(group=…)`, which fails when any installed package, related or not, has a bad file; then the others'."""
     try:
         return list(entry_points(group=group))
     except Exception:
@@ -125,18 +205,18 @@ def _entry_points(group: str) -> list[EntryPoint]:
 
 
 def _identity(distribution: Distribution | None) -> tuple[str, str]:
-    """Name and version. A half-removed package has neither, and then its place is the only thing to call it by."""
+    """Name and version. A half-removed package has neither; then it is called by its path."""
     if distribution is None:
         return "an unknown package", "?"
     try:
         name, version = distribution.metadata["Name"], distribution.metadata["Version"]
-    except Exception:  # newer Pythons raise where older ones answer None
+    except Exception:  # newer Pythons raise where older ones return None
         name = version = ""
     return name or f"a package without metadata in {distribution.locate_file('')}", version or "?"
 
 
 def _with_conflict(rivals: list[Plugin]) -> list[Plugin]:
-    """Equal targets conflict as well: the packages may be upgraded apart, and nobody could say which one answers."""
+    """Equal targets conflict as well: the packages may be upgraded independently, and it would be unclear which one is used."""
     if len(rivals) == 1:
         return rivals
     who = " and ".join(f"{plugin.distribution} {plugin.version} ({plugin.target})" for plugin in rivals)
@@ -154,22 +234,32 @@ def _checked(plugin: Plugin) -> Plugin:
 
 
 def _resolve(plugin: Plugin) -> Any:
+    if plugin.distribution == REGISTERED:
+        target = _registered[plugin.group, plugin.name]
+        if not isinstance(target, str) or target.endswith(".toml"):
+            return target
     point = EntryPoint(name=plugin.name, value=plugin.target, group=PREFIX + plugin.group)
     try:
         return point.load()
     # Third-party code runs here and may raise anything; one that calls sys.exit() must not end the command either.
     except (Exception, SystemExit) as exc:
         raise CoderError(
-            f"{plugin.name!r} in {PREFIX}{plugin.group}, from {plugin.distribution} {plugin.version}, "
+            f"{plugin.name!r} in {PREFIX}{plugin.group}, from {f'{plugin.distribution} {plugin.version}'.strip()}, "
             f"cannot be loaded from {plugin.target}: {_cause(exc)}"
         ) from exc
 
 
-def _unknown(what: str, given: str, known: Sequence[str]) -> CoderError:
-    by_lower = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(given.lower(), by_lower, n=1)
-    hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ";"
-    return CoderError(f"unknown {what}: {given!r}{hint} known: {', '.join(known) or 'none'}")
+def _path(target: Any) -> str:
+    """``module:attribute`` of a target; of a value without a name, such as a recipe's fields, its text."""
+    if isinstance(target, str):
+        return target
+    if not hasattr(target, "__qualname__"):
+        return repr(target)
+    return f"{target.__module__}:{target.__qualname__}"
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> CoderError:
+    return CoderError(f"unknown {what}: {name!r}{did_you_mean(name, known) or ';'} known: {', '.join(known) or 'none'}")
 
 
 def _cause(exc: BaseException | None) -> str:

@@ -27,7 +27,7 @@ def tiny_model(tmp_path_factory) -> str:
 def without_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Runs in tests end without their report, which would take longer than they do, but for those that ask for it."""
     if "with_report" not in request.fixturenames:
-        monkeypatch.setattr("coder_plugin.training.loop.Trainer._report", lambda self: None)
+        monkeypatch.setattr("coder_plugin.report.callback.WriteReport.on_train_end", lambda *_: None)
 
 
 @pytest.fixture

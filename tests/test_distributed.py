@@ -78,7 +78,7 @@ class Towers(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         reads = resolve(objective, KEYS).reads - ({"logit_bias"} if "siglip" not in str(objective) else set())
         reads = reads | {"image_features", "text_features"}
-        for key in ("logit_scale", "logit_bias"):  # unread parameters are frozen (DESIGN, rule 2)
+        for key in ("logit_scale", "logit_bias"):  # DDP needs every trained parameter to get a gradient
             getattr(self, key).requires_grad_(key in reads)
         self.reads = reads
 

@@ -15,13 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from coder_plugin.functional import cosine, dcl, directed_dcl, directed_triplet, diversity, spread, triplet
+from coder_plugin.functional import cosine, dcl, diversity, triplet
+from coder_plugin.functional.dcl_loss import directed_dcl
+from coder_plugin.functional.diversity_weights import raw_diversity
+from coder_plugin.functional.triplet_loss import directed_triplet
 from tests.references import dcl as reference
 from tests.references.triplet import triplet as reference_triplet
 
 VECTORS = Path(__file__).resolve().parents[2] / "shared" / "data" / "vectors"
 KINDS = ("std", "entropy", "none")
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+#: The defaults of dcl and of triplet, for their one-directional cores.
+PAPER = {"mu": 0.1, "gamma": 0.3, "positive_weight": 1.0}
+HINGE = {"margin": 0.2, "hardest": True, "reduction": "mean"}
 
 
 def features(n: int, d: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -166,11 +172,11 @@ def test_diversity_by_hand() -> None:
     # SD 0.1 gives 1 + 1/e, no spread gives 1; after the division 1 and sigmoid(1)
     similarity = torch.tensor([[0.1, 0.3, 9.0], [0.2, 0.2, 9.0]], dtype=torch.float64)
     negatives = torch.tensor([[True, True, False]] * 2)
-    close(spread(similarity, negatives), [1.36787944117144232, 1.0])
+    close(raw_diversity(similarity, negatives), [1.36787944117144232, 1.0])
     close(diversity(similarity, negatives), [1.0, 0.73105857863000488])
     # two equal negatives have one bit, one negative has none
     negatives = torch.tensor([[False, True, False], [True, True, False]])
-    close(spread(similarity, negatives, kind="entropy"), [1.0, 1.90483741803595957])
+    close(raw_diversity(similarity, negatives, kind="entropy"), [1.0, 1.90483741803595957])
     close(diversity(similarity, negatives, kind="none"), [1.0, 1.0])
 
 
@@ -187,7 +193,7 @@ def test_weights_of_identical_candidates() -> None:
     same = texts[:1].expand(5, 4)
     for kind in ("std", "none"):
         close(diversity(images @ same.T, others(5), kind=kind), torch.ones(5))
-        close(spread(images @ same.T, others(5), kind=kind), torch.ones(5))
+        close(raw_diversity(images @ same.T, others(5), kind=kind), torch.ones(5))
     # their entropy is log2(4) for every anchor: equal weights again
     close(diversity(images @ same.T, others(5), kind="entropy"), torch.ones(5))
 
@@ -232,8 +238,8 @@ def test_a_masked_caption_changes_nothing_and_ids_are_only_compared() -> None:
     rows = (images @ texts.T)[0]
     alone = torch.zeros(1, 6, dtype=torch.bool)
     alone[0, keep[1:]] = True
-    one = directed_dcl(rows[None], rows[:1], alone, scalar(1.0)[None])
-    close(directed_dcl(rows[None, keep], rows[:1], alone[:, keep], scalar(1.0)[None]), one)
+    one = directed_dcl(rows[None], rows[:1], alone, scalar(1.0)[None], **PAPER)
+    close(directed_dcl(rows[None, keep], rows[:1], alone[:, keep], scalar(1.0)[None], **PAPER), one)
 
 
 # Precision
@@ -244,8 +250,8 @@ def test_float32_keeps_a_small_spread_around_a_large_mean(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     similarity = 0.9 + 1e-3 * torch.randn(64, 500, generator=generator)
     allowed = torch.rand(64, 500, generator=generator) < 0.9
-    got = spread(similarity, allowed, kind=kind, epsilon=1e-3)
-    want = spread(similarity.double(), allowed, kind=kind, epsilon=1e-3)
+    got = raw_diversity(similarity, allowed, kind=kind, epsilon=1e-3)
+    want = raw_diversity(similarity.double(), allowed, kind=kind, epsilon=1e-3)
     # E[S^2] - E[S]^2 in float32 is wrong by several per cent here
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=0)
 
@@ -300,7 +306,7 @@ def test_gradcheck_of_dcl(kind: str, gradient: bool) -> None:
             rows = v @ w.T
             masks = ids[:, None] != ids
             both = ((rows, held[0]), (rows.T, held[1]))
-            return sum(directed_dcl(s, rows.diagonal(), masks, own).mean() for s, own in both)
+            return sum(directed_dcl(s, rows.diagonal(), masks, own, **PAPER).mean() for s, own in both)
 
         assert torch.autograd.gradcheck(loss, (images, texts))
         want = torch.autograd.grad(loss(images, texts), (images, texts))
@@ -420,7 +426,7 @@ def test_spread_has_a_finite_gradient_at_every_scale(kind: str, dtype: torch.dty
     for exponent in range(-45, 2):
         for epsilon in (1e-6, 0.1, 1e6):
             rows = (pattern * 10.0**exponent).to(dtype).requires_grad_()
-            value = spread(rows, torch.ones(1, 3, dtype=torch.bool), kind=kind, epsilon=epsilon)
+            value = raw_diversity(rows, torch.ones(1, 3, dtype=torch.bool), kind=kind, epsilon=epsilon)
             value.backward()
             assert 1 <= value <= 2 and rows.grad.isfinite().all(), f"1e{exponent}, epsilon {epsilon}"
 
@@ -443,7 +449,7 @@ def test_diversity_without_candidates_or_anchors(kind: str) -> None:
     assert torch.equal(diversity(torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool), kind=kind), torch.ones(3))
     assert diversity(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), kind=kind).shape == (0,)
     rows = torch.rand(2, 3, requires_grad=True)
-    spread(rows, torch.zeros(2, 3, dtype=torch.bool), kind=kind).sum().backward() if kind != "none" else None
+    raw_diversity(rows, torch.zeros(2, 3, dtype=torch.bool), kind=kind).sum().backward() if kind != "none" else None
     assert rows.grad is None or not rows.grad.any()
 
 
@@ -470,16 +476,16 @@ BAD: list[tuple[Callable[[], Tensor], str]] = [
     (lambda: diversity(V, V), "negatives must be bool, got torch.float32"),
     (lambda: diversity(V, V.bool(), kind="SD"), "'std', 'entropy' or 'none', got 'SD'"),
     (lambda: diversity(V, V.bool(), epsilon=math.nan), "epsilon must be > 0, got nan"),
-    (lambda: directed_dcl(V, V[0], V.bool(), V[:, 0]), r"positive and weights must have shape \(3,\), got \(4,\)"),
-    (lambda: directed_dcl(V, V[:, 0], V.bool(), V[:, :1]), r"positive and weights .* \(3,\) and \(3, 1\)"),
-    (lambda: directed_dcl(V, V[:, 0], V.long(), V[:, 0]), "negatives must be bool, got torch.int64"),
+    (lambda: directed_dcl(V, V[0], V.bool(), V[:, 0], **PAPER), r"positive and weights must have shape \(3,\), got \(4,\)"),
+    (lambda: directed_dcl(V, V[:, 0], V.bool(), V[:, :1], **PAPER), r"positive and weights .* \(3,\) and \(3, 1\)"),
+    (lambda: directed_dcl(V, V[:, 0], V.long(), V[:, 0], **PAPER), "negatives must be bool, got torch.int64"),
     (lambda: triplet(V), r"similarity must be square \[n, n\], got \(3, 4\)"),
     (lambda: triplet(V[0]), r"similarity must be square \[n, n\], got \(4,\)"),
     (lambda: triplet(V[:0, :0]), "similarity holds no pair"),
     (lambda: triplet(V[:, :3], image_ids=IDS), r"image_ids must have shape \(3,\), got \(2,\)"),
     (lambda: triplet(V[:, :3], reduction="max"), "reduction must be 'mean' or 'sum', got 'max'"),
-    (lambda: directed_triplet(V, V[0], V.bool()), r"positive must have shape \(3,\), got \(4,\)"),
-    (lambda: directed_triplet(V, V[:, 0], V), "negatives must be bool, got torch.float32"),
+    (lambda: directed_triplet(V, V[0], V.bool(), **HINGE), r"positive must have shape \(3,\), got \(4,\)"),
+    (lambda: directed_triplet(V, V[:, 0], V, **HINGE), "negatives must be bool, got torch.float32"),
 ]
 
 

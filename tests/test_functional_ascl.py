@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional import ascl, directed_ascl
+from coder_plugin.functional import ascl
+from coder_plugin.functional.ascl_loss import directed_ascl
 from tests.test_functional_coder import vectors
 
 
@@ -114,8 +115,8 @@ def test_compiles():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.zeros(2, 3), None), r"similarity must have shape \[n, n\]"),
-        ((torch.zeros(0, 0), None), "n >= 1 pairs"),
+        ((torch.zeros(2, 3), None), r"similarity must be square \[n, n\], got \(2, 3\)"),
+        ((torch.zeros(0, 0), None), "similarity holds no pair"),
         ((torch.zeros(2, 2), torch.zeros(3, 1)), r"noise_similarity must have shape \(2, m\)"),
         ((torch.zeros(2, 2), torch.zeros(2)), "noise_similarity"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional.fusion import Attention, Side, by_gram, pairs, side
+from coder_plugin.functional.fusion import Attention, Side, make_side, pair_scores, use_gram
 from tests.references import fusion as reference
 
 
@@ -46,15 +46,15 @@ class Case:
     def sides(self) -> tuple[Side, Side]:
         """[n, ...] each."""
         to_text, to_image = self.weights()
-        images = side(
-            self.regions, self.region_mask, asks=to_text, answers=to_image, heads=self.heads, whole=self.whole
+        images = make_side(
+            self.regions, self.region_mask, as_query=to_text, as_key=to_image, heads=self.heads, global_feature=self.whole
         )
-        return images, side(self.words, self.word_mask, asks=to_image, answers=to_text, heads=self.heads)
+        return images, make_side(self.words, self.word_mask, as_query=to_image, as_key=to_text, heads=self.heads)
 
     def score(self, images: Side, texts: Side, **options: Any) -> Tensor:
         to_text, to_image = self.weights()
         options = {"heads": self.heads, "local_weight": 0.6} | options
-        return pairs(images, texts, image_to_text=to_text, text_to_image=to_image, **options)
+        return pair_scores(images, texts, image_to_text=to_text, text_to_image=to_image, **options)
 
     def all_pairs(self, **options: Any) -> Tensor:
         images, texts = self.sides()
@@ -77,7 +77,7 @@ class Case:
 
 
 def grouped(sides: Side, groups: int) -> Side:
-    return sides.each(lambda field: field.unflatten(0, (groups, -1)))
+    return sides.map(lambda field: field.unflatten(0, (groups, -1)))
 
 
 @pytest.mark.parametrize("local_weight", [0.0, 0.6, 1.0])
@@ -133,8 +133,8 @@ def test_both_ways_to_a_norm_are_equal_forward_and_backward():
 
 
 def test_the_cheaper_way_is_taken():
-    assert by_gram(36, 256, 4) and by_gram(32, 1024, 4)
-    assert not by_gram(197, 512, 8)  # 1,576^2 of attention against 197 x 512 + 512^2
+    assert use_gram(36, 256, 4) and use_gram(32, 1024, 4)
+    assert not use_gram(197, 512, 8)  # 1,576^2 of attention against 197 x 512 + 512^2
 
 
 def test_one_region_and_one_word_have_their_cosine():
@@ -143,9 +143,9 @@ def test_one_region_and_one_word_have_their_cosine():
     mask = torch.ones(1, 1, dtype=torch.bool)
     region, word = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[2.0, 0.0]]])
     images, texts = (
-        grouped(side(tokens.double(), mask, asks=weights, answers=weights, heads=1), 1) for tokens in (region, word)
+        grouped(make_side(tokens.double(), mask, as_query=weights, as_key=weights, heads=1), 1) for tokens in (region, word)
     )
-    score = pairs(images, texts, image_to_text=weights, text_to_image=weights, heads=1, local_weight=0.3)
+    score = pair_scores(images, texts, image_to_text=weights, text_to_image=weights, heads=1, local_weight=0.3)
     torch.testing.assert_close(score, torch.full((1, 1, 1), 0.6, dtype=torch.float64))
 
 
@@ -175,7 +175,7 @@ def test_order_and_further_padding_change_nothing():
 
 def test_a_cut_side_is_the_side_of_fewer_positions():
     case = Case(words=5, dim=12)
-    cut = case.sides()[1].cut(3)
+    cut = case.sides()[1].truncate(3)
     case.words, case.word_mask = case.words[:, :3], case.word_mask[:, :3]
     for field, want in zip(cut[:6], case.sides()[1][:6], strict=True):
         torch.testing.assert_close(field, want)
@@ -222,9 +222,11 @@ def in_autocast(case: Case, number: torch.dtype, autocast: torch.dtype | None) -
         Attention(w["query"], w["key"], w["output"], each) for w, each in zip(case.directions, common, strict=True)
     )
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        images = side(case.regions, case.region_mask, asks=to_text, answers=to_image, heads=2, whole=case.whole)
-        texts = side(case.words, case.word_mask, asks=to_image, answers=to_text, heads=2)
-        score = pairs(
+        images = make_side(
+            case.regions, case.region_mask, as_query=to_text, as_key=to_image, heads=2, global_feature=case.whole
+        )
+        texts = make_side(case.words, case.word_mask, as_query=to_image, as_key=to_text, heads=2)
+        score = pair_scores(
             grouped(images, 1), grouped(texts, 1), image_to_text=to_text, text_to_image=to_image, heads=2, local_weight=0.6
         )
     assert score.dtype == torch.float32
@@ -284,4 +286,4 @@ def test_mistakes_are_named(change, message):
     matrices = Attention(*torch.randn(4, 6, 6))
     given_ = {"tokens": torch.randn(3, 4, 6), "mask": torch.ones(3, 4, dtype=torch.bool), "heads": 2} | change
     with pytest.raises(ValueError, match=message):
-        side(given_.pop("tokens"), given_.pop("mask"), asks=matrices, answers=matrices, **given_)
+        make_side(given_.pop("tokens"), given_.pop("mask"), as_query=matrices, as_key=matrices, **given_)

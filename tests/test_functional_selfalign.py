@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coder_plugin.functional import context, correspondence, cra, directed_lca, lca, prototype_scores, sinkhorn_bias
+from coder_plugin.functional import cra, cra_loss, lca
+from coder_plugin.functional.lca_loss import correspondence, lca_from_scores, prototype_scores, sinkhorn_bias
 from tests.references import selfalign as reference
 from tests.test_functional_coder import vectors
 
@@ -192,10 +193,10 @@ def test_gradient_of_lca(assignment):
     words, prototypes = words.requires_grad_(), prototypes.requires_grad_()
     matched = correspondence(words, word_mask, regions, region_mask).argmax(2)
     targets = prototype_scores(regions, prototypes).detach()
-    bias = sinkhorn_bias(targets, region_mask) if assignment == "sinkhorn" else None
+    options = {"temperature": 0.1, "assignment": assignment, "epsilon": 0.05, "iterations": 2}
 
     def loss(words: Tensor, prototypes: Tensor) -> Tensor:
-        return directed_lca(prototype_scores(words, prototypes), word_mask, targets, matched, bias, temperature=0.1)
+        return lca_from_scores(prototype_scores(words, prototypes), word_mask, targets, region_mask, matched, **options)
 
     assert torch.autograd.gradcheck(loss, (words, prototypes))
     regions = regions.requires_grad_()
@@ -307,8 +308,8 @@ def test_tiles_are_one_tile(monkeypatch, tile, count):
         return [value, *torch.autograd.grad(value, leaves)]
 
     wanted = run()
-    monkeypatch.setattr(context, "_TILE", tile)
-    monkeypatch.setattr(context, "_ROWS", 1)
+    monkeypatch.setattr(cra_loss, "_TILE_SIZE", tile)
+    monkeypatch.setattr(cra_loss, "_LEAST_ROWS", 1)
     for got, each in zip(run(), wanted, strict=True):
         same(got, each.detach())
 

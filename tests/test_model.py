@@ -447,7 +447,7 @@ def test_tokens_and_masks(make: Make, name: str) -> None:
     assert torch.equal(mask, made.mask(text))
     assert mask.sum(1).tolist() == [6, 10, 16], "the end token counts, the padding does not"
     assert texts.shape[1] == T
-    widths = backbone.probe_backbone(model, model._coder_taps[0])
+    widths = backbone.probe_backbone(model, model._coder_capture)
     assert widths == BackboneInfo(embed_dim=32, image_tokens=images.shape[2], text_tokens=texts.shape[2])
     assert widths.embed_dim == got["image_features"].shape[1]
 
@@ -492,7 +492,7 @@ def test_no_cost_when_nobody_needs_tokens(make: Make, name: str, objective: str)
     for module_name, module in plain.named_modules():
         if module_name:
             assert type(modules[module_name]) is type(module), module_name
-    assert ours._coder_taps == ()
+    assert ours._coder_capture is None
     tapped = make(name, "reads_tokens")
     changed = type(tapped.visual) is not type(plain.visual)
     assert changed or any(module._forward_hooks for module in tapped.visual.modules()), "what is looked for does exist"
@@ -507,7 +507,7 @@ def test_tokens_are_kept_for_nobody(make: Make, name: str) -> None:
     model.encode_text(text)
     assert set(TOKEN_KEYS) & model(image=image).keys() == set(), "the text's are not there"
     model.eval()(image, text)
-    assert model._coder_taps[0]._caught is None
+    assert model._coder_capture._captured is None
     kept = weakref.ref(model.train()(image, text)["coder_image_tokens"])
     gc.collect()
     assert kept() is None
@@ -540,17 +540,17 @@ def test_tokens_in_low_precision(make: Make, precision: str) -> None:
 
 
 def test_towers_without_tokens_are_refused_by_name(make: Make) -> None:
-    from coder_plugin.backbones.tokens import TokenTaps
+    from coder_plugin.backbones.feature_capture import FeatureCapture
 
     for tower, called in (("visual", "an image"), ("text", "a text")):
         model = make("custom-text")
         setattr(model, tower, nn.Linear(1, 1))
         with pytest.raises(CoderError, match=f"no token features from {called} tower of type Linear"):
-            TokenTaps(model, {"image_tokens", "text_tokens"})
+            FeatureCapture(model, {"image_tokens", "text_tokens"})
     model = make("timm-convnext")
     model.visual.trunk = nn.Linear(1, 1)
     with pytest.raises(CoderError, match="no token features from timm's Linear"):
-        TokenTaps(model, {"image_tokens", "text_tokens"})
+        FeatureCapture(model, {"image_tokens", "text_tokens"})
     model = make("timm-convnext", "reads_tokens").train()
     trunk = type(model.visual.trunk)
     flat = type("Flat", (trunk,), {"forward_intermediates": lambda self, x, **_: (x, [x.new_zeros(B, 7)])})
@@ -947,7 +947,7 @@ def test_recipes_that_a_model_cannot_serve(configs: Path) -> None:
 
 def test_text_masks_of_towers_that_pool_the_last_position() -> None:
     """SigLIP's tokenizer pads with its end token, whatever pad_id the configuration has."""
-    from coder_plugin.backbones.tokens import _mask_by_pool
+    from coder_plugin.backbones.feature_capture import _mask_by_pool
 
     text = torch.tensor([[5, 6, 1, 1, 1], [5, 1, 6, 7, 1], [5, 6, 7, 8, 9], [1, 1, 1, 1, 1]])
     want = [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]

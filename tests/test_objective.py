@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
+from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.losses.base import Term
-from coder_plugin.objective import Objective, TermSpec, check_options, parse_value
+from coder_plugin.objective import Objective, TermSpec
+from coder_plugin.options import check_options
 
 
 class Spy(Term):
@@ -64,8 +66,8 @@ class Door(Gate):
     pass
 
 
-def _preset() -> Objective:
-    return Objective.parse("0.5*dcl(mu=0.2) + clip")
+def _named() -> dict[str, Any]:
+    return {"loss": "0.5*dcl(mu=0.2) + clip"}
 
 
 PLUGINS: dict[str, dict[str, Any]] = {
@@ -79,12 +81,16 @@ PLUGINS: dict[str, dict[str, Any]] = {
     },
     "heads": {"gate": Gate, "door": Door},
     "recipes": {
-        "two": "0.5*dcl(mu=0.2) + clip",
-        "two/called": _preset,
-        "two/nested": "4*two + triplet",
-        "gated": Objective(_preset().terms, (("gate", (("size", 5),)),), local_loss=True),
-        "gated/other": Objective(_preset().terms, (("gate", (("size", 6),)),)),
-        "broken": "clip + gone(mu=1)",
+        "two": {"loss": "0.5*dcl(mu=0.2) + clip"},
+        "two/called": _named,
+        "two/nested": {"loss": "4*two + triplet"},
+        "gated": {"loss": "two", "options": {"gate.size": 5}},
+        "gated/other": {"loss": "two", "options": {"gate": {"size": 6}}},
+        "broken": {"loss": "clip + gone(mu=1)"},
+        "round": {"loss": "clip + trip"},
+        "trip": {"loss": "2*round"},
+        "text": "0.5*dcl",
+        "whole": {"loss": "gated", "lr": 2e-4},
     },
 }
 
@@ -201,9 +207,10 @@ def test_parse_value(text: str, value: Any) -> None:
 
 
 def test_presets_are_put_in_their_place_and_scaled() -> None:
-    assert Objective.parse("2*coder/table2-1 + clip").terms == (term("triplet", 2.0), term("clip"))
-    assert Objective.parse("coder/table2-2").terms == (term("dcl", 3.0),)
-    assert Objective.parse("coder/table2-2+2*clip").terms == (term("dcl", 3.0), term("clip", 2.0))
+    assert [(spec.name, spec.weight) for spec in Objective.parse("2*selfalign-clip+2*clip").terms] == [
+        ("clip", 2.0), ("lca", 2.0), ("cra", 2.0), ("clip", 2.0)
+    ]  # fmt: skip
+    assert [spec.name for spec in Objective.parse("clip+selfalign-clip").terms] == ["clip", "clip", "lca", "cra"]
     two = (term("dcl", 0.5, options={"mu": 0.2}), term("clip"))
     assert Objective.parse("two").terms == Objective.parse("two/called").terms == two
     assert Objective.parse("siglip + 3*two + triplet").terms == (
@@ -215,13 +222,12 @@ def test_presets_are_put_in_their_place_and_scaled() -> None:
     assert [spec.weight for spec in Objective.parse("0.25*two/nested").terms] == [0.5, 1.0, 0.25]
 
 
-def test_presets_bring_their_heads_options_and_local_loss() -> None:
+def test_objectives_bring_their_heads_options() -> None:
     objective = Objective.parse("clip + 2*gated")
-    assert objective.heads == (("gate", (("size", 5),)),) and objective.local_loss
+    assert objective.heads == (("gate", (("size", 5),)),)
     assert [spec.weight for spec in objective.terms] == [1.0, 1.0, 2.0]
-    assert not Objective.parse("two").local_loss
     assert Objective.parse("gated + gated").heads == objective.heads
-    with pytest.raises(CoderError, match="two recipes set the head 'gate' differently"):
+    with pytest.raises(CoderError, match="two objectives set the head 'gate' differently"):
         Objective.parse("gated + gated/other")
 
 
@@ -229,8 +235,8 @@ def test_a_broken_preset_is_named() -> None:
     with pytest.raises(CoderError) as caught:
         Objective.parse("clip + 2*broken")
     message = str(caught.value)
-    assert message.startswith('objective "clip + 2*broken", column 10: the objective \'broken\' is at fault: ')
-    assert 'objective "clip + gone(mu=1)", column 8: unknown loss or objective \'gone\'' in message
+    assert message.startswith('loss "clip + 2*broken", column 10: the objective \'broken\' is at fault: ')
+    assert 'loss "clip + gone(mu=1)", column 8: unknown loss or objective \'gone\'' in message
 
 
 # Mistakes. Columns are counted by hand, from 1.
@@ -239,6 +245,9 @@ MISTAKES = [
     ("dcll", 1, "unknown loss or objective 'dcll'; did you mean 'dcl'? (known: ascl, "),
     ("clip + tripet", 8, "did you mean 'triplet'?"),
     ("2*coder/table2-9", 3, "did you mean 'coder/table2-"),
+    ("clip + dlc", 8, "unknown loss or objective 'dlc'; did you mean 'dcl'? (known: ascl, "),
+    ("coder-cilp", 1, "did you mean 'coder-clip'?"),
+    ("clip + gaussian-2.x", 8, "unknown loss or objective 'gaussian-2.x' (known: "),
     ("qqqqqq", 1, "unknown loss or objective 'qqqqqq' (known: "),
     ("CLIP", 1, "unknown loss or objective 'CLIP'"),
     ("clip & dcl", 6, "unexpected '&'"),
@@ -270,8 +279,13 @@ MISTAKES = [
     ("clip + dcl@ids@ids", 15, "expected '+', found '@'"),
     ("dcl(head=idz)", 5, "unknown head 'idz' (known: "),
     ("dcl(mu=0.1, head=3)", 13, "unknown head 3 (known: "),
-    ("coder/table2-1(margin=1)", 15, "'coder/table2-1' is an objective: set options with --set"),
-    ("coder/table2-1@ids", 15, "'coder/table2-1' is an objective"),
+    ("coder-printed(margin=1)", 14, "'coder-printed' is an objective: set options with --set"),
+    ("coder-printed @ids", 15, "'coder-printed' is an objective"),
+    ("clip + round", 8, "objectives contain each other: round -> trip -> round"),
+    ("clip + text", 8, "'text' in coder_plugin.recipes is '0.5*dcl'; it must be a mapping such as {'loss': '3*dcl'}"),
+    ("ascl-f30k + 0.1*clip", 1, "'ascl-f30k' is a recipe, a whole set-up: use --recipe ascl-f30k. Its loss is \"ascl("),
+    ("clip + 2*ascl/table2-full", 10, "'ascl/table2-full' is a recipe, a whole set-up: use --recipe ascl/table2-full. "),
+    ("clip + whole", 8, 'Its loss is "0.5*dcl(mu=0.2) + clip" with --set gate.size=5'),
     ("dcl(mo=0.1)", 5, "'dcl' has no option 'mo'; it has: mu, gamma, epsilon,"),
     ("clip(mu=1)", 6, "'clip' has no option 'mu'; it has: none"),
     ("dcl(mu=x)", 5, "'dcl': option mu=x must be float"),
@@ -315,7 +329,7 @@ def test_mistakes_are_one_line_with_the_column(text: str, column: int, message: 
     with pytest.raises(CoderError) as caught:
         Objective.parse(text)
     said = str(caught.value)
-    assert said.startswith(f'objective "{text.replace(chr(10), " ")}", column {column}: '), said
+    assert said.startswith(f'loss "{text.replace(chr(10), " ")}", column {column}: '), said
     assert message in said
     assert len(said.splitlines()) == 1
 
@@ -328,7 +342,7 @@ def test_any_text_is_a_recipe_or_one_line_with_a_column(text: str) -> None:
         said = str(error)
         assert len(said.splitlines()) == 1
         flat = re.sub(r"\s", " ", text)
-        prefix = f'objective "{flat}", column '
+        prefix = f'loss "{flat}", column '
         assert said.startswith(prefix)
         column = int(said[len(prefix) :].split(":")[0])
         assert 1 <= column <= len(text) + 1
@@ -501,7 +515,7 @@ def test_options_that_must_agree_are_set_together() -> None:
     ("path", "value", "message"),
     [
         ("mu", 1, "option 'mu': write OWNER.OPTION=VALUE, such as dcl.mu=0.07"),
-        ("triplet.margin", 1, "option 'triplet.margin': the objective has no term and no head 'triplet'; known: "),
+        ("triplet.margin", 1, "option 'triplet.margin': the loss has no term and no head 'triplet'; known: "),
         ("dcl.mo", 1, "'dcl' has no option 'mo'; it has: mu, "),
         ("dcl.mu", "x", "'dcl': option mu=x must be float"),
         ("dcl.mu", 0, "'dcl': mu"),

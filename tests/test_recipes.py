@@ -6,36 +6,118 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from coder_plugin import registry
+from coder_plugin import recipes, registry
+from coder_plugin.cli import main
+from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.training.prepare import make_objective
 
-OURS = [p.name for p in registry.list_plugins("recipes") if p.distribution == "coder-plugin"]
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
+OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip"]
+#: CODER, section 4.2, on VSE-infinity's base.
+CODER = {
+    "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
+    "lr_step_epochs": 15, "lr_step_gamma": 0.1, "opt": "adamw", "wd": 1e-4, "grad_clip_norm": 2.0, "warmup_epochs": 1.0,
+    "text_lr_scale": 0.1, "region_dropout": 0.2, "word_dropout": 0.2,
+}  # fmt: skip
+#: Only what the paper prints.
+PRINTED = {
+    "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
+    "lr_step_epochs": 15, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "warmup_epochs": 0.0, "text_lr_scale": 1.0,
+    "region_dropout": 0.0, "word_dropout": 0.0,
+}  # fmt: skip
+ASCL_TRAINING = {
+    "model": "region-bert", "captions": "all", "batch_size": 64, "epochs": 20, "lr": 2e-4, "lr_scheduler": "step",
+    "lr_step_epochs": 10, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "grad_clip_norm": 2.0, "warmup_epochs": 1.0,
+    "text_lr_scale": 0.1, "region_dropout": 0.0, "word_dropout": 0.0,
+}  # fmt: skip
+CAMERA = {
+    "model": "region-bert-camera", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 1e-4, "lr_scheduler": "step",
+    "lr_step_epochs": 10, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "grad_clip_norm": 2.0, "text_lr_scale": 1.0,
+}  # fmt: skip
+VSRN = {
+    **CAMERA, "model": "region-bigru-vsrn", "lr": 2e-4,
+    "model_kwargs": ["word_projection=true", "bidirectional=false", "batch_norm=true"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OURS)
+def objective_of(name: str) -> Objective:
+    """Of a recipe or a named objective."""
+    if not recipes.has_recipe(name):
+        return Objective.parse(name)
+    recipe = recipes.load(name)
+    return Objective.parse(recipe.loss).with_options(recipe.options)
+
+
+def options(name: str) -> dict[str, dict]:
+    objective = objective_of(name)
+    return {term.name: dict(term.options) for term in objective.terms} | {head: dict(given) for head, given in objective.heads}
+
+
+def test_names():
+    assert recipes.objectives() == OBJECTIVES
+    names = recipes.names()
+    assert len(names) == 68 and len({*names, *OBJECTIVES}) == 71
+    rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
+    assert rows == {"coder": 29, "ascl": 14, "selfalign": 12}, rows
+
+
+@pytest.mark.parametrize("name", sorted({*recipes.names(), *OBJECTIVES}))
 def test_every_recipe_resolves_and_survives_its_file_form(name):
-    objective = Objective.parse(name)
+    objective = objective_of(name)
     assert set(required_heads(objective)) <= ALL_HEADS | {"asymmetry", "fusion", "alignment", "contexts", "views", "captioner"}
     assert Objective.from_dict(objective.to_dict()) == objective
     coder, ascl = {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}, {"ascl", "clip"}
     selfalign = {"lca", "cra", "view_diversity", "caption"}
     assert {term.name for term in objective.terms} <= coder | ascl | selfalign
-    given = {} if "model" in dict(objective.training) else {"model": "ViT-B-32"}
-    config = resolve_config({"loss": name, "train_data": "x.tar", **given}).to_flat()
-    for option, value in objective.training:
-        assert config[option] == value
-    flags = {"model": "ViT-B-32", "lr": 0.5, "wd": 0.25, "epochs": 3}
-    by_flag = resolve_config({"loss": name, "train_data": "x.tar", **flags}).to_flat()
-    assert {option: by_flag[option] for option in flags} == flags
+    if name in OBJECTIVES and recipes.has_recipe(name):
+        assert recipes.load(name).loss == name and not recipes.load(name).options
+    description = recipes.load(name).description if recipes.has_recipe(name) else recipes.find_objective(name).description
+    assert description
 
 
-def options(name: str) -> dict[str, dict]:
-    objective = Objective.parse(name)
-    return {term.name: dict(term.options) for term in objective.terms} | {head: dict(given) for head, given in objective.heads}
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("coder-f30k", CODER),
+        ("coder-coco", CODER),
+        ("coder-f30k-printed", PRINTED),
+        ("coder-coco-printed", PRINTED),
+        ("coder-clip", {"lr": 1e-5, "wd": 0.1}),
+        *((f"coder/{row}", CODER) for row in ("table2-1", "table2-5", "table3-1", "table3-6", "table4-5k", "table7-entropy")),
+        *((f"coder/fig3-{n}", CODER | {"batch_size": n}) for n in (32, 64, 128)),
+        *((f"coder/fig3-{n}-without-m_dcl", CODER | {"batch_size": n}) for n in (32, 64, 128)),
+        ("coder/fig7-0.5", CODER),
+        ("ascl-f30k", ASCL_TRAINING),
+        ("ascl-coco", ASCL_TRAINING | {"lr": 5e-4}),
+        ("ascl-clip", {"lr": 1e-5, "wd": 0.1}),
+        ("ascl/table2-without-fusion", ASCL_TRAINING),
+        ("ascl/table2-triplet", ASCL_TRAINING),
+        ("ascl/fig3-mixture", ASCL_TRAINING),
+        ("selfalign-camera", CAMERA),
+        ("selfalign-camera-coco", CAMERA | {"epochs": 40, "lr_step_epochs": 20}),
+        ("selfalign-vsrn", VSRN),
+        ("selfalign-vsrn-coco", VSRN | {"lr_step_epochs": 15, "model_kwargs": VSRN["model_kwargs"][:2]}),
+        ("selfalign-clip", {"lr": 1e-5, "wd": 0.1, "heads_lr_scale": 100.0}),
+        *((f"selfalign/table4-{row}", CAMERA) for row in range(12)),
+    ],
+)
+def test_settings(name, settings):
+    got = recipes.load(name).settings
+    assert got == settings
+    assert {key: type(value) for key, value in got.items()} == {key: type(value) for key, value in settings.items()}
+
+
+def test_clip_objectives():
+    assert objective_of("coder-clip").terms == Objective.parse(
+        "3*dcl(mu=0.05,gamma=0.6,effective_negatives=255,diversity_over='batch+bank') "
+        "+ m_dcl(mu=0.05,gamma=0.6,effective_negatives=255,warmup=4096) + concept_dcl(effective_negatives=255) + pgc"
+    ).terms  # fmt: skip
+    assert objective_of("coder-clip").heads == (("concepts", (("warmup", 500),)),)
+    assert str(objective_of("selfalign-clip")) == "clip + lca + cra(ca_on=combined)"
 
 
 def test_coder_is_equation_8():
@@ -45,7 +127,6 @@ def test_coder_is_equation_8():
     ]  # fmt: skip
     assert set(required_heads(objective)) == ALL_HEADS
     assert options("coder")["dcl"]["diversity_over"] == "batch+bank"
-    assert objective.training == ()
 
 
 def test_the_printed_twins_follow_the_letter():
@@ -53,8 +134,6 @@ def test_the_printed_twins_follow_the_letter():
         given = options(name)
         assert all(given[term]["positive_weight"] == "mu" for term in ("dcl", "m_dcl", "concept_dcl"))
         assert given["m_dcl"]["reverse"] == "all" and given["dcl"]["mask_same_image"] is False
-    assert dict(Objective.parse("coder-f30k-printed").training)["opt"] == "adam"
-    assert dict(Objective.parse("coder-f30k").training)["opt"] == "adamw"
     assert options("coder-f30k")["prototypes"]["clusters"] == 10_000
     assert options("coder-coco")["prototypes"]["clusters"] == 20_000
 
@@ -75,7 +154,7 @@ def test_the_printed_twins_follow_the_letter():
     ],
 )
 def test_a_row_has_its_terms_and_builds_nothing_else(name, terms, heads):
-    objective = Objective.parse(name)
+    objective = objective_of(name)
     assert [term.name for term in objective.terms] == terms
     assert set(required_heads(objective)) == heads
 
@@ -91,14 +170,8 @@ def test_rows_differ_where_the_tables_do():
     assert options("coder/table3-4") == options("coder/table7-none")
     assert options("coder/table4-15k")["prototypes"]["clusters"] == 15_000
     assert {options("coder/table7-entropy")[term]["diversity"] for term in ("dcl", "m_dcl", "concept_dcl")} == {"entropy"}
-    assert dict(Objective.parse("coder/fig3-64").training)["batch_size"] == 64
     assert options("coder/fig7-0.5")["concept_dcl"]["epsilon"] == 0.5
     assert options("coder/table4-10k") == options("coder/table2-5")
-
-
-def test_a_sum_of_recipes_says_nothing_of_training():
-    assert Objective.parse("coder-f30k + clip").training == ()
-    assert Objective.parse("2*coder-f30k").training == Objective.parse("coder-f30k").training
 
 
 @pytest.mark.parametrize(("mu", "gamma"), [(0.05, 0.6), (0.1, 0.3)])
@@ -141,7 +214,7 @@ ASCL = {"asymmetry", "fusion", "ids"}
     ],
 )
 def test_ascls_rows(name, terms, heads, asymmetry):
-    objective = Objective.parse(f"ascl/{name}")
+    objective = objective_of(f"ascl/{name}")
     assert [term.name for term in objective.terms] == terms and set(required_heads(objective)) == heads
     assert dict(dict(objective.heads).get("asymmetry", ())) == asymmetry
     # where there is a fusion it is the first term's score, and the towers' own cosine the second's
@@ -151,16 +224,166 @@ def test_ascls_rows(name, terms, heads, asymmetry):
         assert all(dict(term.options)["temperature"] == 0.01 for term in objective.terms)
     if "fusion" in heads:
         assert dict(dict(objective.heads)["fusion"])["local_weight"] == 0.6
-    training = dict(objective.training)
-    assert (training["batch_size"], training["epochs"], training["lr"]) == (64, 20, 2e-4)
-    assert (training["opt"], training["lr_step_epochs"], training["lr_step_gamma"]) == ("adam", 10, 0.1)
+    assert recipes.load(f"ascl/{name}").settings == ASCL_TRAINING
 
 
 def test_ascl_for_coco_and_for_clip():
-    objective = Objective.parse("ascl-coco")
+    objective = objective_of("ascl-coco")
     assert [dict(term.options)["temperature"] for term in objective.terms] == [0.05, 0.05]
     assert dict(dict(objective.heads)["fusion"])["local_weight"] == 0.8
-    assert dict(objective.training)["lr"] == 5e-4
-    objective = Objective.parse("ascl-clip")
-    assert str(objective) == "clip + ascl(temperature=logit_scale)" and "model" not in dict(objective.training)
-    assert Objective.parse("ascl-f30k") == Objective.parse("ascl/table2-full")
+    assert str(objective_of("ascl-clip")) == "clip + ascl(temperature=logit_scale)"
+    assert objective_of("ascl-f30k") == objective_of("ascl/table2-full")
+
+
+# A user's file, and other packages
+
+
+def write(folder, text: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_is_one_recipe(tmp_path):
+    recipe = recipes.load(write(tmp_path, 'base = "coder-f30k"\nbatch_size = 64\noptions = { dcl.mu = 0.2 }'))
+    assert (recipe.name, recipe.loss) == ("mine", "coder")
+    assert recipe.settings == CODER | {"batch_size": 64}
+    assert recipe.options == {"prototypes.clusters": 10_000, "dcl.mu": 0.2}
+    recipe = recipes.load(write(tmp_path, '[recipes.other]\nbase = "ascl-f30k"\nloss = "clip"\n"options" = {}'))
+    assert (recipe.name, recipe.loss, recipe.options) == ("other", "clip", {}), "a new loss starts without the base's options"
+    two = recipes.load(write(tmp_path, "\n".join(["[recipes.one]", 'loss = "clip"', "lr = 0.5"])))
+    assert two.settings == {"lr": 0.5}
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_what_is_printed_can_be_read(name, tmp_path):
+    recipe = recipes.load(name)
+    again = recipes.load(write(tmp_path, recipe.to_toml()))
+    assert (again.name, again.loss, again.options, again.settings) == (name, recipe.loss, recipe.options, recipe.settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss = ", "mine.toml: "),
+        ("lr = 0.1", "mine.toml: [recipes.mine] has neither a loss nor a base"),
+        ('loss = "clip"\nepoch = 3', "mine.toml: [recipes.mine]: unknown field 'epoch'; did you mean 'epochs'? (known: "),
+        ('bas = "coder"\nlr = 1.0', "unknown field 'bas'; did you mean 'base'? (known: description, base, loss, options, "),
+        ('loss = 3', "[recipes.mine]: loss must be text, got 3"),
+        ('base = "coder-f3k"', "[recipes.mine]: base is an unknown recipe, 'coder-f3k'; did you mean 'coder-f30k'?"),
+        ('base = "coder"', "'coder' is an objective, not a recipe: it sets no model and no training; use --loss coder"),
+        ('base = "mine"\n', "base is an unknown recipe, 'mine'"),
+        ('loss = "clip"\noptions = 3', "[recipes.mine]: options must be a table"),
+        ('loss = "clip"\noptions = { mu = 3 }', "option 'mu': write OWNER.OPTION = VALUE"),
+        ('loss = "clip"\nset = ["dcl.mu=1"]', "options of terms and heads belong into the table options"),
+        ("[recipes.a]\nbase = 'b'\n[recipes.b]\nbase = 'a'", "it holds: a, b"),
+        ("[recipe.a]\nloss = 'clip'", "unknown field 'recipe'"),
+        ("[recipes.a]\nloss = 'clip'\n[recipe.b]", "unknown table 'recipe'; did you mean 'recipes'?"),
+        ("[recipes]\na = 3", "[recipes.a] must be a table"),
+        ("[objectives.a]\nloss = 'clip'", "[objectives] are for packages; write the expression into the recipe's loss"),
+    ],
+)
+def test_bad_files(text, message, tmp_path):
+    with pytest.raises(CoderError) as caught:
+        recipes.load(write(tmp_path, text))
+    said = str(caught.value)
+    assert message.replace(" (known:", "; known:") in said and len(said.splitlines()) == 1, said
+
+
+def test_unknown_names(tmp_path):
+    with pytest.raises(CoderError, match="unknown recipe 'coder-f3k'; did you mean 'coder-f30k'"):
+        recipes.load("coder-f3k")
+    with pytest.raises(CoderError, match="'selfalign' is an objective, not a recipe.*use --loss selfalign"):
+        recipes.load("selfalign")
+    with pytest.raises(CoderError, match="gone.toml.*No such file"):
+        recipes.load(tmp_path / "gone.toml")
+
+
+@pytest.fixture
+def register():
+    names = []
+
+    def add(name, target):
+        names.append(name)
+        return registry.register("recipes", name, target)
+
+    yield add
+    for name in names:
+        registry.unregister("recipes", name)
+
+
+def test_other_packages(register, tmp_path):
+    register("zz-objective", {"loss": "3*dcl", "options": {"dcl.mu": 0.2}})
+    register("zz-recipe", lambda: {"base": "coder-f30k", "lr": 0.5})
+    path = write(tmp_path, "[objectives.zz-file]\nloss = 'clip'\n[recipes.zz-file]\nloss = 'zz-file'\nlr = 0.25")
+    register("zz-file", path)
+    register("zz-lost", path)
+    assert str(Objective.parse("clip + 2*zz-objective")) == "clip + 6*dcl(mu=0.2)"
+    assert recipes.load("zz-recipe").settings == CODER | {"lr": 0.5}
+    assert recipes.load("zz-file").settings == {"lr": 0.25} and str(Objective.parse("zz-file")) == "clip"
+    assert {"zz-objective", "zz-recipe", "zz-file"} <= set(recipes.names())
+    with pytest.raises(CoderError, match=r"holds neither \[objectives.zz-lost\] nor \[recipes.zz-lost\]"):
+        recipes.load("zz-lost")
+    register("coder-f30k", {"loss": "clip", "lr": 1.0})
+    with pytest.raises(CoderError, match=r"'coder-f30k' is claimed by coder_plugin/recipes/coder.toml and by register"):
+        recipes.load("coder-f30k")
+
+
+def test_recipes_that_inherit_in_a_circle(register):
+    register("zz-one", {"base": "zz-two"})
+    register("zz-two", {"base": "zz-one"})
+    with pytest.raises(CoderError, match="recipes inherit from each other: zz-one -> zz-two -> zz-one"):
+        recipes.load("zz-one")
+
+
+def test_the_command_lists_and_prints(capsys, tmp_path):
+    assert main(["recipes"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("AsCL: ") and "\nCODER: " in printed and "\nSelfAlign: " in printed
+    lines = printed.splitlines()
+    for name in recipes.names():
+        assert any(line.split()[:2] == ["recipe", name] for line in lines), name
+    for name in OBJECTIVES:
+        assert any(line.split()[:2] == ["objective", name] for line in lines), name
+    assert main(["recipes", "coder-clip"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("[objectives.coder-clip]\n") and "[recipes.coder-clip]\n" in printed
+    assert "dcl.effective_negatives = 255\n" in printed and "lr = 1e-05" in printed
+    assert main(["recipes", "coder-f3k"]) == 2
+    assert "did you mean 'coder-f30k'" in capsys.readouterr().err
+
+
+# --recipe
+
+
+def test_flags_win_over_a_recipe():
+    """``--dry-run`` shows these origins."""
+    config = resolve_config({"recipe": "coder-f30k", "train_data": "x.tar", "lr": 0.5, "set": ["dcl.mu=0.2"]})
+    assert (config.model.name, config.loss.expression) == ("region-bert", "coder")
+    assert (config.optim.lr, config.optim.epochs) == (0.5, 30)
+    assert config.loss.set == ["prototypes.clusters=10000", "dcl.mu=0.2"]
+    assert config.origins["lr"] == "flag" and config.origins["epochs"] == "recipe coder-f30k"
+    objective = make_objective(config)
+    assert objective == objective_of("coder-f30k").with_options({"dcl.mu": 0.2})
+    assert resolve_config(config.to_dict()) == config
+
+
+def test_a_loss_replaces_the_recipes_with_its_options():
+    config = resolve_config({"recipe": "ascl-f30k", "train_data": "x.tar", "loss": "clip"})
+    assert (config.loss.expression, config.loss.set, config.optim.lr) == ("clip", [], 2e-4)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_makes_its_configuration(name):
+    recipe = recipes.load(name)
+    model = {} if "model" in recipe.settings else {"model": "ViT-B-32"}
+    config = resolve_config({"recipe": name, "train_data": "x.tar", **model})
+    flat = config.to_flat()
+    assert {option: flat[option] for option in recipe.settings} == recipe.settings
+    assert make_objective(config) == objective_of(name)
+
+
+def test_a_recipe_is_no_loss():
+    config = resolve_config({"loss": "ascl-f30k + 0.1*clip", "train_data": "x.tar", "model": "ViT-B-32"})
+    with pytest.raises(CoderError, match="'ascl-f30k' is a recipe, a whole set-up: use --recipe ascl-f30k"):
+        make_objective(config)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
 
 import pytest
 import torch
 
-from coder_plugin import create_loss, create_model, registry
+from coder_plugin import create_loss, create_model, recipes, registry
+from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads
-from coder_plugin.objective import Objective, parse_value
-from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.objective import Objective
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
+from tests.test_recipes import objective_of, options
 
-NAMES = [plugin.name for plugin in registry.list_plugins("recipes") if plugin.name.startswith("selfalign")]
+NAMES = [name for name in sorted({*recipes.names(), *recipes.objectives()}) if name.startswith("selfalign")]
 ROWS = [f"selfalign/table4-{row}" for row in range(12)]
 LCA, CRA = {"alignment"}, {"contexts"}
 CAMERA = {"ids", "views"}
-
-
-def options(name: str) -> dict[str, dict[str, Any]]:
-    objective = Objective.parse(name)
-    return {term.name: dict(term.options) for term in objective.terms} | {head: dict(given) for head, given in objective.heads}
 
 
 def test_all_are_there():
@@ -37,13 +33,9 @@ def bert(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_resolves_on_its_model_and_survives_its_file_form(name, bert, tiny_model):
-    objective = Objective.parse(name)
+    objective = objective_of(name)
     assert Objective.from_dict(objective.to_dict()) == objective
-    training = dict(objective.training)
-    model = {} if "model" in training else {"model": "ViT-B-32"}
-    config = resolve_config({"loss": name, "train_data": "x.tar", **model}).to_flat()
-    for option, value in training.items():
-        assert config[option] == value
+    training = dict(recipes.load(name).settings) if recipes.has_recipe(name) else {}
     torch.manual_seed(0)
     if name == "selfalign-clip":
         model = create_model(tiny_model, loss=objective)
@@ -81,19 +73,19 @@ def test_each_resolves_on_its_model_and_survives_its_file_form(name, bert, tiny_
 )
 def test_a_row_differs_as_table_4_does(row, terms, heads, changed):
     """#9 loses T-global/V-local, so that the image's global side alone is left; #10 mirrors it."""
-    objective, full = Objective.parse(ROWS[row]), options(ROWS[0])
+    objective, full = objective_of(ROWS[row]), options(ROWS[0])
     assert {term.name for term in objective.terms} == {"triplet", "view_diversity"} | terms
     assert set(required_heads(objective)) == heads
     got = options(ROWS[row])
     assert got.keys() >= changed.keys()
     for name, given in got.items():
         assert given == {**full.get(name, {}), **changed.get(name, {})}, name
-    assert objective.training == Objective.parse(ROWS[0]).training
+    assert recipes.load(ROWS[row]).settings == recipes.load(ROWS[0]).settings
 
 
 def test_what_the_paper_prints():
-    camera, coco = (dict(Objective.parse(name).training) for name in ("selfalign-camera", "selfalign-camera-coco"))
-    vsrn, vsrn_coco = (dict(Objective.parse(name).training) for name in ("selfalign-vsrn", "selfalign-vsrn-coco"))
+    camera, coco = (recipes.load(name).settings for name in ("selfalign-camera", "selfalign-camera-coco"))
+    vsrn, vsrn_coco = (recipes.load(name).settings for name in ("selfalign-vsrn", "selfalign-vsrn-coco"))
     for training in (camera, coco, vsrn, vsrn_coco):
         assert (training["batch_size"], training["opt"], training["grad_clip_norm"]) == (128, "adam", 2.0)
     drops = [(t["model"], t["lr"], t["epochs"], t["lr_step_epochs"]) for t in (camera, coco, vsrn, vsrn_coco)]
@@ -105,19 +97,21 @@ def test_what_the_paper_prints():
     ]
     assert ("batch_norm=true" in vsrn["model_kwargs"]) and ("batch_norm=true" not in vsrn_coco["model_kwargs"])
     assert "word_projection=true" in vsrn["model_kwargs"] and "word_projection=true" in vsrn_coco["model_kwargs"]
-    assert [(term.weight, term.name) for term in Objective.parse("selfalign-camera").terms] == [
+    assert [(term.weight, term.name) for term in objective_of("selfalign-camera").terms] == [
         (1.0, "triplet"), (0.01, "view_diversity"), (1.0, "lca"), (1.0, "cra")
     ]  # fmt: skip
-    assert [term.name for term in Objective.parse("selfalign-vsrn").terms] == ["triplet", "caption", "lca", "cra"]
-    assert [term.name for term in Objective.parse("selfalign-clip").terms] == ["clip", "lca", "cra"]
-    for name in ("selfalign-camera", "selfalign-vsrn"):  # triplets are summed, other terms means (METHODS 9)
+    assert [term.name for term in objective_of("selfalign-vsrn").terms] == ["triplet", "caption", "lca", "cra"]
+    assert [term.name for term in objective_of("selfalign-clip").terms] == ["clip", "lca", "cra"]
+    for name in ("selfalign-camera", "selfalign-vsrn"):  # triplets are summed, other terms means
         assert options(name)["triplet"] == {"reduction": "sum"} and options(name)["cra"] == {"reduction": "sum"}
 
 
 def test_defaults_are_the_papers():
-    lca, cra = registry.load("losses", "lca")(), registry.load("losses", "cra")()
-    assert (lca.temperature, lca.assignment, lca.epsilon, lca.iterations) == (0.1, "sinkhorn", 0.05, 2)
-    assert (cra.temperature, cra.hard_negatives, cra.margin, cra.hardest, cra.ca_on) == (0.7, 512, 0.2, True, "context")
+    lca, cra = (inspect.signature(registry.load("losses", name)).parameters for name in ("lca", "cra"))
+    defaults = [lca[option].default for option in ("temperature", "assignment", "epsilon", "iterations")]
+    assert defaults == [0.1, "sinkhorn", 0.05, 2]
+    defaults = [cra[option].default for option in ("temperature", "hard_negatives", "margin", "hardest", "ca_on")]
+    assert defaults == [0.7, 512, 0.2, True, "context"]
 
 
 @pytest.mark.parametrize("text", ["clip + selfalign", "dcl + 0.5*selfalign", "coder + selfalign"])

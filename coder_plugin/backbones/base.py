@@ -1,62 +1,138 @@
-"""What a backbone of ours is: two towers that give named tensors, with the objective's heads run inside forward.
+"""What a backbone is, and the forward that all models with heads share.
 
-open_clip's models are extended in place instead (``backbones/clip.py``); to trainers, heads and losses both look alike.
+A :class:`Backbone` of ours has two towers that return named tensors. open_clip's models are extended in place instead
+(``backbones/clip.py``). Both run :func:`forward_with_heads` in training, so trainers, heads and losses see no difference.
+
+Shapes: B batch, D joint dimension, V features of one image, T text positions, E channels of the word embeddings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from coder_plugin.backbones.words import Words
-from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.heads.norm import statistics_of
+from coder_plugin.backbones.norm import statistics_of
+from coder_plugin.backbones.word_embeddings import WordEmbeddings
 
-#: The file of an export that says how its model is made.
+#: The file of an export that holds a backbone's name and options.
 CONFIG = "coder_model.json"
+#: The keys that a backbone returns.
+OUTPUT_KEYS = frozenset({"image_features", "text_features", "logit_scale"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneInfo:
+    """Sizes of a backbone that heads are built from. A size of 0 means that the backbone has no such features.
+
+    Args:
+        embed_dim: D, channels of the joint space.
+        image_tokens, text_tokens: channels of the last layer's tokens.
+        image_locals, text_locals: channels of the tokens before the context stage.
+        image_contexts, text_contexts: channels of the tokens after the context stage.
+        image_global: channels of a feature of the whole image.
+        views: V, the number of joint features of one image.
+        vocabulary: number of tokens that the tokenizer knows.
+    """
+
+    embed_dim: int
+    image_tokens: int = 0
+    text_tokens: int = 0
+    image_locals: int = 0
+    text_locals: int = 0
+    image_contexts: int = 0
+    text_contexts: int = 0
+    image_global: int = 0
+    views: int = 1
+    vocabulary: int = 0
+
+
+def forward_with_heads(
+    model: Any,
+    run_towers: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Any]]],
+    image: Any,
+    text: Tensor | None,
+    *,
+    text_positive: Tensor | None = None,
+    text_tags: Tensor | None = None,
+    image_id: Tensor | None = None,
+) -> dict[str, Any]:
+    """Towers, aggregators and heads of a model in training mode. Generated captions enter here and nowhere else.
+
+    Args:
+        model: has ``coder`` and, if a head adds texts, ``word_embeddings``.
+        run_towers: (image, ids [R, T]) -> the backbone's outputs, and what heads may read besides.
+        image: images as the towers read them. text: int64 [B, T].
+        text_positive: positive captions [B, T]. text_tags: classes of words [B, T]. image_id: [B].
+
+    Returns:
+        the backbone's outputs and the heads' ``coder_*`` keys.
+    """
+    generator = model.coder.adds_texts
+    texts = None
+    if generator is not None and text is not None:
+        texts = generator.further_texts(model.word_embeddings, text, text_positive)
+    with contextlib.ExitStack() as stack:
+        if texts is not None:
+            stack.enter_context(model.word_embeddings.noise_in(texts))
+            stack.enter_context(statistics_of(model, texts.batch))
+        outputs, intermediates = run_towers(image, text if texts is None else texts.ids)
+    features = _present({**outputs, **intermediates})
+    features.update(model.coder.aggregate(features))
+    if texts is not None:
+        features = texts.split(features)
+    outputs = {key: features.get(key, value) for key, value in outputs.items()}
+    inputs = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+    return {**outputs, **model.coder({**features, **_present(inputs)})}
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 class Backbone(nn.Module):
-    """Base of the entry points of ``coder_plugin.backbones``: a callable of keyword options that returns one of these.
+    """Base of the entry points of ``coder_plugin.backbones``: callables of keyword options that return one of these.
 
-    Among its options are ``cache_dir``, and in a trainer ``example``, an image as the data load it, and ``captions``, a
-    callable that iterates over the data's captions. The callable may have ``training``, defaults of training options.
+    Among their options are ``cache_dir`` and, in a trainer, ``example``, an image as the data load it, and ``captions``, a
+    callable that iterates over the data's captions. A callable may have an attribute ``training``: defaults of training
+    options.
 
-    A subclass gives the two sides, their widths and what reads its data; ``create_model`` puts the heads under ``coder``.
+    A subclass gives the two towers, their sizes and what reads its data. ``create_model`` puts the heads under ``coder``.
     """
 
-    #: The keys that heads may read and that do not leave the model; see ``resolver.INTERMEDIATE_KEYS``.
-    inside: frozenset[str] = frozenset()
+    #: The keys that heads may read besides :data:`OUTPUT_KEYS`; see ``resolver.INTERMEDIATE_KEYS``.
+    intermediate_keys: frozenset[str] = frozenset()
 
     coder: Any
     logit_scale: nn.Parameter
-    words: Words
+    word_embeddings: WordEmbeddings
 
     def info(self) -> BackboneInfo:
-        """Dimensions that heads are built from."""
+        """Sizes that heads are built from."""
         raise NotImplementedError
 
     def image_side(self, image: Any) -> dict[str, Tensor]:
-        """``image_features`` [B, D] or [B, V, D], L2-normalised, and what of :attr:`inside` is the image's."""
+        """``image_features`` [B, D] or [B, V, D], L2-normalised, and the image's :attr:`intermediate_keys`."""
         raise NotImplementedError
 
     def text_side(self, text: Tensor) -> dict[str, Tensor]:
-        """``text_features`` [B, D], L2-normalised, and what of :attr:`inside` is the text's."""
+        """Ids [B, T] -> ``text_features`` [B, D], L2-normalised, and the text's :attr:`intermediate_keys`."""
         raise NotImplementedError
 
     def text_mask(self, text: Tensor) -> Tensor:
-        """Ids [B, T] -> bool [B, T], True up to a text's end: AsCL's generated texts need to know."""
+        """Ids [B, T] -> bool [B, T], True up to a text's end."""
         raise NotImplementedError
 
     def word_embedding(self) -> nn.Module:
-        """The layer that looks up ids [B, T], or the first positions of them, and gives vectors [B, T, E]."""
+        """The layer that looks up ids [B, T], or the first positions of them, and returns vectors [B, T, E]."""
         raise NotImplementedError
 
     def tokenizer(self, *, word_dropout: float = 0.0) -> Callable[[list[str]], Tensor]:
-        """Texts -> ids [B, T]; training drops so many of the words."""
+        """Texts -> int64 ids [B, T]. ``word_dropout``: rate of words that are dropped, in [0, 1), for training."""
         raise NotImplementedError
 
     def transform(self, *, max_regions: int = 36, region_dropout: float = 0.0) -> Callable[[Any], Any]:
@@ -64,27 +140,27 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def example_image(self, rows: int) -> Any:
-        """A made-up batch of images, on the CPU."""
+        """A made-up batch of ``rows`` images, on the CPU."""
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """``{"backbone": name, "options": …}``, all that ``create_model`` needs to make it again; for JSON."""
+        """``{"backbone": name, "options": …}``, all that ``create_model`` needs to make it again; JSON-serialisable."""
         raise NotImplementedError
 
     def save_config(self, folder: Path) -> Path:
-        """Write what, with the weights beside it, ``create_model(FOLDER)`` opens again; returns the configuration's path."""
+        """Write all files but the weights that ``create_model(FOLDER)`` reads. Returns the configuration's path."""
         raise NotImplementedError
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower, but for its last so many groups of layers."""
+        """Freeze the image tower, except its last ``unlocked_groups`` groups of layers."""
         raise NotImplementedError
 
     def lock_text_tower(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
-        """Freeze the text tower's encoder, but for its last so many layers and, if asked for, its LayerNorms."""
+        """Freeze the text encoder, except its last ``unlocked_layers`` layers and, if asked for, its LayerNorms."""
         raise NotImplementedError
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations of the towers' layers in the backward pass."""
+        """Recompute the activations of the towers' layers in the backward pass."""
         raise NotImplementedError
 
     def forward(
@@ -96,55 +172,52 @@ class Backbone(nn.Module):
         text_tags: Tensor | None = None,
         image_id: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """-> ``image_features``, ``text_features``, ``logit_scale`` and, in training mode, the heads' ``coder_*`` keys."""
-        known: dict[str, Any] = {"logit_scale": self.logit_scale.exp()}
-        if image is not None:
-            known.update(self.image_side(image))
-        texts = self.coder.further_texts(text, text_positive) if self.training else None
-        if texts is not None:
-            with self.words.noised(texts), statistics_of(self, texts.batch):
-                known.update(self.text_side(texts.ids))
-            known = texts.parted(known)
-        elif text is not None:
-            known.update(self.text_side(text))
-        outputs = {key: value for key, value in known.items() if key in RETURNED}
+        """Images and ids [B, T] -> :data:`OUTPUT_KEYS` and, in training mode, the heads' ``coder_*`` keys.
+
+        Args: see :func:`forward_with_heads`.
+        """
         if not self.training:
-            return outputs
-        given = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
-        return {**outputs, **self.coder({**known, **{key: value for key, value in given.items() if value is not None}})}
+            return self._run_towers(image, text)[0]
+        extra = {"text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+        return forward_with_heads(self, self._run_towers, image, text, **extra)
+
+    def _run_towers(self, image: Any, text: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        features = {"logit_scale": self.logit_scale.exp()}
+        if image is not None:
+            features.update(self.image_side(image))
+        if text is not None:
+            features.update(self.text_side(text))
+        outputs = {key: value for key, value in features.items() if key in OUTPUT_KEYS}
+        return outputs, {key: value for key, value in features.items() if key not in OUTPUT_KEYS}
 
     def encode_image(self, image: Any, normalize: bool = False) -> Tensor:
-        """The pooled features of images [B, D]; normalised, as the score compares them, that is [B, V, D] for V views."""
+        """Pooled features of images [B, D]; with ``normalize`` those that the score compares, [B, V, D] for V views."""
         features = self.image_side(image)
         return features["image_features"] if normalize else features["image_pooled"]
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """The pooled features of texts [B, D]."""
+        """Ids [B, T] -> pooled features of texts [B, D]."""
         features = self.text_side(text)
         return features["text_features"] if normalize else features["text_pooled"]
 
     def embed_image(self, image: Any) -> Tensor:
-        """The retrieval vectors of images [B, D or more], or [B, V, D or more]: their (greatest) product with
+        """Retrieval vectors of images [B, F], or [B, V, F], F >= D: their (greatest) inner product with
         :meth:`embed_text` is the score."""
         return self.coder.embed("image", self.describe_image(image))
 
     def embed_text(self, text: Tensor) -> Tensor:
-        """The retrieval vectors of texts [B, D or more]."""
+        """Ids [B, T] -> retrieval vectors of texts [B, F], F >= D."""
         return self.coder.embed("text", self.describe_text(text))
 
     def describe_image(self, image: Any) -> dict[str, Tensor]:
-        """All that is known of images on their own: what :meth:`embed_image` and re-ranking are made of."""
+        """All keys of images alone, from which :meth:`embed_image` and re-ranking are computed."""
         return self.image_side(image)
 
     def describe_text(self, text: Tensor) -> dict[str, Tensor]:
-        """All that is known of texts on their own."""
+        """All keys of texts alone, from which :meth:`embed_text` and re-ranking are computed."""
         return self.text_side(text)
 
 
-def words_of(model: Backbone) -> Words:
-    """What tells a backbone's words from the rest of its input, and noises them."""
-    return Words(model.word_embedding(), model.text_mask, model.tokenizer()([""]))
-
-
-#: What leaves a backbone.
-RETURNED = frozenset({"image_features", "text_features", "logit_scale"})
+def make_word_embeddings(model: Backbone) -> WordEmbeddings:
+    """The word embeddings of a backbone's text tower."""
+    return WordEmbeddings(model.word_embedding(), model.text_mask, model.tokenizer()([""]))

@@ -1,18 +1,20 @@
-"""open_clip's models, extended in place with the objective's heads (DESIGN, rule 5).
+"""open_clip's models, extended in place with the heads of a loss.
 
-The instance keeps its class's behaviour, attributes and state-dict keys; its class becomes a subclass that adds
-``coder``, ``embed_image`` and ``embed_text``, and whose forward in training mode returns the heads' keys as well.
+The instance keeps its attributes and state-dict keys. Its class becomes a subclass that adds ``coder``, ``embed_image`` and
+``embed_text``, and whose forward in training mode returns the heads' keys as well.
+
+Shapes: B batch, T text positions, H x W pixels, D joint dimension, F channels of a retrieval vector.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +23,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin import registry
-from coder_plugin.backbones.tokens import TokenTaps, text_mask_of, word_embedding_of
-from coder_plugin.backbones.words import Words
+from coder_plugin.backbones.base import BackboneInfo, forward_with_heads
+from coder_plugin.backbones.feature_capture import FeatureCapture, text_mask_of, word_embedding_of
+from coder_plugin.backbones.word_embeddings import WordEmbeddings
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import BackboneInfo
 
 CONFIGS = Path(__file__).parent / "model_configs"
-#: Under which key a checkpoint of open_clip's trainer says what its heads were made with.
+#: The key in a checkpoint of open_clip's trainer that holds the options of our heads.
 MADE_WITH = "coder"
-#: Where an export has the shape of a Hugging Face text tower, as transformers writes it.
+#: The folder of an export that holds the shape of a Hugging Face text tower, in transformers' format.
 TEXT_FOLDER = "text"
-#: What of ``resolver.INTERMEDIATE_KEYS`` open_clip's towers give.
+#: The keys of ``resolver.INTERMEDIATE_KEYS`` that open_clip's towers have.
 INTERMEDIATE_KEYS = frozenset(
     "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled "
     "text_tokens text_mask text_locals text_contexts text_context_mask".split()
 )
-#: Keys whose last dimension heads are told.
+#: The keys whose number of channels heads are built from.
 _MEASURED = [f"{side}_{stage}" for side in ("image", "text") for stage in ("tokens", "locals", "contexts")]
 
 
 class CoderCLIP:
-    """What is mixed into an open_clip model. See :func:`coder_plugin.create_model`."""
+    """Mixin of open_clip models with heads. See :func:`coder_plugin.create_model`."""
 
     coder: Any
-    words: Words
-    _coder_taps: tuple[TokenTaps, ...]
+    word_embeddings: WordEmbeddings
+    _coder_capture: FeatureCapture | None
 
     def forward(
         self,
@@ -57,62 +59,58 @@ class CoderCLIP:
         image_id: Tensor | None = None,
         **upstream: Any,
     ) -> Any:
-        """Image [B, 3, H, W], text [B, T] -> upstream's keys and, in training mode, the heads' ``coder_*`` keys.
+        """Images [B, 3, H, W] and ids [B, T] -> open_clip's keys and, in training mode, the heads' ``coder_*`` keys.
 
-        ``text_positive`` [B, T], ``text_tags`` [B, T] and ``image_id`` [B] are read by the heads that require them.
+        ``text_positive`` [B, T], ``text_tags`` [B, T] and ``image_id`` [B] are for the heads that require them.
+
+        Raises:
+            CoderError: an image dict of NaFlex.
         """
         if isinstance(image, Mapping):
             raise CoderError("NaFlex image dicts are not supported: give images as one tensor [B, 3, H, W]")
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(image, text, *args, **upstream)  # type: ignore[misc]
-        self._listen()
-        texts = self.coder.further_texts(text, text_positive)
-        rows = text if texts is None else texts.ids
-        with self.words.noised(texts) if texts is not None else contextlib.nullcontext():
-            outputs = super().forward(image, rows, *args, **upstream)  # type: ignore[misc]
-        known = {**outputs, **self._caught(rows)}
-        known = {key: value for key, value in known.items() if value is not None}
-        known.update(self.coder.aggregate(known))
-        if texts is not None:
-            known = texts.parted(known)
-        outputs.update({key: known[key] for key in outputs if key in known})
-        given = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
-        return {**outputs, **self.coder({**known, **{key: value for key, value in given.items() if value is not None}})}
+        extra = {"text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+        return forward_with_heads(self, partial(self._run_towers, args, upstream), image, text, **extra)
+
+    def _run_towers(
+        self, args: tuple[Any, ...], upstream: dict[str, Any], image: Tensor | None, text: Tensor | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        self._start_capture()
+        outputs = super().forward(image, text, *args, **upstream)  # type: ignore[misc]
+        return outputs, self._collect(text)
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """The retrieval vectors of images [B, D or more]: their product with :meth:`embed_text` is the score.
+        """Images [B, 3, H, W] -> retrieval vectors [B, F]. Their inner products with :meth:`embed_text` are the scores.
 
-        The instance feature, L2-normalised, and each scoring head's block, weighted by square roots (DESIGN, rule 5).
+        A vector is the L2-normalised feature and each scoring head's block, multiplied by the roots of their weights.
         """
         return self.coder.embed("image", self.describe_image(image))
 
     def embed_text(self, text: Tensor) -> Tensor:
-        """The retrieval vectors of texts [B, D or more]."""
+        """Ids [B, T] -> retrieval vectors of texts [B, F]."""
         return self.coder.embed("text", self.describe_text(text))
 
     def describe_image(self, image: Tensor) -> dict[str, Tensor]:
-        """All that is known of images on their own: what :meth:`embed_image` and re-ranking are made of."""
-        self._listen()
+        """All keys of images alone, from which :meth:`embed_image` and re-ranking are computed."""
+        self._start_capture()
         feature = F.normalize(self.encode_image(image).float(), dim=-1)  # type: ignore[attr-defined]
-        known = {"image_features": feature, **self._caught(None)}
-        return {**known, **self.coder.aggregate(known)}
+        features = {"image_features": feature, **self._collect(None)}
+        return {**features, **self.coder.aggregate(features)}
 
     def describe_text(self, text: Tensor) -> dict[str, Tensor]:
-        """All that is known of texts on their own."""
-        self._listen()
+        """All keys of texts alone, from which :meth:`embed_text` and re-ranking are computed."""
+        self._start_capture()
         feature = F.normalize(self.encode_text(text).float(), dim=-1)  # type: ignore[attr-defined]
-        known = {"text_features": feature, **self._caught(text)}
-        return {**known, **self.coder.aggregate(known)}
+        features = {"text_features": feature, **self._collect(text)}
+        return {**features, **self.coder.aggregate(features)}
 
-    def _listen(self) -> None:
-        for taps in self._coder_taps:
-            taps.listen()
+    def _start_capture(self) -> None:
+        if self._coder_capture is not None:
+            self._coder_capture.start()
 
-    def _caught(self, text: Tensor | None) -> dict[str, Tensor]:
-        caught: dict[str, Tensor] = {}
-        for taps in self._coder_taps:
-            caught.update(taps.take(text))
-        return caught
+    def _collect(self, text: Tensor | None) -> dict[str, Tensor]:
+        return {} if self._coder_capture is None else self._coder_capture.collect(text)
 
 
 def create_clip(
@@ -124,15 +122,18 @@ def create_clip(
     create: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Any:
-    """An open_clip model that returns a dict, with every fault of its name or files told in one line.
+    """An open_clip model that returns a dict. Every fault of its name or files becomes a one-line error.
 
     Args:
         name: a name of ``open_clip.list_models()``, one of ours, ``local-dir:DIR``, ``hf-hub:REPO``, or the path of an
             open_clip model configuration (``.json``).
         pretrained: open_clip tag or file. pretrained_image_path: weights for the image tower alone, checked.
         needs_logit_bias: add SigLIP's bias and temperature where the configuration has none.
-        create: what makes the model, in place of ``open_clip.create_model``.
+        create: a function to call instead of ``open_clip.create_model``.
         options: passed on to it.
+
+    Raises:
+        CoderError: an unknown name or tag, or files that do not fit.
     """
     import open_clip
 
@@ -150,14 +151,14 @@ def create_clip(
         if pretrained and not Path(pretrained).is_file():
             tags = open_clip.list_pretrained_tags_by_model(name)
             if pretrained not in tags:
-                known = ", ".join(tags) or "none"
-                raise CoderError(f"--pretrained {pretrained!r} is neither a file nor a tag of {name} (tags: {known})")
-    if kept := kept_preprocessing(pretrained):
-        options = {**options, "force_preprocess_cfg": {**kept, **(options.get("force_preprocess_cfg") or {})}}
+                allowed = ", ".join(tags) or "none"
+                raise CoderError(f"--pretrained {pretrained!r} is neither a file nor a tag of {name} (tags: {allowed})")
+    if saved := saved_preprocessing(pretrained):
+        options = {**options, "force_preprocess_cfg": {**saved, **(options.get("force_preprocess_cfg") or {})}}
     if needs_logit_bias and "init_logit_bias" not in config:
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
     if schema == "local-dir" and "hf_model_name" in config.get("text_cfg", {}):
-        options = {**text_beside(Path(name.partition(":")[2]), config["text_cfg"]), **options}
+        options = {**exported_text_config(Path(name.partition(":")[2]), config["text_cfg"]), **options}
     trained = is_training_checkpoint(pretrained)
     try:
         create = create or open_clip.create_model
@@ -171,47 +172,57 @@ def create_clip(
     except Exception as error:  # what open_clip, timm, transformers and torch raise for a file or option has no end
         raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
     if not (schema or pretrained):
-        draw_decoder(model)
+        init_decoder(model)
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
     model.coder_config = effective_config(config, options) if config else None
     return model
 
 
-def text_beside(folder: Path, text_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that give a Hugging Face text tower the shape that an export carries: no hub is asked, and the path it was made
-    from need not exist here."""
+def exported_text_config(folder: Path, text_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that give a Hugging Face text tower the shape that an export's folder holds.
+
+    Neither the hub nor the path that the tower was made from is needed.
+    """
     if not (folder / TEXT_FOLDER / "config.json").is_file():
         return {}
     return {"text_cfg": {**text_cfg, "hf_model_name": str(folder / TEXT_FOLDER), "hf_model_pretrained": False}}
 
 
-def kept_preprocessing(pretrained: str | None) -> dict[str, Any]:
-    """The mean, std and resizing that weights were trained with, where an export's configuration lies beside them or their
-    checkpoint says so: open_clip knows them for tags alone."""
-    beside = Path(pretrained or "").parent / "open_clip_config.json"
-    if pretrained and beside.is_file():
+def saved_preprocessing(pretrained: str | None) -> dict[str, Any]:
+    """The mean, std and resizing that weights were trained with; open_clip knows them for its tags alone.
+
+    Read from the export's configuration in the folder of the weights, or from the checkpoint; empty if neither has them.
+
+    Raises:
+        CoderError: a configuration that cannot be read.
+    """
+    path = Path(pretrained or "").parent / "open_clip_config.json"
+    if pretrained and path.is_file():
         try:
-            kept = json.loads(beside.read_text()).get("preprocess_cfg", {})
+            config = json.loads(path.read_text()).get("preprocess_cfg", {})
         except (OSError, ValueError, AttributeError) as error:
-            raise CoderError(f"{beside} cannot be read: {_cause(error)}") from error
-    elif (found := read_training_checkpoint(pretrained)) is not None:
-        kept = found[MADE_WITH].get("preprocess_cfg", {})
+            raise CoderError(f"{path} cannot be read: {_cause(error)}") from error
+    elif (checkpoint := read_training_checkpoint(pretrained)) is not None:
+        config = checkpoint[MADE_WITH].get("preprocess_cfg", {})
     else:
         return {}
-    return {key: value for key, value in kept.items() if key != "size"}
+    return {key: value for key, value in config.items() if key != "size"}
 
 
 def read_training_checkpoint(path: str | None) -> Mapping[str, Any] | None:
-    """What open_clip's trainer saved with our heads in the model (coder_plugin.integrations.open_clip), not yet in memory;
-    None for any other file, and for a name that is no file."""
+    """A checkpoint of open_clip's trainer with our heads in it (coder_plugin.integrations.open_clip), memory-mapped.
+
+    None for any other file, and for a name that is no file.
+    """
     if not path or Path(path).suffix != ".pt" or not Path(path).is_file():
         return None
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # open_clip says what is wrong with it
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # open_clip reports what is wrong with it
         return None
-    return found if isinstance(found, Mapping) and {"state_dict", MADE_WITH} <= found.keys() else None
+    is_ours = isinstance(checkpoint, Mapping) and {"state_dict", MADE_WITH} <= checkpoint.keys()
+    return checkpoint if is_ours else None
 
 
 def is_training_checkpoint(path: str | None) -> bool:
@@ -219,7 +230,7 @@ def is_training_checkpoint(path: str | None) -> bool:
 
 
 def load_training_checkpoint(model: Any, path: str) -> None:
-    """Put the towers of a checkpoint with heads into a plain open_clip model.
+    """Load the towers of a checkpoint with heads into a plain open_clip model, in place.
 
     Raises:
         CoderError: the checkpoint is of another model.
@@ -227,48 +238,48 @@ def load_training_checkpoint(model: Any, path: str) -> None:
     import open_clip
 
     try:
-        found = open_clip.load_checkpoint(model, path, strict=False)
+        keys = open_clip.load_checkpoint(model, path, strict=False)
     except RuntimeError as error:
         raise CoderError(f"{path} is of another model: {_cause(error)}") from error
-    other = [key for key in found.unexpected_keys if not key.startswith("coder.")]
-    if found.missing_keys or other:
-        raise CoderError(f"{path} is of another model: it lacks or adds {', '.join([*found.missing_keys, *other][:4])}")
-    logging.info("%s: the towers are loaded (open_clip, which made the model, knew of no weights)", path)
+    other = [key for key in keys.unexpected_keys if not key.startswith("coder.")]
+    if keys.missing_keys or other:
+        raise CoderError(f"{path} is of another model: it lacks or adds {', '.join([*keys.missing_keys, *other][:4])}")
+    logging.info("%s: loaded the towers; ignore open_clip's warning that the model has no weights", path)
 
 
-def draw_decoder(model: Any) -> None:
-    """First values for the output layer of a new CoCa's decoder: open_clip leaves it as memory happens to be, NaN at times."""
+def init_decoder(model: Any) -> None:
+    """Initialise the output layer of a new CoCa's decoder, in place: open_clip leaves it uninitialised, NaN at times."""
     decoder = getattr(model, "text_decoder", None)
     if decoder is not None:
         nn.init.normal_(decoder.text_projection, std=decoder.text_projection.shape[0] ** -0.5)
 
 
 def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
-    """The configuration of a name that open_clip knows, or that a ``local-dir:`` or ``hf-hub:`` model carries; empty where
-    there is none, or it cannot be read here."""
+    """open_clip's configuration of a model name, or that of a ``local-dir:`` or ``hf-hub:`` model; empty if there is none or it
+    cannot be read here."""
     import open_clip
     from open_clip.factory import _get_hf_config
 
-    schema, place = open_clip.factory.parse_model_name(name)
+    schema, location = open_clip.factory.parse_model_name(name)
     if not schema:
         return open_clip.get_model_config(name.replace("/", "-")) or {}
     try:
         if schema == "hf-hub":
-            return _get_hf_config(place, cache_dir)["model_cfg"]
-        return json.loads((Path(place) / "open_clip_config.json").read_text())["model_cfg"]
-    except Exception:  # open_clip says what is wrong when it makes the model
+            return _get_hf_config(location, cache_dir)["model_cfg"]
+        return json.loads((Path(location) / "open_clip_config.json").read_text())["model_cfg"]
+    except Exception:  # open_clip reports what is wrong when it makes the model
         return {}
 
 
 def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's configuration with what ``open_clip.create_model`` was told to override: exports need it to open."""
+    """The model's configuration with the overrides of ``open_clip.create_model`` merged in: exports need it to open."""
     effective = copy.deepcopy(dict(config))
-    places = {
+    overrides = {
         "force_image_size": ("vision_cfg", "image_size"),
         "force_patch_dropout": ("vision_cfg", "patch_dropout"),
         "force_context_length": ("text_cfg", "context_length"),
     }
-    for option, (tower, key) in places.items():
+    for option, (tower, key) in overrides.items():
         if options.get(option) is not None:
             effective[tower][key] = options[option]
     for option, key in {"force_quick_gelu": "quick_gelu", "force_custom_text": "custom_text"}.items():
@@ -279,7 +290,11 @@ def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> d
 
 
 def register_config(name: str) -> str:
-    """Make our configurations, and the one at the path ``name`` if it is one, known to open_clip; returns the name."""
+    """Register our configurations with open_clip, and the one at the path ``name`` if it is a path. Returns the model name.
+
+    Raises:
+        CoderError: a path without a readable open_clip configuration.
+    """
     import open_clip
 
     if CONFIGS.is_dir() and any(path.stem not in open_clip.list_models() for path in CONFIGS.glob("*.json")):
@@ -287,7 +302,7 @@ def register_config(name: str) -> str:
     if name.endswith(".json"):
         if not Path(name).is_file():
             raise CoderError(f"model configuration {name} does not exist")
-        try:  # before open_clip does: it keeps a file's path, and would fail on it again for every later one
+        try:  # checked first: open_clip keeps the path of a broken file and fails on it in every later call
             config = json.loads(Path(name).read_text())
         except (OSError, ValueError) as error:
             raise CoderError(f"model configuration {name} cannot be read: {_cause(error)}") from error
@@ -303,10 +318,13 @@ def _cause(error: Exception) -> str:
 
 
 def load_image_tower(model: Any, path: str) -> None:
-    """Load a backbone's published weights (timm, torchvision) into the image tower: all of them, or an error.
+    """Load a backbone's published weights (timm, torchvision) into the image tower, in place.
 
     The file's keys are those of ``model.visual``, of its timm trunk, or of a whole CLIP. A classifier in the file is
-    left out, and a timm tower's projection keeps its fresh weights.
+    left out, and a timm tower's projection keeps its initial weights.
+
+    Raises:
+        CoderError: no such file, or one that lacks tensors of the tower or has others of their shapes.
     """
     from open_clip.factory import load_state_dict
 
@@ -318,7 +336,7 @@ def load_image_tower(model: Any, path: str) -> None:
         raise CoderError(f"image tower weights {path} cannot be read: {_cause(error)}") from error
     tower = model.visual.trunk if hasattr(model.visual, "trunk") else model.visual
     expected = tower.state_dict()
-    for prefix in ("visual.", "trunk."):  # of a whole CLIP, of open_clip's timm tower
+    for prefix in ("visual.", "trunk."):  # keys of a whole CLIP, of open_clip's timm tower
         if any(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     missing = [key for key in expected if key not in weights and not key.endswith("num_batches_tracked")]
@@ -342,18 +360,18 @@ def available_keys(model: Any) -> set[str]:
     return keys
 
 
-def extend(model: Any, coder: nn.Module, taps: TokenTaps | None) -> Any:
-    """Make ``model`` an instance of a subclass of its class that runs ``coder`` inside forward."""
+def extend(model: Any, coder: nn.Module, capture: FeatureCapture | None) -> Any:
+    """Make ``model`` an instance of a subclass of its class that runs ``coder`` inside forward. Returns the same object."""
     cls = type(model)
     extended = type(f"Coder{cls.__name__}", (CoderCLIP, cls), {"__module__": cls.__module__})
     model.__class__ = extended
     model.coder = coder
-    model._coder_taps = () if taps is None else (taps,)
+    model._coder_capture = capture
     return model
 
 
-def words_of(model: Any, name: str, cache_dir: str | None) -> Words:
-    """What tells the words of the model's input from the rest, and noises them; asks the model's own tokenizer.
+def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEmbeddings:
+    """The word embeddings of the model's text tower; the tokenizer of ``name`` says which ids are words.
 
     Raises:
         CoderError: a tokenizer that cannot be loaded, a model that reads captions together with images (CoCa).
@@ -364,31 +382,31 @@ def words_of(model: Any, name: str, cache_dir: str | None) -> Words:
         raise CoderError(f"{name} writes captions, image by image, so that generated texts cannot be encoded beside them")
     try:
         tokenizer = open_clip.get_tokenizer(register_config(name), cache_dir=cache_dir)
-    except Exception as error:  # what transformers and its hub raise has no end
+    except Exception as error:  # transformers and its hub raise many types
         raise CoderError(f"the tokenizer of {name!r}, which tells words from special tokens, fails: {_cause(error)}") from error
     blank = tokenizer([""], context_length=model.context_length)
-    return Words(word_embedding_of(model), text_mask_of(model), blank)
+    return WordEmbeddings(word_embedding_of(model), text_mask_of(model), blank)
 
 
-def probe_backbone(model: Any, taps: TokenTaps | None) -> BackboneInfo:
-    """Joint and token dimensions, read off one forward of a blank input where tokens are asked for."""
+def probe_backbone(model: Any, capture: FeatureCapture | None) -> BackboneInfo:
+    """Sizes of an open_clip model. Those of tokens are read off one forward of a blank image and text."""
     embed_dim = _embed_dim(model)
-    if taps is None:
+    if capture is None:
         return BackboneInfo(embed_dim=embed_dim)
     size = model.visual.image_size
     height, width = (size, size) if isinstance(size, int) else size
     stem = next(parameter for parameter in model.visual.parameters() if parameter.ndim == 4)
     training = model.training
     model.eval()
-    taps.listen()
+    capture.start()
     with torch.no_grad():
         text = torch.ones(1, model.context_length or 1, dtype=torch.long, device=stem.device)
         image = torch.zeros(1, 3, height, width, dtype=stem.dtype, device=stem.device)
         model(image, text)
     model.train(training)
-    caught = taps.take(text)
-    widths = {key: caught[key].shape[-1] for key in _MEASURED if key in caught}
-    return BackboneInfo(embed_dim=embed_dim, **widths)
+    features = capture.collect(text)
+    channels = {key: features[key].shape[-1] for key in _MEASURED if key in features}
+    return BackboneInfo(embed_dim=embed_dim, **channels)
 
 
 def _embed_dim(model: Any) -> int:

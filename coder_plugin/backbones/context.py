@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.functional.similarity import raise_precision
-from coder_plugin.heads.norm import MaskedBatchNorm
 
 
 class GatedSelfAttention(nn.Module):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
-from coder_plugin.functional.sets import greatest, last_state, mean, unit_channels, valid_first
-from coder_plugin.heads.gpo import GPO
-from coder_plugin.heads.norm import MaskedBatchNorm
+from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.norm import MaskedBatchNorm
+from coder_plugin.functional.masked_sets import greatest, last_state, mean, unit_channels, valid_first
 
 Context = Literal["none", "camera", "vsrn"]
 Pooling = Literal["gpo", "mean", "max", "views", "gru"]

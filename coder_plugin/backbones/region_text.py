@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.backbones.base import CONFIG, Backbone
+from coder_plugin.backbones.base import CONFIG, Backbone, BackboneInfo
 from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText, TextEncoder, TextPooling, load_transformer
 from coder_plugin.backbones.tokenizers import (
@@ -29,9 +29,8 @@ from coder_plugin.backbones.tokenizers import (
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.sets import without_start
+from coder_plugin.functional.masked_sets import without_start
 from coder_plugin.functional.similarity import unit
-from coder_plugin.heads.base import BackboneInfo
 
 #: Where :meth:`RegionText.save_config` puts a BERT's configuration and tokenizer.
 TEXT_FOLDER = "text"
@@ -105,7 +104,7 @@ class RegionText(Backbone):
     score is the greatest of theirs.
     """
 
-    inside = frozenset(
+    intermediate_keys = frozenset(
         "image_locals image_tokens image_contexts image_mask image_context_mask image_pooled "
         "text_locals text_tokens text_contexts text_mask text_context_mask text_pooled".split()
     )
@@ -128,9 +127,9 @@ class RegionText(Backbone):
         if options.frozen_text:
             self.lock_text_tower()
         if options.image_pooling == "views":
-            self.inside = self.inside | {"image_views"}
+            self.intermediate_keys = self.intermediate_keys | {"image_views"}
         if options.global_dim:
-            self.inside = self.inside | {"image_global"}
+            self.intermediate_keys = self.intermediate_keys | {"image_global"}
         self.train()  # transformers loads in eval mode
 
     def info(self) -> BackboneInfo:

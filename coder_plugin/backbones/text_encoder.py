@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from coder_plugin.backbones.context import GatedSelfAttention
+from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.region_encoder import Encoded, pool
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.gpo import GPO
-from coder_plugin.heads.norm import MaskedBatchNorm
 
 TextPooling = Literal["gpo", "mean", "max", "last"]
 

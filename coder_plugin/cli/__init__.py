@@ -12,6 +12,7 @@ from typing import NoReturn
 from coder_plugin import __version__
 from coder_plugin.cli import data as cli_data
 from coder_plugin.cli import evaluate as cli_evaluate
+from coder_plugin.cli import recipes as cli_recipes
 from coder_plugin.cli import results as cli_results
 from coder_plugin.errors import CoderError
 
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_data.add_concepts(commands)
     cli_data.add_regions(commands)
     cli_results.add_share(commands)
+    cli_recipes.add_recipes(commands)
     _add_plugins(commands)
     cli_data.add_doctor(commands)
     _know_themselves(commands)
@@ -92,11 +94,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from coder_plugin.config import read_file
     from coder_plugin.evaluation import format_table
     from coder_plugin.pretrained.options import resolve_config
+    from coder_plugin.report.callback import WriteReport
     from coder_plugin.training.loop import Trainer
 
     file = None if arguments.config is None else read_file(arguments.config)
     config = resolve_config(read_flags(arguments), file=file, file_name=str(arguments.config))
-    trainer = Trainer.from_config(config)
+    trainer = Trainer.from_config(config, callbacks=[WriteReport()] if config.run.report else [])
     if trainer.config.run.dry_run:
         trainer.print_plan()
         return 0
@@ -113,7 +116,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _add_plugins(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("plugins", help="list losses, heads, recipes … and where they come from")
+    parser = commands.add_parser("plugins", help="list losses, heads, readers … and where they come from")
     parser.add_argument("group", nargs="?", help="one group: losses, heads, readers, recipes …")
     parser.add_argument("--check", action="store_true", help="import each of them and report what fails")
     parser.set_defaults(run=_plugins)

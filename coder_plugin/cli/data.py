@@ -109,8 +109,8 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "convert",
-        help="any file of region features to any other layout",
-        description="Copy region features from one layout to another, number for number, with captions joined in where "
+        help="any file of region features to region shards or precomp files",
+        description="Copy region features unchanged to region shards or precomp files, with captions joined in if "
         "--captions-data names some: then these say which images are written, in their order.",
         allow_abbrev=False,
     )
@@ -118,7 +118,8 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")
     kinds = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
     parser.add_argument("--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"SOURCE's: {kinds} [by its name]")
-    parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help="DESTINATION's, likewise [by its name]")
+    to_help = "shards, precomp, or a plugin's [by its name]"
+    parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help=to_help)
     parser.add_argument("--split", default="train", help="split of SOURCE and of the captions [train]")
     parser.add_argument("--to-split", metavar="SPLIT", help="what it is called in DESTINATION [--split]")
     parser.add_argument("--captions-data", metavar="DATA", help="captions: a .json, _caps.txt, .csv, shards …")

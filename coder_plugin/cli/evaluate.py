@@ -139,7 +139,7 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
     Raises:
         CoderError: flags that do not go together, models or data that cannot be opened.
     """
-    from coder_plugin.data.from_config import make_pictures
+    from coder_plugin.data.from_config import pictures_under_regions
     from coder_plugin.evaluation.benchmarks import load_benchmarks
     from coder_plugin.evaluation.compare import Measures, evaluate_models
     from coder_plugin.evaluation.wise_ft import fine_tuning
@@ -149,13 +149,19 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
     on_model: Any = None
     collected: dict[str, Any] = {}
     if any(flags.get(name) is not None for name in ("pictures", "pictures_count", "pictures_concepts")):
-        from coder_plugin.report import pictures
+        from coder_plugin.report import eval_figures
         from coder_plugin.report.alignment import LOCALS
 
-        drawing = pictures.asked(arguments)
+        drawing = eval_figures.figure_options(
+            flags.get("pictures"),
+            images=flags.get("pictures_count"),
+            concepts=flags.get("pictures_concepts"),
+            reweighted=bool(flags.get("beta") or flags.get("context_weight")),
+        )
 
         def on_model(name: str, encoder: Any, source: Any, data: Any) -> None:
-            collected[name] = pictures.collect(drawing, encoder, source, make_pictures(data, split=arguments.split))
+            pictures = pictures_under_regions(data, arguments.split)
+            collected[name] = eval_figures.collect(drawing, encoder, source, pictures)
 
     tuning = fine_tuning(
         zeroshot=flags.get("zeroshot"), base=flags.get("base"), alphas=flags.get("wise_ft"), save=flags.get("wise_ft_save")
@@ -178,7 +184,7 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
         fine_tuning=tuning,
     )
     if measures.analyses:
-        from coder_plugin.report.plots import check_figures
+        from coder_plugin.report.figures import check_figures
 
         check_figures("--analyses", arguments.analyses, "draws with matplotlib", "matplotlib")
     results = evaluate_models(
@@ -191,13 +197,13 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
         on_model=on_model if drawing is not None else None,
     )
     if results and measures.analyses:
-        from coder_plugin.report.plots import plot_analyses
+        from coder_plugin.report.figures import plot_analyses
 
         rows = analyses_of(results)
         (Path(arguments.analyses) / "analyses.json").write_text(json.dumps(rows, indent=2) + "\n")
         plot_analyses(rows, Path(arguments.analyses))
     if results and drawing is not None:
-        for name, measured in pictures.write(drawing, collected).items():
+        for name, measured in eval_figures.write(drawing, collected).items():
             results[name]["concept_words"] = measured
     return results
 
@@ -224,7 +230,7 @@ def _format(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namesp
     if analyses := analyses_of(results):
         parts.append(format_analyses(analyses))
     if arguments.pictures:
-        from coder_plugin.report.pictures import format_measured
+        from coder_plugin.report.eval_figures import format_measured
 
         measured = {name: result["concept_words"] for name, result in results.items() if "concept_words" in result}
         parts.append("\n".join([*format_measured(measured), f"pictures: {arguments.pictures}"]))

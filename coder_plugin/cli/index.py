@@ -19,7 +19,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     from coder_plugin.backbones.base import Backbone
     from coder_plugin.cli.flags import read_options
     from coder_plugin.config import OPENING, READING
-    from coder_plugin.data.from_config import make_pictures, make_source
+    from coder_plugin.data.from_config import make_source, pictures_under_regions
     from coder_plugin.data.pictures import Pictures, is_pictures
     from coder_plugin.index.build import absolute, build_index, model_record
     from coder_plugin.pretrained.build import check_data, first_image
@@ -33,7 +33,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     if data.dataset_type == "auto" and data.regions is None and is_pictures(arguments.data):
         source, pictures = Pictures(arguments.data), None
     else:
-        source, pictures = make_source(data, split=arguments.split), make_pictures(data, split=arguments.split)
+        source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
     reading = {"workers": data.workers, "max_bad_images": data.max_bad_images}
     model = open_pretrained(spec, {**reading, **options}, export=arguments.export, name=spec)
     if arguments.what != "captions":

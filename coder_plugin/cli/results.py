@@ -28,10 +28,10 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.flags import read_options
-    from coder_plugin.report.run import report_command
+    from coder_plugin.report.run import report_run
 
-    arguments.options = read_options(arguments)
-    print(report_command(arguments))
+    options = {name: getattr(arguments, name) for name in ("export", "split", "output", "images")}
+    print(report_run(arguments.run_folder, read_options(arguments), **options))
     return 0
 
 

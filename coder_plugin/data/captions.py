@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.data.item import Item
-from coder_plugin.data.regions.precomp_text import counting, plain
+from coder_plugin.data.regions.precomp_text import are_row_numbers, decode_bytes_repr
 from coder_plugin.data.source import PICTURES, ItemSource
 from coder_plugin.data.tables import (
     is_name,
@@ -136,7 +136,7 @@ def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -
     grouped: dict[str, list[str]] = {}
     for owner, caption in zip(owners, captions, strict=True):
         grouped.setdefault(owner, []).append(caption)
-    counted = counting(list(grouped))
+    counted = are_row_numbers(list(grouped))
     items = []
     for place, (owner, texts) in enumerate(grouped.items()):
         key = f"{path.stem.removesuffix('_caps')}_{place}" if counted else owner
@@ -173,7 +173,7 @@ def _lines(path: Path, empty: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
         raise CoderError(f"{path}: cannot be read as lines of text: {reason}") from exc
-    lines = [plain(line.strip()) for line in text.removesuffix("\n").split("\n")] if text else []
+    lines = [decode_bytes_repr(line.strip()) for line in text.removesuffix("\n").split("\n")] if text else []
     refuse(path, [f"line {number}" for number, line in enumerate(lines, 1) if line is None], "bytes that are not UTF-8")
     refuse(path, [f"line {number}" for number, line in enumerate(lines, 1) if not line], empty)
     return [line for line in lines if line]

@@ -67,7 +67,7 @@ def join_regions(source: Any, config: DataConfig, *, split: str) -> RegionSource
     return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_images)
 
 
-def make_pictures(config: DataConfig, *, split: str) -> Any | None:
+def pictures_under_regions(config: DataConfig, split: str) -> Any | None:
     """The pictures of validation images that are read as regions; None without regions, or if there are no pictures."""
     if config.regions is None or config.val is None:
         return None

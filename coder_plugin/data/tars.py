@@ -11,7 +11,7 @@ from typing import IO, NoReturn
 
 import webdataset as wds
 
-from coder_plugin.data.regions.keyed import warn_once
+from coder_plugin.data.regions.base import warn_once
 from coder_plugin.data.source import PICTURES
 from coder_plugin.errors import CoderError
 

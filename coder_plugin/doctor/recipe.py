@@ -88,20 +88,20 @@ def _unless_absent(what: str, make: Callable[..., Any], *arguments: Any) -> Gene
 
 
 def _names_model(config: Any) -> bool:
-    from coder_plugin.objective import Objective
+    from coder_plugin import recipes
 
-    return "model" in dict(Objective.parse(config.loss.expression).training)
+    return config.run.recipe is not None and "model" in recipes.load(config.run.recipe).settings
 
 
 def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
     """The configuration without the weights that would be downloaded, and what is not checked for that."""
     import open_clip
 
-    from coder_plugin.backbones import own
+    from coder_plugin.backbones import plugin_backbones
 
     said = []
     pretrained = config.model.pretrained
-    if pretrained is not None and not Path(pretrained).is_file() and own.find(config.model.name) is None:
+    if pretrained is not None and not Path(pretrained).is_file() and plugin_backbones.find_backbone(config.model.name) is None:
         tags = open_clip.list_pretrained_tags_by_model(config.model.name)
         if tags and pretrained not in tags:
             text = f"--pretrained {pretrained} is neither a file nor a tag of {config.model.name}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
 from coder_plugin.pretrained.export import export_heads, export_model, plain_state
@@ -104,7 +104,8 @@ def open_base(
         CoderError: a region model; no base or no fine-tuned model where weights between them are asked for; a base whose
             architecture is unknown.
     """
-    if (tuning.classifies or tuning.alphas) and own.find(model_name(spec, options, export=export)) is not None:
+    reads_regions = plugin_backbones.find_backbone(model_name(spec, options, export=export)) is not None
+    if reads_regions and (tuning.classifies or tuning.alphas):
         what = "--wise-ft goes between two CLIPs" if tuning.alphas else "--zeroshot classifies pictures"
         raise CoderError(f"{what}, and this model reads region features")
     if tuning.alphas and spec is None and options.get("pretrained") is None:

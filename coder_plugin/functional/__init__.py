@@ -1,69 +1,32 @@
-"""The papers' mathematics as pure functions of tensors.
+"""The papers' mathematics as pure functions of tensors: the only place where a loss is written down.
 
-Shapes: n anchors, q candidates, d dimensions. Masks are True where valid. Everything is computed in float32 or better:
-half-precision inputs are raised first, float64 in gives float64 out. Features are expected L2-normalised, so that a
-product is a cosine; only :func:`concept_embedding` normalises, as its equation does.
+The loss terms (:mod:`coder_plugin.losses`) gather a batch over all processes and call these functions. Shapes: n
+anchors or pairs, q candidates, d dimensions. Masks are True where valid. Everything is computed in float32, or in
+float64 for float64 inputs; half-precision inputs are raised first. Features are expected L2-normalised, so that an
+inner product is a cosine, except where a function says that it normalises. Equations: docs/equations.md.
 """
 
-from coder_plugin.functional.alignment import (
-    Assignment,
-    check_lca_options,
-    correspondence,
-    directed_lca,
-    lca,
-    prototype_scores,
-    sinkhorn_bias,
-)
-from coder_plugin.functional.asymmetry import ascl, check_temperature, directed_ascl
-from coder_plugin.functional.concepts import concept_embedding, concept_graph, pgc, pgc_of_logits
-from coder_plugin.functional.context import check_cra_options, cra, directed_cra, hardest_locals, unit_context
-from coder_plugin.functional.contrast import (
-    DiversityOver,
-    Reverse,
-    check_dcl_options,
-    check_m_dcl_options,
-    dcl,
-    directed_dcl,
-    m_dcl,
-)
-from coder_plugin.functional.hinge import directed_triplet, triplet
-from coder_plugin.functional.similarity import cosine, different_images, unit
-from coder_plugin.functional.weights import Diversity, diversity, spread, spread_of_variance
+from coder_plugin.functional.ascl_loss import ascl
+from coder_plugin.functional.concepts import concept_embedding, concept_graph
+from coder_plugin.functional.cra_loss import cra
+from coder_plugin.functional.dcl_loss import dcl
+from coder_plugin.functional.diversity_weights import diversity
+from coder_plugin.functional.lca_loss import lca
+from coder_plugin.functional.m_dcl_loss import m_dcl
+from coder_plugin.functional.pgc_loss import pgc
+from coder_plugin.functional.similarity import cosine
+from coder_plugin.functional.triplet_loss import triplet
 
 __all__ = [
-    "Assignment",
-    "Diversity",
-    "DiversityOver",
-    "Reverse",
     "ascl",
-    "check_cra_options",
-    "check_dcl_options",
-    "check_lca_options",
-    "check_m_dcl_options",
-    "check_temperature",
     "concept_embedding",
     "concept_graph",
-    "correspondence",
     "cosine",
     "cra",
     "dcl",
-    "different_images",
-    "directed_ascl",
-    "directed_cra",
-    "directed_dcl",
-    "directed_lca",
-    "directed_triplet",
     "diversity",
-    "hardest_locals",
     "lca",
     "m_dcl",
     "pgc",
-    "pgc_of_logits",
-    "prototype_scores",
-    "sinkhorn_bias",
-    "spread",
-    "spread_of_variance",
     "triplet",
-    "unit",
-    "unit_context",
 ]

@@ -1,6 +1,6 @@
-"""Commonsense concepts and prototypes (CODER eq. 2, 7, 12-14; METHODS 4, 5).
+"""Commonsense concepts: their graph, and samples as mixtures of concepts (CODER eq. 2, 12-14).
 
-Shapes: N samples, g concepts, F concept dimensions, K prototypes.
+Shapes: n samples, g concepts, f concept dimensions. Equations and choices: docs/equations.md#concepts.
 """
 
 from __future__ import annotations
@@ -15,33 +15,38 @@ from coder_plugin.functional.similarity import raise_precision
 def concept_graph(
     cooccurrence: Tensor, counts: Tensor, *, threshold: float = 0.3, rescale: bool = True
 ) -> Tensor:
-    """The normalised concept graph ``D^-1/2 H D^-1/2 + I`` (CODER eq. 12, 13; METHODS 4).
+    """The normalised concept graph ``D^-1/2 H D^-1/2 + I`` (CODER eq. 12, 13).
 
-    ``P_ij = cooccurrence_ij / counts_i``, rescaled to ``5^(P - 0.02) - 5^(-0.02)``; ``H = 1[P >= threshold]`` without its
-    diagonal, so H is not symmetric; D holds its row sums. A concept without an edge keeps the identity alone.
+    ``P_ij = cooccurrence_ij / counts_i``, rescaled to ``5^(P - 0.02) - 5^(-0.02)``; ``H = 1[P >= threshold]`` with a zero
+    diagonal; D holds the row sums of H. H is not symmetric. A concept without an edge keeps the identity only.
 
     Args:
-        cooccurrence: how many captions hold both concepts [g, g].
-        counts: how many captions hold a concept [g]; where it is 0, the concept has no edge.
-        threshold: smallest P that makes an edge.
-        rescale: apply the rescaling before the threshold.
+        cooccurrence: number of captions that hold both concepts [g, g].
+        counts: number of captions that hold a concept [g]; a concept with count 0 has no edge.
+        threshold: the smallest P that makes an edge.
+        rescale: rescale P before the threshold.
 
     Returns:
-        [g, g], float32, or float64 for float64 counts.
+        [g, g] in float32, or float64 for float64 counts.
 
     Raises:
         ValueError: shapes that do not fit.
+
+    Example:
+        >>> concept_graph(torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 3]))
+        tensor([[1., 1.],
+                [1., 1.]])
     """
     if cooccurrence.ndim != 2 or cooccurrence.shape != (len(counts), len(counts)) or counts.ndim != 1:
         raise ValueError(
             f"cooccurrence must be [g, g] and counts [g], got {tuple(cooccurrence.shape)} and {tuple(counts.shape)}"
         )
     number = torch.float64 if torch.float64 in (cooccurrence.dtype, counts.dtype) else torch.float32
-    together, alone = cooccurrence.to(number), counts.to(number)[:, None]
-    conditional = torch.where(alone > 0, together / alone.clamp(min=1), 0)
+    pair_counts, word_counts = cooccurrence.to(number), counts.to(number)[:, None]
+    conditional = torch.where(word_counts > 0, pair_counts / word_counts.clamp(min=1), 0)
     if rescale:
         conditional = 5 ** (conditional - 0.02) - 5**-0.02
-    edges = (conditional >= threshold).to(number).fill_diagonal_(0) * (alone > 0)
+    edges = (conditional >= threshold).to(number).fill_diagonal_(0) * (word_counts > 0)
     degree = edges.sum(1)
     scale = torch.where(degree > 0, degree, 1).rsqrt() * (degree > 0)
     return scale[:, None] * edges * scale[None, :] + torch.eye(len(counts), dtype=number, device=counts.device)
@@ -50,17 +55,24 @@ def concept_graph(
 def concept_embedding(
     query: Tensor, weight: Tensor, concepts: Tensor, *, scale: float = 10.0
 ) -> tuple[Tensor, Tensor]:
-    """A sample as a mixture of concepts (CODER eq. 14; METHODS 4): ``a = softmax(scale * q W y)``, ``sum_i a_i y_i``.
+    """Samples as mixtures of concepts: ``a = softmax(scale * q W y)``, embedding ``sum_i a_i y_i`` (CODER eq. 14).
 
     Args:
-        query: [n, f]. weight: [f, f]. concepts: [g, f]. Queries and concepts are L2-normalised here.
+        query: [n, f]. weight: W [f, f]. concepts: [g, f]. Queries and concepts of any length; they are L2-normalised here.
         scale: lambda, the sharpness of the attention.
 
     Returns:
-        The embeddings [n, f], L2-normalised, and the attention [n, g].
+        The embeddings [n, f], L2-normalised, and the attention [n, g], whose rows sum to one; float32 or float64.
 
     Raises:
         ValueError: shapes that do not fit.
+
+    Example:
+        >>> embedding, attention = concept_embedding(torch.tensor([[1.0, 0.0]]), torch.eye(2), torch.eye(2), scale=1.0)
+        >>> attention
+        tensor([[0.7311, 0.2689]])
+        >>> embedding
+        tensor([[0.9385, 0.3453]])
     """
     f = query.shape[-1]
     if query.ndim != 2 or weight.shape != (f, f) or concepts.ndim != 2 or concepts.shape[1] != f or not len(concepts):
@@ -73,37 +85,3 @@ def concept_embedding(
         directions = F.normalize(concepts, dim=-1)
         attention = (scale * F.normalize(query, dim=-1) @ weight @ directions.T).softmax(-1)
         return F.normalize(attention @ directions, dim=-1), attention
-
-
-def pgc(image_concepts: Tensor, text_concepts: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
-    """Prototype-guided classification (CODER eq. 7; METHODS 5): cross-entropies of both modalities, one classifier.
-
-    Args:
-        image_concepts: [n, f]. text_concepts: [n, f].
-        classifier: P_C [k, f], without a bias.
-        labels: id of the prototype that each pair was assigned to [n], integers in [0, k).
-
-    Returns:
-        Scalar: the images' mean cross-entropy plus the texts'.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    if image_concepts.ndim != 2 or image_concepts.shape != text_concepts.shape:
-        raise ValueError(
-            "image_concepts and text_concepts must have one shape [n, f], got "
-            f"{tuple(image_concepts.shape)} and {tuple(text_concepts.shape)}"
-        )
-    if classifier.ndim != 2 or classifier.shape[1] != image_concepts.shape[1]:
-        raise ValueError(f"classifier must be [k, {image_concepts.shape[1]}], got {tuple(classifier.shape)}")
-    with torch.autocast(image_concepts.device.type, enabled=False):
-        weight = raise_precision(classifier).T
-        return pgc_of_logits(raise_precision(image_concepts) @ weight, raise_precision(text_concepts) @ weight, labels)
-
-
-def pgc_of_logits(image_logits: Tensor, text_logits: Tensor, labels: Tensor) -> Tensor:
-    """:func:`pgc` from the classifier's outputs [n, k]."""
-    if labels.shape != image_logits.shape[:1] or labels.is_floating_point():
-        raise ValueError(f"labels must be integers of shape ({len(image_logits)},), got {labels.dtype} {tuple(labels.shape)}")
-    logits = raise_precision(image_logits), raise_precision(text_logits)
-    return F.cross_entropy(logits[0], labels) + F.cross_entropy(logits[1], labels)

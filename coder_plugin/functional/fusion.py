@@ -1,17 +1,18 @@
 """Cross-modal fusion: the score of a pair from its regions and words (AsCL eq. 1-4).
 
-Shapes: G groups of a images x b texts, L regions, T words, D joint dimension, H heads of d = D / H channels. What holds for
-both directions is said of s sets of S positions to which q owners of Q queries attend. Masks are bool, True where valid.
+Shapes: G groups of a images x b texts, L regions, T words, D joint dimension, H heads of d = D / H channels. Both
+directions are alike: q owners with Q queries each attend to s sets of S positions. Masks are bool, True where valid.
+Equations and choices: docs/equations.md#ascl.
 
-With A_h [Q, S] a pair's attention, K_h [S, d] the set's keys, which are its values as well, and Z_h [d, D] the output matrix's
-rows of head h, a query x attends to y = sum_h A_h K_h Z_h [D]. No pair forms it, for all that is needed of it follows from
-products as cheap as the logits, with matrices that each image and each text makes once:
+Let A_h [Q, S] be the attention of a pair, K_h [S, d] the keys of the set, which are its values as well, and Z_h [d, D]
+the rows of the output matrix that belong to head h. A query x attends to y = sum_h A_h K_h Z_h [D]. No pair computes y:
+all that is needed of it follows from products as cheap as the logits, with matrices computed once per image and text:
 
     <x, y>    = sum_{h, n} A_hn P_hn            P_h = (x Z_h^T) K_h^T
     |y|^2     = a Gamma a^T                     a = (A_hn) [H S],  Gamma = U U^T,  U = (K_h Z_h) [H S, D]
     mean of y = concat_h(mean of A_h  K_h) Z^O
 
-For long sets Gamma is dearer than c Z^O of c = concat_h(A_h K_h): :func:`by_gram` says which is taken.
+For long sets Gamma costs more than c Z^O with c = concat_h(A_h K_h); :func:`use_gram` chooses.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from coder_plugin.functional.similarity import raise_precision
 
-#: Added to the logits of padding: finite, so that even a set of nothing has a gradient.
+#: Added to the logits of padding; finite, so that a set of padding only has a finite gradient.
 _PADDING = -1e30
-#: Product of two squared norms up to which one of the vectors is nothing, and has the cosine 0 with everything.
-_NOTHING = 1e-24
+#: Below this product of two squared norms one of the vectors counts as zero, and has the cosine 0 with every other.
+_ZERO_NORM = 1e-24
 
 
 class Attention(NamedTuple):
@@ -40,49 +41,50 @@ class Attention(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What an image (S = L) or a text (S = T) brings to all its pairs. Leading dimensions are free."""
+    """What an image (S = L) or a text (S = T) contributes to all its pairs. Leading dimensions are free."""
 
     query: Tensor  # [..., S, D] tokens Z^X / sqrt(d)
     product: Tensor  # [..., S, D] tokens Z^O^T
-    square: Tensor  # [..., S] the tokens' squared norms
+    square: Tensor  # [..., S] squared norms of the tokens
     key: Tensor  # [..., S, D] tokens Z^Y of the other direction
     mask: Tensor  # [..., S]
     gram: Tensor | None = None  # [..., H, S, H, S] Gamma
-    whole: Tensor | None = None  # [..., D] V_g2
+    global_feature: Tensor | None = None  # [..., D] V_g2
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Side:
-        """The side with another view of every field: its rows, other leading dimensions, another device."""
-        return Side._make(None if field is None else change(field) for field in self)
+    def map(self, function: Callable[[Tensor], Tensor]) -> Side:
+        """The function applied to every field: to select rows, to reshape leading dimensions, to move devices."""
+        return Side._make(None if field is None else function(field) for field in self)
 
-    def cut(self, length: int) -> Side:
-        """The side of the first so many positions."""
+    def truncate(self, length: int) -> Side:
+        """The side with the first ``length`` positions only."""
         query, product, key = (field[..., :length, :] for field in (self.query, self.product, self.key))
         gram = None if self.gram is None else self.gram[..., :length, :, :length]
-        return Side(query, product, self.square[..., :length], key, self.mask[..., :length], gram, self.whole)
+        return Side(query, product, self.square[..., :length], key, self.mask[..., :length], gram, self.global_feature)
 
 
-def by_gram(positions: int, dim: int, heads: int) -> bool:
-    """Whether Gamma is the cheaper way to the norms of what attends to a set of so many positions."""
+def use_gram(positions: int, dim: int, heads: int) -> bool:
+    """Whether Gamma is the cheaper way to the norms, for a set of this many positions."""
     return (heads * positions) ** 2 <= positions * dim + dim**2
 
 
-def side(
+def make_side(
     tokens: Tensor,
     mask: Tensor,
     *,
-    asks: Attention,
-    answers: Attention,
+    as_query: Attention,
+    as_key: Attention,
     heads: int,
-    whole: Tensor | None = None,
+    global_feature: Tensor | None = None,
 ) -> Side:
-    """What the tokens of images or texts, float [n, S, D] with mask [n, S], bring to their pairs.
+    """What the tokens of images or texts contribute to their pairs.
 
-    In float32 or better, of products that autocast may make in its own dtype. What padding holds is of no account.
+    Autocast may compute the products in its own dtype; results are float32 or float64. Values at padding have no effect.
 
     Args:
-        asks: the matrices of the direction in which these tokens are the queries: of images, image to text.
-        answers: those of the other direction, where they are attended to.
-        whole: V_g2 = X_g^T G, float [n, D], of images that have a feature of the whole image.
+        tokens: float [n, S, D]. mask: bool [n, S].
+        as_query: the matrices of the direction in which these tokens are the queries; for images: image to text.
+        as_key: those of the other direction.
+        global_feature: V_g2 = X_g^T G, float [n, D], for images that have a feature of the whole image.
 
     Raises:
         ValueError: shapes that do not fit, heads that do not divide D.
@@ -92,29 +94,29 @@ def side(
         raise ValueError(f"tokens [n, S, D] and mask [n, S] must fit, got {tuple(tokens.shape)} and {tuple(mask.shape)}")
     if mask.dtype != torch.bool:
         raise ValueError(f"the mask must be bool, got {mask.dtype}")
-    if asks.query.shape != (dim, dim):
-        raise ValueError(f"tokens have {dim} channels, and the matrices are {tuple(asks.query.shape)}")
+    if as_query.query.shape != (dim, dim):
+        raise ValueError(f"tokens have {dim} channels, and the matrices are {tuple(as_query.query.shape)}")
     if dim % heads:
         raise ValueError(f"heads must divide the dimension {dim}, got {heads}")
     rows = torch.where(mask[..., None], raise_precision(tokens), 0)
-    key = _product(rows, answers.key)
+    key = _product(rows, as_key.key)
     gram = None
-    if by_gram(mask.shape[1], dim, heads):
-        parts = key.split(dim // heads, -1), answers.output.split(dim // heads)
-        outputs = torch.cat([_product(*each) for each in zip(*parts, strict=True)], 1)  # U [n, H S, D]
+    if use_gram(mask.shape[1], dim, heads):
+        parts = key.split(dim // heads, -1), as_key.output.split(dim // heads)
+        outputs = torch.cat([_product(*part) for part in zip(*parts, strict=True)], 1)  # U [n, H S, D]
         gram = _product(outputs, outputs.mT).unflatten(2, (heads, -1)).unflatten(1, (heads, -1))
     return Side(
-        query=_product(rows, asks.query) * (heads / dim) ** 0.5,
-        product=_product(rows, asks.output.T),
+        query=_product(rows, as_query.query) * (heads / dim) ** 0.5,
+        product=_product(rows, as_query.output.T),
         square=rows.square().sum(-1),
         key=key,
         mask=mask,
         gram=gram,
-        whole=None if whole is None else raise_precision(whole),
+        global_feature=None if global_feature is None else raise_precision(global_feature),
     )
 
 
-def pairs(
+def pair_scores(
     images: Side,
     texts: Side,
     *,
@@ -123,28 +125,41 @@ def pairs(
     heads: int,
     local_weight: float,
 ) -> Tensor:
-    """S = u S_local + (1 - u) S_global of every image with every text of its group (AsCL eq. 2-4), in [-1, 1].
+    """S = u S_local + (1 - u) S_global of every image with every text of its group (AsCL eq. 2-4).
 
     ``S_local = mean_i R(v_i, w*_i) / 2 + mean_j R(w_j, v*_j) / 2`` with R the cosine, means over valid positions, w* what
-    regions attend to among the words and v* what words attend to among the regions;
-    ``S_global = R(X_v^T mean_j v*_j + V_g2, X_w^T mean_i w*_i)``. A vector of nothing, or of padding alone, has the cosine 0.
+    regions attend to among the words, and v* what words attend to among the regions;
+    ``S_global = R(X_v^T mean_j v*_j + V_g2, X_w^T mean_i w*_i)``. A zero vector, and a set of padding only, has the
+    cosine 0 with every other.
 
     Args:
         images: sides with leading dimensions [G, a]. texts: with [G, b].
-        local_weight: u.
+        image_to_text: matrices of the direction in which regions are the queries. text_to_image: of the other one.
+        heads: H. local_weight: u, in [0, 1].
 
     Returns:
-        Float [G, a, b], float32 or better; differentiable.
+        [G, a, b] in [-1, 1], float32 or float64; differentiable.
+
+    Example:
+        >>> eye, mask = torch.eye(2), torch.ones(1, 1, dtype=torch.bool)
+        >>> weights = Attention(eye, eye, eye, eye)
+        >>> region, word = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[2.0, 0.0]]])
+        >>> image, text = (
+        ...     make_side(tokens, mask, as_query=weights, as_key=weights, heads=1).map(lambda field: field[None])
+        ...     for tokens in (region, word)
+        ... )
+        >>> pair_scores(image, text, image_to_text=weights, text_to_image=weights, heads=1, local_weight=0.6)
+        tensor([[[0.6000]]])
     """
     to_words, text_mean = _attend(images, texts, image_to_text, heads)  # [G, b, a], [G, b, a, D]
     to_regions, image_mean = _attend(texts, images, text_to_image, heads)  # [G, a, b], [G, a, b, D]
-    if images.whole is not None:
-        image_mean = image_mean + images.whole[:, :, None]
+    if images.global_feature is not None:
+        image_mean = image_mean + images.global_feature[:, :, None]
     text_mean = text_mean.transpose(1, 2)
     squares = image_mean.square().sum(-1) * text_mean.square().sum(-1)
-    overall = _cosine((image_mean * text_mean).sum(-1), squares)
-    local = (to_words.transpose(1, 2) + to_regions) / 2
-    return local_weight * local + (1 - local_weight) * overall
+    global_score = _cosine((image_mean * text_mean).sum(-1), squares)
+    local_score = (to_words.transpose(1, 2) + to_regions) / 2
+    return local_weight * local_score + (1 - local_weight) * global_score
 
 
 def _attend(owners: Side, sets: Side, weights: Attention, heads: int) -> tuple[Tensor, Tensor]:
@@ -155,38 +170,38 @@ def _attend(owners: Side, sets: Side, weights: Attention, heads: int) -> tuple[T
     key = sets.key.reshape(g, s * size, heads, -1)
     padding = torch.zeros_like(sets.square).masked_fill(~sets.mask, _PADDING).view(g, s * size, 1)
     dot: Tensor | float = 0.0
-    found = []  # of each head: A, or without Gamma A K
-    for head in range(heads):  # one at a time, so that a head's products stay in the processor's cache
+    per_head = []  # A of each head, or A K without Gamma
+    for head in range(heads):  # one at a time, so that its products stay in the processor's cache
         logits = _product(key[:, :, head], query[:, :, head].mT) + padding
         attention = logits.view(g, s, size, q * length).softmax(2)
         if sets.gram is not None:
             products = _product(key[:, :, head], product[:, :, head].mT).view_as(attention)
             dot = dot + (attention * products).sum(2)
-            found.append(attention)
+            per_head.append(attention)
         else:
             mixed = _product(key[:, :, head].unflatten(1, (s, size)).mT, attention)  # [G, s, d, q Q]
             dot = dot + (mixed * product[:, None, :, head].mT).sum(2)
-            found.append(mixed)
+            per_head.append(mixed)
     count = owners.mask.sum(-1, keepdim=True).clamp(min=1)
-    shares = (owners.mask.to(query.dtype) / count)[:, None, None]  # [G, 1, 1, q, Q]: of the mean over the valid
+    shares = (owners.mask.to(query.dtype) / count)[:, None, None]  # [G, 1, 1, q, Q]: weights of the mean over valid queries
     if sets.gram is not None:
-        joint = torch.stack(found, 2).view(g * s, heads * size, q * length)
+        joint = torch.stack(per_head, 2).view(g * s, heads * size, q * length)
         norms = (joint * _product(sets.gram.reshape(g * s, heads * size, -1), joint)).sum(1)
         means = torch.linalg.vecdot(joint.view(g, s, -1, q, length), shares).view(g, s, heads, size, q)
         mean = _product(means.mT, key.view(g, s, size, heads, -1).transpose(2, 3)).transpose(2, 3).flatten(3)
     else:
-        joint = torch.cat(found, 2)  # [G, s, D, q Q]
+        joint = torch.cat(per_head, 2)  # [G, s, D, q Q]
         norms = _product(weights.output.T, joint).square().sum(2)
         mean = torch.linalg.vecdot(joint.view(g, s, dim, q, length), shares).mT
     squares = norms.view(g, s, q, length) * owners.square[:, None]
     cosines = _cosine(torch.as_tensor(dot).view(g, s, q, length), squares)
-    # a padded query is a vector of nothing, so it adds none
+    # a padded query is zero and adds nothing
     return cosines.sum(-1) / count.mT, _product(mean, weights.common)
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """The matrix product in float32 or better, which autocast may make in bfloat16; not in float16, which squares of long
-    tokens overflow. Exponentials, norms and means are made of what this returns."""
+    """The matrix product in float32 or float64. Autocast may compute it in bfloat16, but not in float16, which the
+    squares of long tokens overflow. Exponentials, norms and means are computed from the result."""
     device = one.device.type
     allowed = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != torch.float16
     with torch.autocast(device, enabled=allowed):
@@ -194,5 +209,5 @@ def _product(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _cosine(product: Tensor, squares: Tensor) -> Tensor:
-    nothing = squares <= _NOTHING  # a NaN is not: it must be seen
-    return torch.where(nothing, 0, product * torch.where(nothing, 1, squares).rsqrt())
+    is_zero = squares <= _ZERO_NORM  # False for NaN, which must stay visible
+    return torch.where(is_zero, 0, product * torch.where(is_zero, 1, squares).rsqrt())

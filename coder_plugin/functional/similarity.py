@@ -1,16 +1,36 @@
-"""Similarities of anchors and candidates, and who may be whose negative: what every loss here starts from."""
+"""Similarities of anchors and candidates, and which pairs of a batch are negatives of each other.
+
+Shapes: n anchors, q candidates, d dimensions, v features of one item.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: Collects the rows of all processes, in rank order, from this process's rows.
+Gather = Callable[[Tensor], Tensor]
+
 
 def cosine(anchors: Tensor, candidates: Tensor) -> Tensor:
-    """Products [n, q] of [n, d] and [q, d] in float32 or better, also under autocast (METHODS, first paragraph).
+    """Inner products of two sets of features: cosines, if the features are L2-normalised.
 
-    Where a side has several features each, [n, v, d] or [q, v, d], the greatest product counts (CAMERA's views).
+    Args:
+        anchors: float [n, d], or [n, v, d] if an item has several features (the views of CAMERA).
+        candidates: float [q, d] or [q, v, d].
+
+    Returns:
+        [n, q] in float32, or float64 for float64 features, also under autocast. Of items with several features the
+        greatest product counts.
+
+    Example:
+        >>> cosine(torch.eye(2), torch.tensor([[0.6, 0.8]]))
+        tensor([[0.6000],
+                [0.8000]])
     """
     with torch.autocast(anchors.device.type, enabled=False):
         anchors, candidates = raise_precision(anchors), raise_precision(candidates)
@@ -22,7 +42,17 @@ def cosine(anchors: Tensor, candidates: Tensor) -> Tensor:
 
 
 def different_images(image_ids: Tensor | None, n: int, device: torch.device) -> Tensor:
-    """Bool [n, n], True where two pairs of a batch show different images: who may be whose negative (METHODS 2)."""
+    """Which pairs of a batch show different images and so may be negatives of each other.
+
+    Args:
+        image_ids: integers [n]; None: all images are distinct.
+
+    Returns:
+        Bool [n, n].
+
+    Raises:
+        ValueError: ``image_ids`` of another shape.
+    """
     if image_ids is None:
         return ~torch.eye(n, dtype=torch.bool, device=device)
     if image_ids.shape != (n,):
@@ -30,7 +60,45 @@ def different_images(image_ids: Tensor | None, n: int, device: torch.device) -> 
     return image_ids[:, None] != image_ids[None, :]
 
 
+def anchor_rows(pairs: Tensor, anchors: slice | None) -> Tensor:
+    """The rows of a batch [n, ...] that are anchors; all of them if ``anchors`` is None."""
+    return pairs if anchors is None else pairs[anchors]
+
+
+def pair_similarity(similarity: Tensor, anchors: slice | None) -> Tensor:
+    """Each anchor's similarity to the candidate of its own pair: rows [a, n or more] -> [a]."""
+    return similarity.diagonal(0 if anchors is None else anchors.start)
+
+
+def batch_similarity(
+    similarity: Tensor, text_to_image: Tensor | None, image_ids: Tensor | None, anchors: slice | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The similarities that a loss of pairs compares, checked.
+
+    Args:
+        similarity: images x texts [n, n] with the pairs on the diagonal; with ``anchors`` the rows of these images alone.
+        text_to_image: with ``anchors``, texts x images, the rows of these texts.
+
+    Returns:
+        Image-to-text and text-to-image rows [a, n], each anchor's positive [a], and its negatives, bool [a, n].
+
+    Raises:
+        ValueError: shapes that do not fit, an empty batch.
+    """
+    if similarity.ndim != 2 or (anchors is None and similarity.shape[0] != similarity.shape[1]):
+        raise ValueError(f"similarity must be square [n, n], got {tuple(similarity.shape)}")
+    if not similarity.numel():
+        raise ValueError("similarity holds no pair")
+    if anchors is None:
+        text_to_image = similarity.T
+    elif text_to_image is None or text_to_image.shape != similarity.shape:
+        raise ValueError(f"with anchors, text_to_image must have similarity's shape {tuple(similarity.shape)}")
+    negatives = different_images(image_ids, similarity.shape[1], similarity.device)
+    return similarity, text_to_image, pair_similarity(similarity, anchors), anchor_rows(negatives, anchors)
+
+
 def check_rows(similarity: Tensor, negatives: Tensor) -> None:
+    """:class:`ValueError` unless both are [n, q] and the negatives are bool."""
     if similarity.ndim != 2 or similarity.shape != negatives.shape:
         raise ValueError(
             f"similarity and negatives must have one shape [n, q], got {tuple(similarity.shape)} "
@@ -40,10 +108,22 @@ def check_rows(similarity: Tensor, negatives: Tensor) -> None:
         raise ValueError(f"negatives must be bool, got {negatives.dtype}")
 
 
+def check_temperature(temperature: float | Tensor) -> None:
+    """:class:`ValueError` for a number that is no temperature; the value of a tensor is not checked."""
+    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be > 0 and finite, got {temperature}")
+
+
 def raise_precision(x: Tensor) -> Tensor:
+    """The tensor in float32, or float64 if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def unit(features: Tensor) -> Tensor:
-    """L2-normalised over the last dimension, in float32 or better, also under autocast."""
+    """L2-normalised over the last dimension, in float32 or float64, also under autocast.
+
+    Example:
+        >>> unit(torch.tensor([3.0, 4.0]))
+        tensor([0.6000, 0.8000])
+    """
     return F.normalize(raise_precision(features), dim=-1)

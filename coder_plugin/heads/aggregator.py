@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from coder_plugin.heads.gpo import GPO
+from coder_plugin.backbones.gpo import GPO
 
 
 class Aggregator(nn.Module):

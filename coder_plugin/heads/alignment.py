@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.data.tags import ADJECTIVE, NOUN, VERB
-from coder_plugin.functional import correspondence, prototype_scores
+from coder_plugin.concepts.tags import ADJECTIVE, NOUN, VERB
+from coder_plugin.functional.lca_loss import correspondence, prototype_scores
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import KeepsState, ReadsTags
 

@@ -1,21 +1,19 @@
-"""AsCL's generated texts: noised captions as negatives, joined or truncated ones as positives (section II-B; METHODS 8).
+"""AsCL's generated texts: noised captions as negatives, joined or truncated ones as positives (AsCL, section II-B).
 
-Shapes: B batch, T text positions, E channels of the word embeddings, R rows of all texts that are encoded together.
+Shapes: B batch, T text positions, D joint dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.sets import valid_first
+from coder_plugin.backbones.word_embeddings import TextBatch, WordEmbeddings, noised_names
+from coder_plugin.functional.masked_sets import valid_first
 from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.heads.capabilities import AddsTexts, FollowsModel
-from coder_plugin.negatives.base import Noise
+from coder_plugin.heads.capabilities import AddsTexts
 from coder_plugin.negatives.expression import make_parts
 from coder_plugin.negatives.generators import parse_noise
 from coder_plugin.negatives.positives import Truncate
@@ -23,67 +21,25 @@ from coder_plugin.negatives.positives import Truncate
 NoiseAt = Literal["input", "output"]
 
 
-@dataclass
-class Texts:
-    """A batch's captions and what is encoded with them in one pass of the text tower, B rows each, one below the other.
+class Asymmetry(AddsTexts):
+    """Features of generated texts, encoded by the text tower in the same pass as the captions (AsCL, section II-B).
 
-    ``names``: what the rows after the captions are. ``words`` [last, T] says what noise may change in the last rows;
-    ``noised``: whether it does so in their word embeddings, as the tower looks them up, or else in the tokens it gives.
-    ``changed`` [last] then says which it has changed: a text of one word has no other order.
-    """
+    Provides ``coder_noised_features`` [B, D] and, of the generated positives, ``coder_positive_features`` and
+    ``coder_noised_positive_features`` [B, D], all L2-normalised; and ``coder_noise_changed``, bool [B, 1 or 2]: which captions
+    and which positives the noise has changed. Requires the captions' ids ``text`` [B, T] and ``text_features`` [B, D].
 
-    ids: Tensor  # [R, T]
-    batch: int
-    names: tuple[str, ...]
-    words: Tensor
-    noise: Noise | None
-    noised: bool
-    changed: Tensor | None = None
-
-    def with_noise(self, embeddings: Tensor) -> Tensor:
-        """The rows' word embeddings [R, T, E], or fewer positions where a tower has cut padding, with the noise in them."""
-        plain = len(embeddings) - len(self.words)
-        return torch.cat([embeddings[:plain], self._noise(embeddings[plain:])])
-
-    def parted(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every ``text_KEY`` of R rows as that of the captions, and ``NAME_KEY`` of what was made of them."""
-        out = dict(known)
-        for key, value in known.items():
-            if key.startswith("text_"):
-                out.update(self._named(key.removeprefix("text_"), value, ("text", *self.names)))
-        if self.noise is not None and not self.noised and "text_tokens" in known:
-            names = _noised("text", *self.names)
-            out.update(self._named("tokens", self._noise(known["text_tokens"]), names))
-            out.update(self._named("mask", known["text_mask"], names))
-        if self.changed is not None:
-            out["noise_changed"] = torch.stack(self.changed.split(self.batch), 1)
-        return out
-
-    def _named(self, key: str, value: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        return {f"{name}_{key}": part for name, part in zip(names, value.split(self.batch), strict=True)}
-
-    def _noise(self, rows: Tensor) -> Tensor:
-        assert self.noise is not None
-        noised = self.noise(rows, self.words[:, : rows.shape[1]])
-        self.changed = (noised != rows).flatten(1).any(1)
-        return noised
-
-
-class Asymmetry(AddsTexts, FollowsModel):
-    """The features of generated texts, each [B, D], L2-normalised: ``coder_noised_features`` and, of the generated
-    positives, ``coder_positive_features`` and ``coder_noised_positive_features``. ``coder_noise_changed`` bool [B, 1 or 2]
-    says which of the captions and of the positives the noise has changed at all.
-
-    They are encoded by the same text tower in the same pass as the captions. Positives come with the batch
-    (``text_positive``, made of raw text by the loader); where only tokens reach the model they are prefixes of these, or
-    with ``join`` alone the captions themselves.
+    Positives come with the batch (``text_positive`` [B, T], generated from raw text by the loader). Where only ids reach the
+    model they are prefixes of the captions, or with ``join`` alone the captions themselves.
 
     Args:
-        negatives: noise (Asymmetry-I): a name of the group ``coder_plugin.negatives``, with options, or several with +, of
-            which each text gets one: ``gaussian(std=0.2)+shuffle``. none: no noised negatives.
-        positives: ``join`` (Asymmetry-II), ``truncate`` (III), or both: ``join+truncate``, each as often. none: none.
-        noise_at: ``input``, the word embeddings that the text encoder reads, or ``output``, the tokens it gives, which the
-            fusion reads: the paper's letter, where a shuffle changes nothing.
+        negatives: noise (Asymmetry-I): an expression of names from the group ``coder_plugin.negatives``, such as
+            ``gaussian(std=0.2)+shuffle``; each text gets one of them. none: no noised negatives.
+        positives: ``join`` (Asymmetry-II), ``truncate`` (III), or ``join+truncate``, each equally often. none: no positives.
+        noise_at: ``input``: noise goes into the word embeddings that the text encoder reads. ``output``: into the tokens that
+            it returns and the fusion reads, as the paper prints it; there a shuffle changes nothing.
+
+    Raises:
+        CoderError: an expression that cannot be parsed, or an unknown name or option in it.
     """
 
     requires = ("text", "text_features")
@@ -106,15 +62,12 @@ class Asymmetry(AddsTexts, FollowsModel):
         super().__init__()
         self.noise = None if negatives is None else parse_noise(negatives)
         self.positives, self.noise_at = positives, noise_at
-        made = [] if positives is None else [each for _, each in make_parts("positives", positives)]
-        self._truncate = next((each for each in made if isinstance(each, Truncate)), None)
-        self._words: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round
+        generators = [] if positives is None else [generator for _, generator in make_parts("positives", positives)]
+        self._truncate = next((generator for generator in generators if isinstance(generator, Truncate)), None)
 
-    def attach(self, model: Any) -> None:
-        self._words = (model.words,)
-
-    def further_texts(self, text: Tensor, text_positive: Tensor | None = None) -> Texts:
-        """Captions [B, T] and their positives [B, T] -> all that is to be encoded."""
+    def further_texts(
+        self, embeddings: WordEmbeddings, text: Tensor, text_positive: Tensor | None = None
+    ) -> TextBatch:
         ids, names = text, []
         if self.positives is not None:
             if text_positive is not None and text_positive.shape != text.shape:
@@ -122,46 +75,29 @@ class Asymmetry(AddsTexts, FollowsModel):
                     f"text_positive must have text's shape {tuple(text.shape)}, got {tuple(text_positive.shape)}: one positive "
                     "for each caption, tokenised alike"
                 )
-            ids = torch.cat([text, self.truncated(text) if text_positive is None else text_positive])
+            ids = torch.cat([text, self.truncated(embeddings, text) if text_positive is None else text_positive])
             names.append("positive")
-        words = self._words[0].of(ids)
-        noised = self.noise is not None and self.noise_at == "input"
-        if noised:
+        words = embeddings.word_mask(ids)
+        noise_input = self.noise is not None and self.noise_at == "input"
+        if noise_input:
             ids = torch.cat([ids, ids])
-            names += _noised("text", *names)
-        return Texts(ids, len(text), tuple(names), words, self.noise, noised)
+            names += noised_names("text", *names)
+        return TextBatch(ids, len(text), tuple(names), words, self.noise, noise_input)
 
-    def truncated(self, text: Tensor) -> Tensor:
-        """A prefix of each text's tokens but special ones [B, T], of the share that ``truncate`` leaves of words; all of them
-        where it is not asked for."""
+    def truncated(self, embeddings: WordEmbeddings, text: Tensor) -> Tensor:
+        """A prefix of each text's words, with its special tokens: ids [B, T] -> ids [B, T].
+
+        The share of words is drawn as ``truncate`` draws it; without ``truncate`` the texts stay whole.
+        """
         if (rule := self._truncate) is None:
             return text
-        words = self._words[0]
-        ours = words.of(text)
-        count = ours.sum(1, keepdim=True)
+        words = embeddings.word_mask(text)
+        count = words.sum(1, keepdim=True)
         share = rule.shortest + (rule.longest - rule.shortest) * torch.rand(count.shape, device=text.device)
-        kept = (count * share).round().long().minimum(count - 1).clamp(min=rule.words)
-        stays = words.mask(text) & (~ours | (ours.cumsum(1) <= kept))
+        length = (count * share).round().long().minimum(count - 1).clamp(min=rule.words)
+        stays = embeddings.mask(text) & (~words | (words.cumsum(1) <= length))
         moved, valid = valid_first(text[..., None], stays)
-        return torch.where(valid, moved.squeeze(-1), words.pad)
+        return torch.where(valid, moved.squeeze(-1), embeddings.pad)
 
-    def forward(
-        self,
-        text: Tensor,
-        text_features: Tensor,
-        positive_features: Tensor | None = None,
-        noised_features: Tensor | None = None,
-        noised_positive_features: Tensor | None = None,
-        noise_changed: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        made = {
-            "coder_positive_features": positive_features,
-            "coder_noised_features": noised_features,
-            "coder_noised_positive_features": noised_positive_features,
-            "coder_noise_changed": noise_changed,
-        }
-        return {key: value for key, value in made.items() if value is not None}
-
-
-def _noised(*names: str) -> list[str]:
-    return ["noised" if name == "text" else f"noised_{name}" for name in names]
+    def forward(self, text: Tensor, text_features: Tensor, **generated: Tensor) -> dict[str, Tensor]:
+        return {f"coder_{key}": value for key, value in generated.items()}

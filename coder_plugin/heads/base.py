@@ -11,34 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from coder_plugin.backbones.base import BackboneInfo
+
+__all__ = ["BackboneInfo", "Head", "TrainingFacts"]
+
 #: Buffers that BatchNorm writes in forward. They are not a head's accumulating state.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackboneInfo:
-    """Sizes of a backbone that heads are built from. A size of 0 means that the backbone has no such features.
-
-    Args:
-        embed_dim: D, channels of the joint space.
-        image_tokens, text_tokens: channels of the last layer's tokens.
-        image_locals, text_locals: channels of the tokens before the context stage.
-        image_contexts, text_contexts: channels of the tokens after the context stage.
-        image_global: channels of a feature of the whole image.
-        views: V, the number of joint features of one image.
-        vocabulary: number of tokens that the tokenizer knows.
-    """
-
-    embed_dim: int
-    image_tokens: int = 0
-    text_tokens: int = 0
-    image_locals: int = 0
-    text_locals: int = 0
-    image_contexts: int = 0
-    text_contexts: int = 0
-    image_global: int = 0
-    views: int = 1
-    vocabulary: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

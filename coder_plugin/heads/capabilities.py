@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from coder_plugin.backbones.word_embeddings import TextBatch, WordEmbeddings
 from coder_plugin.heads.base import Head
 
 if TYPE_CHECKING:
     from coder_plugin.concepts import Vocabulary
-    from coder_plugin.heads.asymmetry import Texts
 
 Capability = TypeVar("Capability", bound=Head)
 
@@ -155,8 +155,17 @@ class AddsTexts(Head):
     #: ``input``: noise goes into word embeddings. ``output``: into the tokens that the text tower returns.
     noise_at: str
 
-    def further_texts(self, text: Tensor, text_positive: Tensor | None = None) -> Texts:
-        """Captions [B, T] and, from the loader, their positives [B, T], int64 -> all texts to encode."""
+    def further_texts(
+        self, embeddings: WordEmbeddings, text: Tensor, text_positive: Tensor | None = None
+    ) -> TextBatch:
+        """Captions [B, T] and, from the loader, their positives [B, T], int64 -> all texts to encode.
+
+        Args:
+            embeddings: says which positions are words.
+
+        Raises:
+            ValueError: positives of another shape than the captions.
+        """
         raise NotImplementedError
 
 
@@ -164,7 +173,7 @@ class ReadsTags(Head):
     """May read ``text_tags`` [B, T], the classes of the captions' words."""
 
     def tag_classes(self) -> tuple[int, ...]:
-        """Codes of the classes that it reads (:mod:`coder_plugin.data.tags`); empty if it reads no tags as it is set."""
+        """Codes of the classes that it reads (:mod:`coder_plugin.concepts.tags`); empty if it reads no tags as it is set."""
         raise NotImplementedError
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.functional.sets import last_state, valid_first
+from coder_plugin.functional.masked_sets import last_state, valid_first
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import BackboneInfo, Head
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.backbones.gpo import GPO
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import KeepsState, ReadsConcepts, Reweighs
-from coder_plugin.heads.gpo import GPO
 
 if TYPE_CHECKING:
     from coder_plugin.concepts import Vocabulary

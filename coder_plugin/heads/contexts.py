@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.functional.sets import mean
+from coder_plugin.backbones.norm import MaskedBatchNorm
+from coder_plugin.functional.masked_sets import mean
 from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import MapsContext, Reweighs
-from coder_plugin.heads.norm import MaskedBatchNorm
 
 Branches = Literal["both", "text_global", "image_global", "none"]
 Gate = Literal["linear", "mlp"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from coder_plugin import distributed
-from coder_plugin.functional.fusion import Attention, Side, pairs, side
-from coder_plugin.functional.sets import lengths
+from coder_plugin.functional.fusion import Attention, Side, make_side, pair_scores
+from coder_plugin.functional.masked_sets import lengths
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
@@ -156,17 +156,23 @@ class Fusion(Reranks):
         return self.image_to_text.matrices(), self.text_to_image.matrices()
 
     def _image_side(self, item: Mapping[str, Tensor], weights: tuple[Attention, Attention]) -> Side:
-        asks, answers = weights
-        whole = item.get("whole")
-        return side(item["tokens"], item["mask"], asks=asks, answers=answers, heads=self.heads, whole=whole)
+        as_query, as_key = weights
+        return make_side(
+            item["tokens"],
+            item["mask"],
+            as_query=as_query,
+            as_key=as_key,
+            heads=self.heads,
+            global_feature=item.get("whole"),
+        )
 
     def _text_side(self, item: Mapping[str, Tensor], weights: tuple[Attention, Attention]) -> Side:
-        answers, asks = weights
-        return side(item["tokens"], item["mask"], asks=asks, answers=answers, heads=self.heads)
+        as_key, as_query = weights
+        return make_side(item["tokens"], item["mask"], as_query=as_query, as_key=as_key, heads=self.heads)
 
     def _pairs(self, images: Side, texts: Side, weights: tuple[Attention, Attention]) -> Tensor:
         image_to_text, text_to_image = weights
-        return pairs(
+        return pair_scores(
             images,
             texts,
             image_to_text=image_to_text,
@@ -198,14 +204,14 @@ class Fusion(Reranks):
         size = self._tile_size()
         images_at_once = min(len(images.mask), size, _IMAGES)
         tiles = [
-            images.each(operator.itemgetter((None, slice(start, start + images_at_once))))
+            images.map(operator.itemgetter((None, slice(start, start + images_at_once))))
             for start in range(0, len(images.mask), images_at_once)
         ]
         columns = []
         for some in by_length.split(max(1, size // images_at_once)):
             longest = int(length[some].max())
             item = {"tokens": tokens[some, :longest], "mask": mask[some, :longest]}
-            texts = self._text_side(item, weights).each(lambda field: field[None])
+            texts = self._text_side(item, weights).map(lambda field: field[None])
             scores = [
                 checkpoint(tile, each, texts, use_reentrant=False, preserve_rng_state=False)
                 if torch.is_grad_enabled()

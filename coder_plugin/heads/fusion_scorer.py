@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.functional.fusion import Side
-from coder_plugin.functional.sets import lengths
+from coder_plugin.functional.masked_sets import lengths
 
 #: Items of which sides are made at once.
 _BATCH = 16
@@ -73,9 +73,9 @@ class FusionScorer:
         edge = math.isqrt(self.pairs_per_tile)
         by_length = self.texts.lengths.argsort(descending=True)
         for block in self.images.lengths.argsort(descending=True).split(_IMAGES):
-            tiles = [(rows, self.images.made(rows).each(lambda field: field[None])) for rows in block.split(edge)]
+            tiles = [(rows, self.images.made(rows).map(lambda field: field[None])) for rows in block.split(edge)]
             for columns in by_length.split(edge):
-                texts = self.texts.made(columns).each(lambda field: field[None])
+                texts = self.texts.made(columns).map(lambda field: field[None])
                 for rows, images in tiles:
                     scores[rows[:, None], columns] = self.pairs(images, texts)[0].cpu()
         return scores
@@ -133,14 +133,14 @@ class Items:
         else:
             length, parts = int(self.lengths[flat].max()), self.part[flat]
             used = [(number, (parts == number).nonzero().squeeze(1)) for number in parts.unique().tolist()]
-            sides = [_rows(self.kept[number].cut(length), self.place[flat[rows]]) for number, rows in used]
+            sides = [_rows(self.kept[number].truncate(length), self.place[flat[rows]]) for number, rows in used]
             side = _joined(sides, [rows for _, rows in used])
-        return side.each(lambda field: field.unflatten(0, index.shape))
+        return side.map(lambda field: field.unflatten(0, index.shape))
 
 
 def _rows(side: Side, index: Tensor) -> Side:
     index = index.to(side.mask.device)
-    return side.each(lambda field: field.index_select(0, index))  # many times faster than field[index]
+    return side.map(lambda field: field.index_select(0, index))  # many times faster than field[index]
 
 
 def _joined(sides: Sequence[Side], rows: Sequence[Tensor]) -> Side:
@@ -151,10 +151,10 @@ def _joined(sides: Sequence[Side], rows: Sequence[Tensor]) -> Side:
         sides = [side._replace(gram=None) for side in sides]
     longest = max(sides, key=lambda side: side.mask.shape[1])
     count = sum(map(len, rows))
-    joined = longest.each(lambda field: field.new_zeros(count, *field.shape[1:]))
+    joined = longest.map(lambda field: field.new_zeros(count, *field.shape[1:]))
     for side, place in zip(sides, rows, strict=True):
         place = place.to(side.mask.device)
-        for target, field in zip(joined.cut(side.mask.shape[1]), side, strict=True):
+        for target, field in zip(joined.truncate(side.mask.shape[1]), side, strict=True):
             if target is not None and field is not None:
                 target.index_copy_(0, place, field)
     return joined

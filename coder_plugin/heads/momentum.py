@@ -48,7 +48,7 @@ class Momentum(KeepsState, FollowsModel):
         self._online: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round
 
     def attach(self, model: Any) -> None:
-        self.towers.take(model)
+        self.towers.copy_from(model)
         self._online = (model,)
 
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:

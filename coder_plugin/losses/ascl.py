@@ -1,8 +1,8 @@
-"""Asymmetry-sensitive contrast over the global batch (AsCL eq. 5-7; METHODS 8)."""
+"""Asymmetry-sensitive contrast over the global batch (AsCL eq. 5-7)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,31 +10,33 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import check_temperature, cosine, directed_ascl
+from coder_plugin.functional.ascl_loss import ascl
+from coder_plugin.functional.similarity import anchor_rows, check_temperature, cosine
 from coder_plugin.heads.capabilities import AddsTexts, heads_with
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.pairs import Batch, Pairs, compare, compare_rows, global_batch
+from coder_plugin.losses.gathered import Batch, Scores, gather_batch, gather_scores
 
 if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
-
-#: What the head ``asymmetry`` makes of a batch's texts; the fusion head's rows of these are named alike.
-_MADE = ("coder_noised_features", "coder_positive_features", "coder_noised_positive_features", "coder_noise_changed")
-_ROWS = ("coder_fusion_noised", "coder_fusion_positive", "coder_fusion_noised_positive")
 
 
 class AsCL(Term):
     """:func:`coder_plugin.functional.ascl` of the pairs of all ranks, ``(L_I + L_II&III) / 2``.
 
-    ``L_I`` compares images and their captions, with noised captions as further negatives of the images; ``L_II&III`` does
-    so for the positive captions that were generated, with noised ones made of these. Which are generated, and how, are
-    options of the head ``asymmetry``; without generated positives ``L_I`` is the whole loss, without noise both are InfoNCE.
-    A text that its noise has not changed (one word shuffled) is no negative.
+    ``L_I`` compares images and their captions, with noised captions as further negatives of the images. ``L_II&III``
+    does the same with generated positive captions, and noised ones made from these. Options of the head ``asymmetry``
+    say which are generated, and how. Without generated positives ``L_I`` is the whole loss; without noise both are
+    InfoNCE. A text that its noise has not changed (one word shuffled) is no negative.
 
     Args:
-        temperature: > 0, or ``logit_scale``: the model's own, which then learns.
-        similarity: ``cosine`` of the two towers' features, or ``fusion``, the score of the head of that name.
+        temperature: > 0, or ``logit_scale``: 1 over the model's own scale, which is then trained.
+        similarity: ``cosine`` of the features of both towers, or ``fusion``, the score of the head of that name.
         mask_same_image: pairs of one image are not each other's negatives.
+
+    Example:
+        >>> import torch
+        >>> AsCL(temperature=0.5)(torch.eye(2), torch.eye(2))  # no generated texts: InfoNCE, 2 * log(1 + exp(-2))
+        tensor(0.2539)
     """
 
     takes_views = True
@@ -53,19 +55,27 @@ class AsCL(Term):
             raise ValueError(f"temperature must be a number > 0 or 'logit_scale', got {temperature!r}")
         self.temperature, self.similarity, self.mask_same_image = temperature, similarity, mask_same_image
         self.requires = ("image_features", "text_features") if similarity == "cosine" else ("coder_fusion",)
-        if temperature == "logit_scale":
+        if isinstance(temperature, str):
             self.requires = (*self.requires, "logit_scale")
         else:
-            check_temperature(temperature)  # type: ignore[arg-type]
-        # the fusion's rows of made texts come only of a model that has the head which makes them
-        self.uses = ("coder_ids", *_MADE, *(() if similarity == "cosine" else _ROWS))
+            check_temperature(temperature)
+        # reading any of them builds the head that generates texts; the fusion's rows of them need that head
+        self.uses = (
+            "coder_ids",
+            "coder_noised_features",
+            "coder_positive_features",
+            "coder_noised_positive_features",
+            "coder_noise_changed",
+        )
+        if similarity == "fusion":
+            self.uses += ("coder_fusion_noised", "coder_fusion_positive", "coder_fusion_noised_positive")
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
         noises_output = any(head.noise_at == "output" for head in heads_with(heads, AddsTexts).values())
         if self.similarity == "cosine" and noises_output:
             raise CoderError(
-                "asymmetry.noise_at=output noises the words that the fusion reads, of which the cosine of pooled features "
-                "knows nothing: take ascl(similarity=fusion) alone, with another term for the towers, such as clip"
+                "noise_at=output noises the words that the fusion reads, which the cosine of pooled features does not see: "
+                "use ascl(similarity=fusion) alone, with another term for the towers, such as clip"
             )
         return super().bind(heads, local_loss=local_loss)
 
@@ -86,46 +96,44 @@ class AsCL(Term):
     ) -> Tensor:
         """This rank's features [B, D], L2-normalised, or rows of scores [B, N], and image ids [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        compared: list[tuple[Pairs, Tensor | None]] = []
+        compared: list[tuple[Scores, Tensor | None]] = []  # captions, generated positives; each with noised texts
         if self.similarity == "fusion":
             for rows, noised in (
                 (coder_fusion, coder_fusion_noised),
                 (coder_fusion_positive, coder_fusion_noised_positive),
             ):
                 if rows is not None:
-                    compared.append((compare_rows(rows, ids, local_loss=self.local_loss), self._rows(noised)))
+                    compared.append((gather_scores(rows, ids, local_loss=self.local_loss), self._rows(noised)))
         else:
             assert image_features is not None and text_features is not None
-            batch = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
-            compared.append((compare(batch), self._cosine(batch, coder_noised_features)))
+            batch = gather_batch(image_features, text_features, ids, local_loss=self.local_loss)
+            compared.append((batch.scores(), _cosine(batch, coder_noised_features)))
             if coder_positive_features is not None:
                 batch = batch._replace(texts=distributed.gather(coder_positive_features))
-                compared.append((compare(batch), self._cosine(batch, coder_noised_positive_features)))
-        changed: Sequence[Tensor | None] = [None] * len(compared)
+                compared.append((batch.scores(), _cosine(batch, coder_noised_positive_features)))
+        changed: list[Tensor | None] = [None] * len(compared)
         if coder_noise_changed is not None:
             changed = list(distributed.gather(coder_noise_changed.to(torch.uint8)).bool().T)
         temperature: Any = self.temperature if logit_scale is None else 1 / logit_scale
         losses = [
-            self._ratios(pairs, noise, counts, temperature)
-            for (pairs, noise), counts in zip(compared, changed, strict=True)
+            ascl(
+                scores.similarity,
+                noise,
+                temperature=temperature,
+                image_ids=scores.ids,
+                noise_valid=noise_valid,
+                text_to_image=scores.text_to_image,
+                anchors=scores.anchors,
+            )
+            for (scores, noise), noise_valid in zip(compared, changed, strict=True)
         ]
         return sum(losses[1:], losses[0]) / len(losses)
 
-    @staticmethod
-    def _cosine(batch: Batch, noised: Tensor | None) -> Tensor | None:
-        """Of the anchors and all ranks' noised texts [n, N]."""
-        return None if noised is None else cosine(batch.images[batch.own], distributed.gather(noised))
-
     def _rows(self, noised: Tensor | None) -> Tensor | None:
-        """Scores of the anchors [n, N] out of this rank's rows."""
+        """The scores of the anchors with noised texts [n, N], from this rank's rows."""
         return noised if noised is None or self.local_loss else distributed.gather(noised)
 
-    @staticmethod
-    def _ratios(
-        pairs: Pairs, noise: Tensor | None, noise_valid: Tensor | None, temperature: float | Tensor
-    ) -> Tensor:
-        of_images = directed_ascl(
-            pairs.image_to_text, pairs.positive, pairs.negatives, noise, noise_valid=noise_valid, temperature=temperature
-        )
-        of_texts = directed_ascl(pairs.text_to_image, pairs.positive, pairs.negatives, temperature=temperature)
-        return (of_images + of_texts).mean()
+
+def _cosine(batch: Batch, noised: Tensor | None) -> Tensor | None:
+    """The cosines of the image anchors with all ranks' noised texts [n, N]."""
+    return None if noised is None else cosine(anchor_rows(batch.images, batch.anchors), distributed.gather(noised))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -14,25 +18,36 @@ if TYPE_CHECKING:
 
 
 class Term(nn.Module):
-    """Base of all loss terms (DESIGN, "one contract").
+    """Base of the loss terms: ``requires`` and ``uses`` name keys of the model's output, ``forward`` takes them.
 
-    A subclass takes its options as keyword-only arguments of ``__init__`` (annotated: they are checked against the
-    objective), names in ``requires`` the keys it needs and in ``uses`` those it takes when they are there, and is called
-    with exactly these. It returns a scalar, or a dict of ``*_loss`` scalars.
+    A subclass takes its options as annotated keyword-only arguments of ``__init__``. It names in ``requires`` the keys
+    it needs, and in ``uses`` those it takes if they are present; ``__init__`` may set both, if options change them.
+    ``forward`` is called with exactly these keys and returns a scalar, or a dict of ``*_loss`` scalars.
 
-    A term owns no parameter: whatever learns lives in a head, under ``model.coder``, and is used inside the model's
-    forward. State (banks, centres) lives in heads too; a term reads it through ``self.heads`` and hands new values to
-    ``head.stash(...)``. ``__init__`` may set ``self.requires`` where options change what is needed.
+    A term owns no parameters and no buffers. Whatever is trained belongs to a head, under ``model.coder``, and is used
+    inside the model's forward. State (banks, cluster centres) belongs to heads too: a term reads it from
+    :meth:`provider` and hands new values to ``head.stash(...)``, which are written after the optimizer step.
+
+    Example:
+        >>> class Gap(Term):
+        ...     def __init__(self, *, weight: float = 1.0) -> None:
+        ...         super().__init__()
+        ...         self.weight = weight
+        ...     def forward(self, image_features: Tensor, text_features: Tensor) -> Tensor:
+        ...         return self.weight * (image_features.mean(0) - text_features.mean(0)).square().sum()
+        >>> import torch
+        >>> Gap(weight=2.0)(torch.ones(4, 3), torch.zeros(4, 3))
+        tensor(6.)
     """
 
     requires: tuple[str, ...] = ("image_features", "text_features")
     uses: tuple[str, ...] = ()
-    #: False where a loss cannot mask several captions of one image (the trainer then warns about them).
+    #: False if the loss cannot mask several captions of one image; the trainer warns about such captions.
     masks_same_image: ClassVar[bool] = True
-    #: Whether ``image_features`` may be [B, V, D], several features of an image whose greatest similarity counts.
+    #: Whether ``image_features`` may be [B, V, D], several features of an image of which the greatest similarity counts.
     takes_views: ClassVar[bool] = False
 
-    #: Each rank computes its own anchors' rows alone, instead of all ranks the whole matrix; set by ``create_loss``.
+    #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
 
     def __init__(self) -> None:
@@ -44,19 +59,78 @@ class Term(nn.Module):
         """The model's heads by name."""
         return self._heads[0]
 
-    def provider(self, key: str, *needs: str) -> Any:
-        """The head that provides a key, which may be somebody else's; ``needs`` are attributes it must have."""
+    def provider(self, key: str, *attributes: str) -> Any:
+        """The head that provides a key. A plugin's head may provide it.
+
+        Raises:
+            CoderError: no head provides the key, or the head lacks one of the ``attributes``.
+        """
         for name, head in self.heads.items():
             if key in head.provides:
-                missing = [need for need in needs if not hasattr(head, need)]
+                missing = [attribute for attribute in attributes if not hasattr(head, attribute)]
                 if missing:
                     raise CoderError(f"{type(self).__name__} needs a head with {', '.join(missing)}; {name!r} has none")
                 return head
         raise CoderError(f"{type(self).__name__} reads {key!r}, which no head of this model provides")
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
+        """Give the term the model's heads. A term that refuses a model raises :class:`CoderError` here."""
         self._heads, self.local_loss = (heads,), local_loss
         return self
 
     def forward(self, *args: Any, **outputs: Any) -> Tensor | dict[str, Tensor]:
         raise NotImplementedError
+
+
+def options_of(*functions: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
+    """Let a term's ``__init__`` take the options of loss functions, so that each option is declared once.
+
+    The decorated ``__init__`` declares its further options and ``**options``, in which it receives every option of the
+    functions, defaults included. Options are the keyword-only parameters whose values a loss expression can write:
+    numbers, true, false, none and words. Tensors and callables are not among them.
+
+    Example:
+        >>> def spread(features: Tensor, *, margin: float = 0.1, mask: Tensor | None = None) -> Tensor: ...
+        >>> class Spread(Term):
+        ...     @options_of(spread)
+        ...     def __init__(self, *, power: int = 2, **options: Any) -> None:
+        ...         super().__init__()
+        ...         self.options = options
+        >>> inspect.signature(Spread)
+        <Signature (*, margin: 'float' = 0.1, power: 'int' = 2) -> 'None'>
+        >>> Spread(power=1).options
+        {'margin': 0.1}
+    """
+    shared: dict[str, inspect.Parameter] = {}
+    types_of: dict[str, Any] = {}
+    for function in functions:
+        hints = typing.get_type_hints(function)
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and _is_option(hints[name]):
+                shared[name], types_of[name] = parameter, hints[name]
+
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(init)
+        first, *own = (p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD)
+        signature = signature.replace(parameters=[first, *shared.values(), *own])
+
+        @functools.wraps(init)
+        def with_options(self: Any, /, **options: Any) -> None:
+            bound = signature.bind(self, **options)
+            bound.apply_defaults()
+            init(**bound.arguments)
+
+        with_options.__signature__ = signature  # type: ignore[attr-defined]
+        hints = typing.get_type_hints(init)
+        hints.pop("options", None)
+        with_options.__annotations__ = {**types_of, **hints}
+        return with_options
+
+    return decorate
+
+
+def _is_option(hint: Any) -> bool:
+    """Whether a loss expression can write a value of this type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return all(_is_option(choice) for choice in typing.get_args(hint))
+    return typing.get_origin(hint) is typing.Literal or hint in (bool, int, float, str, type(None))

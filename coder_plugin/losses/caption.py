@@ -1,4 +1,4 @@
-"""VSRN's caption-generation loss (Li et al., ICCV 2019; METHODS 9)."""
+"""VSRN's caption-generation loss (Li et al., ICCV 2019)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from coder_plugin.losses.base import Term
 
 
 class Caption(Term):
-    """Negative log-likelihood of each caption given its image, summed over its tokens, mean over the batch."""
+    """Negative log-likelihood of each caption given its image, summed over its tokens; mean over the batch.
+
+    Example:
+        >>> import torch
+        >>> Caption()(torch.tensor([1.0, 3.0]))
+        tensor(2.)
+    """
 
     requires = ("coder_caption_nll",)
 

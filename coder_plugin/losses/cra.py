@@ -1,4 +1,4 @@
-"""Context relation alignment over the global batch (SelfAlign eq. 6-12; METHODS 9).
+"""Context relation alignment over the global batch (SelfAlign eq. 6-12).
 
 Shapes: B pairs of this rank, N of all ranks, L local features, D joint dimension.
 """
@@ -6,17 +6,19 @@ Shapes: B pairs of this rank, N of all ranks, L local features, D joint dimensio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import check_cra_options, directed_cra, hardest_locals, unit_context
+from coder_plugin.functional.cra_loss import check_cra_options, cra
+from coder_plugin.functional.triplet_loss import check_triplet_options, triplet
 from coder_plugin.heads.capabilities import Scores
-from coder_plugin.losses.base import Term
-from coder_plugin.losses.pairs import all_ids, compare, global_batch, own_rows
-from coder_plugin.losses.triplet import hinge
+from coder_plugin.losses.base import Term, options_of
+from coder_plugin.losses.gathered import gather_batch
+from coder_plugin.losses.triplet import global_triplet
 
 if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
@@ -26,43 +28,39 @@ class CRA(Term):
     """``L_CRA = L_cs + L_ca``: shared context enhancement and shared context alignment, as ``contrast_loss`` and
     ``triplet_loss``.
 
-    L_cs is half of :func:`coder_plugin.functional.cra` of each branch that the head ``contexts`` has; without branches there
-    is none. The N hardest local features are those of all ranks, found by each rank among its own first: no rank holds the
-    locals of another, nor the similarities of all pairs.
+    L_cs is half of :func:`coder_plugin.functional.cra` of each branch that the head ``contexts`` has; without branches
+    there is none. The hardest local features are those of all ranks, but each rank searches its own first: no rank
+    holds the local features of another, nor the similarities of all pairs.
 
-    L_ca is the hinge loss of the context-level score S_c with the hardest negatives.
+    L_ca is :func:`coder_plugin.functional.triplet` of the context-level score S_c.
+
+    It takes the options of both functions.
 
     Args:
-        temperature: tau_2. hard_negatives: N.
-        margin, hardest, reduction: of the hinge, as in ``triplet``.
-        ca_on: ``context``, S_c as printed; ``combined``, one hinge on the score S_b + S_c, as in the authors' code, where it is
-            the base's loss as well (S_b is the backbone's own: a concept level is left out); ``none``: no L_ca.
+        ca_on: ``context``: S_c as printed; ``combined``: one hinge on S_b + S_c, as in the authors' code, where it is the
+            base's loss as well (S_b is the backbone's own score, without a concept level); ``none``: no L_ca.
         mask_same_image: pairs and locals of one image are not each other's negatives.
     """
 
     takes_views = True
 
+    @options_of(cra, triplet)
     def __init__(
         self,
         *,
-        temperature: float = 0.7,
-        hard_negatives: int = 512,
-        margin: float = 0.2,
-        hardest: bool = True,
-        reduction: Literal["mean", "sum"] = "mean",
         ca_on: Literal["context", "combined", "none"] = "context",
         mask_same_image: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__()
-        check_cra_options(temperature=temperature, hard_negatives=hard_negatives)
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        check_cra_options(**options)
+        check_triplet_options(**options)
         if ca_on not in ("context", "combined", "none"):
             raise ValueError(f"ca_on must be 'context', 'combined' or 'none', got {ca_on!r}")
-        self.temperature, self.hard_negatives = temperature, hard_negatives
-        self.margin, self.hardest, self.reduction = margin, hardest, reduction
+        self.contrast_options = {name: options.pop(name) for name in ("temperature", "hard_negatives")}
+        self.triplet_options = options
         self.ca_on, self.mask_same_image = ca_on, mask_same_image
-        #: Of S_c in the score that retrieval uses.
+        #: Weight of S_c in the score that retrieval uses.
         self.score_weight = 1.0
         self.requires = ("coder_image_contexts", "coder_text_contexts")
         if ca_on == "combined":
@@ -104,53 +102,36 @@ class CRA(Term):
             (coder_image_guide, coder_text_locals, coder_text_locals_mask),
         )
         contrasts = [
-            self._contrast(guide, locals_, mask, ids)
-            for guide, locals_, mask in branches
-            if guide is not None and locals_ is not None and mask is not None
+            self._contrast(guide, local, mask, ids)
+            for guide, local, mask in branches
+            if guide is not None and local is not None and mask is not None
         ]
         if contrasts:
-            losses["contrast_loss"] = sum(contrasts[1:], contrasts[0]) / 2  # eq. 8, of one branch too
+            losses["contrast_loss"] = sum(contrasts[1:], contrasts[0]) / 2  # eq. 8; a single branch is halved too
         if self.ca_on != "none":
-            losses["triplet_loss"] = self._triplet(
-                coder_image_contexts, coder_text_contexts, ids, image_features, text_features
-            )
+            scores = gather_batch(
+                coder_image_contexts, coder_text_contexts, ids, local_loss=self.local_loss
+            ).scores()
+            if image_features is not None and text_features is not None:
+                base = gather_batch(image_features, text_features, ids, local_loss=self.local_loss).scores()
+                scores = base.plus(scores, self.score_weight)
+            losses["triplet_loss"] = global_triplet(scores, **self.triplet_options)
         if not losses:
-            raise CoderError("cra(ca_on=none) with contexts.branches=none leaves nothing to learn: leave cra out")
+            raise CoderError("cra(ca_on=none) with contexts.branches=none leaves nothing to learn: remove cra")
         return losses
 
-    def _contrast(self, guide: Tensor, locals_: Tensor, mask: Tensor, ids: Tensor | None) -> Tensor:
-        """One branch, of this rank's pairs."""
-        guide, locals_ = unit_context(guide, locals_, mask)
-        guides, world = distributed.gather(guide), distributed.world_size()
-        ids = all_ids(ids, guides)
-        found = hardest_locals(
-            guides,
-            ids,
-            locals_,
+    def _contrast(self, guide: Tensor, local: Tensor, mask: Tensor, ids: Tensor | None) -> Tensor:
+        """One branch, for the pairs of this rank."""
+        if ids is None:
+            ids = torch.arange(len(guide), device=guide.device) + distributed.rank() * len(guide)
+        if distributed.world_size() == 1:
+            return cra(guide, local, mask, image_ids=ids, **self.contrast_options)
+        return cra(
+            guide,
+            local,
             mask,
-            ids[own_rows(len(guide), local_loss=True)],
-            temperature=self.temperature,
-            count=self.hard_negatives,
-        )  # [N, k], every rank's guides with this rank's locals
-        if world > 1:
-            of_all = distributed.exchange(found).unflatten(0, (world, -1))  # this rank's guides with every rank's locals
-            found = of_all.transpose(0, 1).flatten(1)
-            found = found.topk(min(self.hard_negatives, found.shape[1]), dim=1, sorted=False).values
-        return directed_cra(guide, locals_, mask, found.logsumexp(1), temperature=self.temperature)
-
-    def _triplet(
-        self,
-        image_contexts: Tensor,
-        text_contexts: Tensor,
-        ids: Tensor | None,
-        image_features: Tensor | None,
-        text_features: Tensor | None,
-    ) -> Tensor:
-        batch = global_batch(image_contexts, text_contexts, ids, local_loss=self.local_loss)
-        pairs = compare(batch)
-        if image_features is not None and text_features is not None:
-            base = compare(global_batch(image_features, text_features, ids, local_loss=self.local_loss))
-            pairs = base.plus(pairs, self.score_weight)
-        return hinge(
-            pairs, margin=self.margin, hardest=self.hardest, reduction=self.reduction, local_loss=self.local_loss
+            image_ids=ids,
+            gather=distributed.gather,
+            exchange=distributed.exchange,
+            **self.contrast_options,
         )

@@ -1,53 +1,43 @@
-"""Local concept alignment over the global batch (SelfAlign eq. 1-4; METHODS 9)."""
+"""Local concept alignment over the global batch (SelfAlign eq. 1-4)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.functional import Assignment, check_lca_options, directed_lca, sinkhorn_bias
-from coder_plugin.losses.base import Term
+from coder_plugin.functional.lca_loss import check_lca_options, lca, lca_from_scores
+from coder_plugin.losses.base import Term, options_of
 
 Direction = Literal["word_to_region", "region_to_word", "dual"]
 
 
 class LCA(Term):
-    """:func:`coder_plugin.functional.lca`: each word predicts the prototypes of its most similar region of the pair's image.
+    """:func:`coder_plugin.functional.lca`: each word predicts the prototypes of its most similar region of the pair's
+    image. It takes that function's options; Sinkhorn balances the prototypes over all ranks.
 
-    Which words count and how many prototypes there are is said to the head: ``alignment.words``, ``alignment.prototypes``.
+    Which words count and how many prototypes there are is set on the head: ``alignment.words``, ``alignment.prototypes``.
 
     Args:
-        temperature: tau_1, of the predictions.
-        assignment: ``sinkhorn``, balanced over the regions (or words) of all ranks, or ``softmax``, as eq. 2 prints.
-        epsilon: Sinkhorn's sharpness. iterations: of Sinkhorn.
-        direction: ``word_to_region``, the paper's; ``region_to_word``, where each region predicts the prototypes of its most
-            similar word; ``dual``, the mean of both.
+        direction: ``word_to_region``, as in the paper; ``region_to_word``: each region predicts the prototypes of its most
+            similar word; ``dual``: the mean of both.
     """
 
-    def __init__(
-        self,
-        *,
-        temperature: float = 0.1,
-        assignment: Assignment = "sinkhorn",
-        epsilon: float = 0.05,
-        iterations: int = 2,
-        direction: Direction = "word_to_region",
-    ) -> None:
+    @options_of(lca)
+    def __init__(self, *, direction: Direction = "word_to_region", **options: Any) -> None:
         super().__init__()
-        check_lca_options(temperature=temperature, assignment=assignment, epsilon=epsilon, iterations=iterations)
-        self.temperature, self.assignment = temperature, assignment
-        self.epsilon, self.iterations = epsilon, iterations
-        matched = {
+        check_lca_options(**options)
+        self.options = options
+        matches = {
             "word_to_region": ("coder_word_regions",),
             "region_to_word": ("coder_region_words",),
             "dual": ("coder_word_regions", "coder_region_words"),
         }
-        if direction not in matched:
-            raise ValueError(f"direction must be one of {', '.join(matched)}, got {direction!r}")
+        if direction not in matches:
+            raise ValueError(f"direction must be one of {', '.join(matches)}, got {direction!r}")
         scores = ("coder_word_scores", "coder_word_mask", "coder_region_scores", "coder_region_mask")
-        self.requires = (*scores, *matched[direction])
+        self.requires = (*scores, *matches[direction])
 
     def forward(
         self,
@@ -62,19 +52,10 @@ class LCA(Term):
         words, regions = (coder_word_scores, coder_word_mask), (coder_region_scores, coder_region_mask)
         losses = []
         if coder_word_regions is not None:
-            losses.append(self._directed(*words, *regions, coder_word_regions))
+            losses.append(lca_from_scores(*words, *regions, coder_word_regions, total=distributed.all_sum, **self.options))
         if coder_region_words is not None:
-            # a region has no word to predict where no word of its text counts
-            read = coder_region_mask & coder_word_mask.any(1, keepdim=True)
-            losses.append(self._directed(coder_region_scores, read, *words, coder_region_words))
+            # a region has no word to match if no word of its text counts
+            predicting = coder_region_mask & coder_word_mask.any(1, keepdim=True)
+            sides = (coder_region_scores, predicting, *words, coder_region_words)
+            losses.append(lca_from_scores(*sides, total=distributed.all_sum, **self.options))
         return sum(losses[1:], losses[0]) / len(losses)
-
-    def _directed(self, scores: Tensor, mask: Tensor, targets: Tensor, target_mask: Tensor, matched: Tensor) -> Tensor:
-        bias = None
-        if self.assignment == "sinkhorn":
-            bias = sinkhorn_bias(
-                targets, target_mask, epsilon=self.epsilon, iterations=self.iterations, total=distributed.all_sum
-            )
-        return directed_lca(
-            scores, mask, targets, matched, bias, temperature=self.temperature, epsilon=self.epsilon
-        )

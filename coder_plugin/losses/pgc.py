@@ -1,4 +1,4 @@
-"""Prototype-guided classification of the concept embeddings (CODER eq. 7; METHODS 5)."""
+"""Prototype-guided classification of the concept embeddings (CODER eq. 7)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.functional import pgc_of_logits
+from coder_plugin.functional.pgc_loss import pgc_from_logits
 from coder_plugin.losses.base import Term
 
 
 class PGC(Term):
-    """:func:`coder_plugin.functional.pgc` with the prototypes that the online clustering assigns the pairs to.
+    """:func:`coder_plugin.functional.pgc` with the prototypes to which the online clustering assigns the pairs.
 
-    A pair is ``image_features + text_features``, detached and normalised. Labels are those of the centres before this
-    step's update; until all centres are filled the term is zero.
+    A pair is ``image_features + text_features``, detached and normalised. Labels come from the centres before this
+    step's update. Until all centres are filled the loss is zero.
     """
 
     requires = ("image_features", "text_features", "coder_image_logits", "coder_text_logits")
@@ -29,4 +29,4 @@ class PGC(Term):
             samples = F.normalize(image_features.float() + text_features.float(), dim=-1)
             labels = head.assign(samples)
             head.stash(samples=distributed.gather(samples), labels=distributed.gather(labels))
-        return pgc_of_logits(coder_image_logits, coder_text_logits, labels) * head.centres.ready
+        return pgc_from_logits(coder_image_logits, coder_text_logits, labels) * head.centres.ready

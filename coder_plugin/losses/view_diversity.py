@@ -1,4 +1,4 @@
-"""CAMERA's diversity regularisation: an image's views look at different regions (Qu et al., ACM MM 2020; METHODS 9)."""
+"""CAMERA's diversity regularisation: the views of an image look at different regions (Qu et al., ACM MM 2020)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from coder_plugin.losses.base import Term
 
 
 class ViewDiversity(Term):
-    """The overlap of the views of each image, over the batch; CAMERA weighs its sum by 0.01.
+    """The overlap of the views of each image, over the batch. CAMERA weights its sum by 0.01.
 
     Args:
         reduction: ``mean``, or ``sum`` over the pairs of all ranks, as released.
+
+    Example:
+        >>> import torch
+        >>> ViewDiversity(reduction="sum")(torch.tensor([1.0, 3.0]))
+        tensor(4.)
     """
 
     requires = ("coder_view_overlap",)
@@ -29,4 +34,4 @@ class ViewDiversity(Term):
         """This rank's overlaps [B] -> scalar."""
         if self.reduction == "mean":
             return coder_view_overlap.mean()
-        return coder_view_overlap.sum() * distributed.world_size()  # ranks' losses are averaged
+        return coder_view_overlap.sum() * distributed.world_size()  # the ranks' losses are averaged

@@ -32,7 +32,7 @@ class MomentumCopy(nn.Module):
         self.momentum, self.mode = momentum, mode
         self.model: Any = None
 
-    def take(self, model: Any) -> None:
+    def copy_from(self, model: Any) -> None:
         """Copy the model as it now is, in place of an earlier copy; ``model.coder``'s heads are left out."""
         coder = model.coder
         model.coder = coder.without_heads()
@@ -40,8 +40,8 @@ class MomentumCopy(nn.Module):
             self.model = copy.deepcopy(model)
         finally:
             model.coder = coder
-        for taps in getattr(self.model, "_coder_taps", ()):
-            taps.narrow(aggregated=len(coder.aggregators) > 0)
+        if (capture := getattr(self.model, "_coder_capture", None)) is not None:
+            capture.restrict(aggregated=len(coder.aggregators) > 0)
         self.model.requires_grad_(False).train(self.mode == "train")
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:

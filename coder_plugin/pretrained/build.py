@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import ModelConfig
 from coder_plugin.data.from_config import captions_of
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
+from coder_plugin.expression import parse_value
 from coder_plugin.model import create_model, reads_key
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.objective import Objective
 
 
 def make_model(
@@ -47,7 +48,7 @@ def make_model(
         CoderError: an unknown model or option; weights or data that do not fit.
     """
     options: dict[str, Any] = {"cache_dir": config.cache_dir}
-    backbone = own.find(config.name)
+    backbone = plugin_backbones.find_backbone(config.name)
     example = None if source is None else first_image(source, max_bad_images, reads_regions=backbone is not None)
     if backbone is not None:
         options.update(_region_model_options(config))

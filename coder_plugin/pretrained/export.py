@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
@@ -61,9 +61,9 @@ def export_model(
     _write_options(model, folder, options or {})
     plain = plain_state(model) if state is None else without_heads(state)
     if isinstance(model, Backbone):
-        _write(plain, folder / own.WEIGHTS)
+        _write(plain, folder / plugin_backbones.WEIGHTS)
         model.save_config(folder)
-        return folder / own.WEIGHTS
+        return folder / plugin_backbones.WEIGHTS
     _write(plain, folder / WEIGHTS)
     inner: Any = getattr(tokenizer, "tokenizer", None)
     if hasattr(inner, "save_pretrained"):
@@ -145,8 +145,8 @@ def head_settings(model: Any) -> dict[str, Any]:
 
 def export_files(folder: Path) -> tuple[Path | None, Path | None]:
     """An export's weights, or None if ``folder`` is not an export; and a region model's configuration, else None."""
-    if (folder / own.WEIGHTS).is_file():
-        return folder / own.WEIGHTS, folder / own.CONFIG
+    if (folder / plugin_backbones.WEIGHTS).is_file():
+        return folder / plugin_backbones.WEIGHTS, folder / plugin_backbones.CONFIG
     return next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None), None
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from coder_plugin.backbones import own
+from coder_plugin import recipes
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.config import SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
-from coder_plugin.objective import Objective
+from coder_plugin.expression import format_value
 from coder_plugin.pretrained.export import weights_named
 
 #: Options that only region models have.
@@ -35,19 +36,8 @@ def resolve_config(
         ('flag', 'scenes')
     """
     layers = [(file_name, flatten(file or {})), ("flag", flatten(flags or {}))]
-    options = resolve(layers)
-    name = options.loss.expression
-    recipe = dict(Objective.parse(name).training)
-    try:
-        recipe = flatten(recipe)
-    except CoderError as error:
-        raise CoderError(f"the recipe {name!r} sets an unknown training option: {error}") from error
-    return _resolve(layers, (f"recipe {name}", recipe))
-
-
-def _resolve(layers: list[tuple[str, dict[str, Any]]], recipe: tuple[str, dict[str, Any]]) -> TrainConfig:
-    recipe_name, settings = recipe[0], dict(recipe[1])
     options, _ = merge(layers)
+    recipe_name, settings = _recipe_layer(options)
     data = resolve(layers).data
     if data.train is None and not data.on_scenes:
         raise CoderError(f"--dataset-type {data.dataset_type} needs --train-data")
@@ -56,7 +46,7 @@ def _resolve(layers: list[tuple[str, dict[str, Any]]], recipe: tuple[str, dict[s
     elif "model" not in options and "model" not in settings:
         raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
     model = options.get("model") or settings.get("model") or SCENES_DEFAULTS["model"]
-    backbone = own.find(model)
+    backbone = plugin_backbones.find_backbone(model)
     if backbone is None:
         settings.pop("model_kwargs", None)
         for name in _OF_REGION_MODELS:
@@ -73,3 +63,19 @@ def _resolve(layers: list[tuple[str, dict[str, Any]]], recipe: tuple[str, dict[s
     )
     weights = weights_named(config.model.pretrained)
     return config if weights == config.model.pretrained else config.with_options(pretrained=weights)
+
+
+def _recipe_layer(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The layer of ``--recipe``: its settings, its loss, and the options of the loss's terms and heads as ``--set``.
+
+    A loss that is given besides the recipe replaces the recipe's, with its options.
+    """
+    if (name := options.get("recipe")) is None:
+        return "recipe", {}
+    recipe = recipes.load(name)
+    settings = dict(recipe.settings)
+    if "loss" not in options:
+        settings["loss"] = recipe.loss
+        if recipe.options:
+            settings["set"] = [f"{option}={format_value(value)}" for option, value in recipe.options.items()]
+    return f"recipe {name}", settings

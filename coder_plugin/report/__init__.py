@@ -1,10 +1,9 @@
-"""Figures of a model: its analyses, the regions that words find, t-SNE; drawing needs matplotlib, importing this does not."""
+"""The HTML report of a training run, and figures of a model. matplotlib and scikit-learn are loaded only to draw."""
 
 from __future__ import annotations
 
 from coder_plugin.report.alignment import LOCALS, Aligner, Alignment
-from coder_plugin.report.alignment_plot import plot_alignment, write_alignments
-from coder_plugin.report.plots import plot_analyses
+from coder_plugin.report.figures import plot_alignment, plot_analyses, write_alignments
 from coder_plugin.report.tsne import Points, collect_points, frequent_words, measure_points, place_points, plot_tsne
 
 __all__ = [

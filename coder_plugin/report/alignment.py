@@ -1,10 +1,11 @@
-"""Which region each word of a caption finds, and how relevant each region is to its context (SelfAlign, figure 4).
+"""Which region each word of a caption matches, and how relevant each region is to the caption (SelfAlign, figure 4).
 
 Shapes: L regions or patches of an image, T text positions, W words, D channels, H W pixels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
@@ -19,28 +21,30 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import Unusable, map_tensors
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import correspondence
+from coder_plugin.functional.lca_loss import correspondence
 from coder_plugin.heads.capabilities import MapsContext, heads_with
-from coder_plugin.report.places import blank, grid_boxes, grid_of, tower_picture
 from coder_plugin.report.words import Word, WordReader
 
-#: What ``create_model(..., return_intermediates=LOCALS)`` must catch, so that words and regions can be compared.
+#: What ``create_model(..., return_intermediates=LOCALS)`` must return, so that words and regions can be compared.
 LOCALS = frozenset({"image_locals", "image_mask", "text_locals", "text_mask"})
+#: Longer side, in pixels, of the blank canvas that stands for a missing picture.
+_CANVAS = 320
 
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """What a model makes of one image and one of its captions.
+    """Similarities of the words of one caption with the regions of its image.
 
     Args:
-        key: the image's name. caption: as written.
-        words: W, special tokens and punctuation left out; a word of several pieces has their mean embedding.
-        similarity: [W, L] cosines of words and regions before the context stage (eq. 1), float32.
-        boxes: [L, 4] float32, left, top, right, bottom as fractions of the picture; None: the regions' are not known.
-        grid: rows and columns where the regions are a grid's cells, row by row.
-        region_context: [L] cosines of the text's global context with each region's local one, or None: the model has no
-            head ``contexts`` with that branch. word_context: [W], of the image's with each word's; likewise.
-        picture: uint8 [H, W, 3], in which the boxes lie; None: not known.
+        key: the image's name.
+        caption: as written.
+        words: W words, without special tokens and punctuation. A word of several pieces has their mean embedding.
+        similarity: [W, L] float32, cosines of words and regions before the context stage (SelfAlign, eq. 1).
+        boxes: [L, 4] float32, left, top, right, bottom as fractions of the picture; None if unknown.
+        grid: rows and columns, if the regions are the cells of a grid, row by row.
+        region_context: [L] cosines of the text's global context with each region's local context, or None if no head
+            computes them. word_context: [W], the same for the image's context and each word.
+        picture: uint8 [H, W, 3], the picture under the boxes; None if unknown.
     """
 
     key: str
@@ -55,24 +59,26 @@ class Alignment:
 
     @property
     def regions(self) -> np.ndarray:
-        """[W] the most similar region of each word, an index into the regions in the data's order."""
+        """[W] index of the most similar region of each word."""
         return self.similarity.argmax(1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, without the picture: ``words`` (each with its region, that one's box, their similarity, that with every
-        region, and its context) and ``regions`` (boxes and context)."""
-        words = []
-        for number, (word, region) in enumerate(zip(self.words, self.regions.tolist(), strict=True)):
-            words.append(
-                {
-                    "word": word,
-                    "region": region,
-                    "box": None if self.boxes is None else _plain(self.boxes[region]),
-                    "similarity": _plain(self.similarity[number, region]),
-                    "similarities": _plain(self.similarity[number]),
-                    "context": None if self.word_context is None else _plain(self.word_context[number]),
-                }
-            )
+        """For JSON, without the picture. Numbers have four decimals, which is more than a cosine in half precision has."""
+
+        def plain(values: Any) -> Any:
+            return None if values is None else np.asarray(values, np.float64).round(4).tolist()
+
+        words = [
+            {
+                "word": word,
+                "region": region,
+                "box": None if self.boxes is None else plain(self.boxes[region]),
+                "similarity": plain(self.similarity[number, region]),
+                "similarities": plain(self.similarity[number]),
+                "context": None if self.word_context is None else plain(self.word_context[number]),
+            }
+            for number, (word, region) in enumerate(zip(self.words, self.regions.tolist(), strict=True))
+        ]
         return {
             "image": self.key,
             "caption": self.caption,
@@ -80,40 +86,39 @@ class Alignment:
             "grid": None if self.grid is None else list(self.grid),
             "regions": {
                 "count": self.similarity.shape[1],
-                "boxes": None if self.boxes is None else _plain(self.boxes),
-                "context": None if self.region_context is None else _plain(self.region_context),
+                "boxes": plain(self.boxes),
+                "context": plain(self.region_context),
             },
         }
 
 
-class Seen(NamedTuple):
-    """What a model knows of one image: keys of a batch of one, and where the regions that are not padding lie."""
+class ImageFeatures(NamedTuple):
+    """Features of one image: the model's output for a batch of one, and its valid regions with their places."""
 
-    known: Mapping[str, Tensor]
+    output: Mapping[str, Tensor]
     regions: Tensor  # [L, D]
     boxes: np.ndarray | None
     grid: tuple[int, int] | None
     picture: np.ndarray | None
 
 
-class Read(NamedTuple):
-    """What a model knows of one caption."""
+class CaptionFeatures(NamedTuple):
+    """Features of one caption: the model's output for a batch of one, and its words."""
 
-    known: Mapping[str, Tensor]
+    output: Mapping[str, Tensor]
     words: list[Word]
     vectors: Tensor  # [W, D]
 
 
 class Aligner:
-    """Describes images and captions with a model that gives :data:`LOCALS`.
+    """Compares the words of captions with the regions of images.
 
     Args:
-        encoder: a :class:`~coder_plugin.pretrained.encode.Encoder`: the model with its tokenizer, evaluation transform, device
-            and autocast.
+        encoder: a :class:`~coder_plugin.pretrained.encode.Encoder` of a model that returns :data:`LOCALS`.
 
     Raises:
-        CoderError: a tokenizer that does not tell words, a model that does not give its locals or gives those of words and
-            regions in spaces of different dimensions.
+        CoderError: the tokenizer does not report which characters a token stands for, or the model does not return its
+            local features, or words and regions have different numbers of channels.
     """
 
     def __init__(self, encoder: Any) -> None:
@@ -122,99 +127,183 @@ class Aligner:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in eval mode, without gradients; ``see`` and ``read`` are called inside."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train(training)
+        """The model in eval mode, without gradients. Call the other methods inside."""
+        with evaluating(self.model):
+            yield
 
-    def see(self, item: Item, picture: Any = None) -> Seen | None:
-        """The image of an item of the data; None: it cannot be read or used, which encoding the data counts and tells of.
+    def describe_image(self, item: Item, picture: Image.Image | None = None) -> ImageFeatures | None:
+        """Features of an item's image; None if it cannot be read (encoding the data set counts and reports these).
 
         Args:
-            picture: what lies under an image's regions, where that is known.
+            picture: the picture under an image's regions, if the model reads regions.
         """
-        try:
-            loaded = item.load()
-        except (OSError, ValueError):
+        loaded = load_image(self.encoder, item)
+        if loaded is None:
             return None
-        try:
-            image = self.encoder.transform(loaded)
-        except Unusable:
-            return None
-        batch = map_tensors(lambda each: each[None].to(self.encoder.device), image)
+        source, image = loaded
         with self.encoder.autocast():
-            known = self.model.describe_image(batch)
-        valid = _key(known, "image_mask")[0]
-        regions = _key(known, "image_locals")[0][valid].float()
+            output = self.model.describe_image(map_tensors(lambda each: each[None].to(self.encoder.device), image))
+        valid = _key(output, "image_mask")[0]
+        regions = _key(output, "image_locals")[0][valid].float()
         if not isinstance(self.model, Backbone):
             grid = grid_of(self.model, len(regions))
-            return Seen(known, regions, grid_boxes(*grid), grid, tower_picture(image, self.model.visual.preprocess_cfg))
-        assert isinstance(loaded, Regions)
-        boxes = loaded.fractions
-        if boxes is None:
-            return Seen(known, regions, None, None, None)
-        under = blank(loaded.size) if picture is None else np.asarray(picture.convert("RGB"))
-        return Seen(known, regions, boxes[: len(regions)], None, under)
+            shown = tower_picture(image, self.model.visual.preprocess_cfg)
+            return ImageFeatures(output, regions, grid_boxes(*grid), grid, shown)
+        assert isinstance(source, Regions)
+        if source.fractions is None:
+            return ImageFeatures(output, regions, None, None, None)
+        under = blank(source.size) if picture is None else np.asarray(picture.convert("RGB"))
+        return ImageFeatures(output, regions, source.fractions[: len(regions)], None, under)
 
-    def read(self, caption: str) -> Read:
+    def describe_caption(self, caption: str) -> CaptionFeatures:
         ids = self.reader.ids(caption).to(self.encoder.device)
         with self.encoder.autocast():
-            known = self.model.describe_text(ids)
-        locals_, mask = _key(known, "text_locals")[0].float(), _key(known, "text_mask")[0]
+            output = self.model.describe_text(ids)
+        tokens, mask = _key(output, "text_locals")[0].float(), _key(output, "text_mask")[0]
         words = self.reader.words(caption, mask.tolist())
-        return Read(known, words, average(locals_, words))
+        return CaptionFeatures(output, words, _average(tokens, words))
 
-    def compare(self, read: Read, seen: Seen) -> np.ndarray:
+    def compare(self, caption: CaptionFeatures, image: ImageFeatures) -> np.ndarray:
         """Cosines [W, L] of a caption's words and an image's regions, float32 on the CPU."""
-        channels = read.vectors.shape[1], seen.regions.shape[1]
+        channels = caption.vectors.shape[1], image.regions.shape[1]
         if channels[0] != channels[1]:
             raise CoderError(
-                f"words of {channels[0]} channels and regions of {channels[1]} cannot be compared before the context stage: "
-                "pictures need a model whose words and regions share a space there (of BiGRU's: --model-kwargs "
-                "word_projection=true, in training)"
+                f"words of {channels[0]} channels and regions of {channels[1]} channels cannot be compared before the context "
+                "stage: train the model with --model-kwargs word_projection=true, which gives both the same channels"
             )
-        if not read.words:
-            return np.zeros((0, len(seen.regions)), np.float32)
-        masks = (torch.ones(1, len(each), dtype=torch.bool, device=each.device) for each in (read.vectors, seen.regions))
-        words_there, regions_there = masks
-        cosines = correspondence(read.vectors[None], words_there, seen.regions[None], regions_there)
-        return cosines[0].float().cpu().numpy()
+        if not caption.words:
+            return np.zeros((0, len(image.regions)), np.float32)
+        words, regions = caption.vectors[None], image.regions[None]
+        masks = [torch.ones(1, each.shape[1], dtype=torch.bool, device=each.device) for each in (words, regions)]
+        return correspondence(words, masks[0], regions, masks[1])[0].float().cpu().numpy()
 
-    def align(self, key: str, caption: str, seen: Seen) -> Alignment:
-        """One caption of an image that :meth:`see` has described."""
-        read = self.read(caption)
-        found = Alignment(key, caption, tuple(word.text for word in read.words), self.compare(read, seen))
-        found = replace(found, boxes=seen.boxes, grid=seen.grid, picture=seen.picture)
+    def align(self, key: str, text: str, image: ImageFeatures) -> Alignment:
+        """Compare one caption with an image that :meth:`describe_image` has described."""
+        caption = self.describe_caption(text)
+        alignment = Alignment(
+            key,
+            text,
+            tuple(word.text for word in caption.words),
+            self.compare(caption, image),
+            boxes=image.boxes,
+            grid=image.grid,
+            picture=image.picture,
+        )
         head = next(iter(heads_with(self.model.coder.heads, MapsContext).values()), None)
         if head is None:
-            return found
+            return alignment
         with self.encoder.autocast():
-            maps = head.maps({**seen.known, **read.known})
+            maps = head.maps({**image.output, **caption.output})
         if "image" in maps:
-            valid = seen.known["image_mask"][0]
-            found = replace(found, region_context=maps["image"][0][valid].float().cpu().numpy())
+            cosines = maps["image"][0][image.output["image_mask"][0]]
+            alignment = replace(alignment, region_context=cosines.float().cpu().numpy())
         if "text" in maps:
-            cosines = average(maps["text"][0][:, None].float(), read.words)[:, 0]
-            found = replace(found, word_context=cosines.cpu().numpy())
-        return found
+            cosines = _average(maps["text"][0][:, None].float(), caption.words)[:, 0]
+            alignment = replace(alignment, word_context=cosines.cpu().numpy())
+        return alignment
 
 
-def average(tokens: Tensor, words: Sequence[Word]) -> Tensor:
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """A model in eval mode and without gradients; its mode is restored afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def load_image(encoder: Any, item: Item) -> tuple[Any, Any] | None:
+    """An item's image as loaded and as transformed; None if it cannot be read or used."""
+    try:
+        loaded = item.load()
+    except (OSError, ValueError):
+        return None
+    try:
+        return loaded, encoder.transform(loaded)
+    except Unusable:
+        return None
+
+
+def _average(tokens: Tensor, words: Sequence[Word]) -> Tensor:
     """The mean over each word's pieces: [T, D] -> [W, D]."""
     rows = [tokens[list(word.positions)].mean(0) for word in words]
     return torch.stack(rows) if rows else tokens[:0]
 
 
-def _key(known: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in known:
-        raise CoderError(f"the model gives no {name}: make it with create_model(..., return_intermediates={sorted(LOCALS)})")
-    return known[name]
+def _key(output: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in output:
+        options = f"return_intermediates={sorted(LOCALS)}"
+        raise CoderError(f"the model returns no {name}: make it with create_model(..., {options})")
+    return output[name]
 
 
-def _plain(values: Any) -> Any:
-    """For JSON: lists of numbers of four decimals, which is more than a cosine of half precision has."""
-    return np.asarray(values, np.float64).round(4).tolist()
+# -- where regions are in a picture -----------------------------------------------------------------------------------
+
+
+def grid_of(model: Any, count: int) -> tuple[int, int]:
+    """Rows and columns of the ``count`` cells (row by row) that an open_clip image tower returns.
+
+    ViTs store their grid. The cells of other towers are square, so theirs is the grid of ``count`` cells whose aspect ratio
+    is nearest to the picture's.
+
+    Raises:
+        CoderError: no grid of so many cells is near the picture's aspect ratio.
+    """
+    visual = model.visual
+    for owner in (visual, getattr(getattr(visual, "trunk", None), "patch_embed", None)):
+        grid = getattr(owner, "grid_size", None)
+        if grid is not None and math.prod(grid) == count:
+            return int(grid[0]), int(grid[1])
+    size = visual.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+
+    def distance(rows: int) -> float:
+        return abs(math.log(rows / (count // rows) * width / height))
+
+    rows = min((rows for rows in range(1, count + 1) if count % rows == 0), key=distance)
+    if distance(rows) > math.log(1.9):
+        features = f"{type(visual).__name__} returns {count} features of a picture of {height} x {width}"
+        raise CoderError(f"{features}: they form no grid that could be drawn")
+    return rows, count // rows
+
+
+def grid_boxes(rows: int, columns: int) -> np.ndarray:
+    """The cells of a grid, row by row, as boxes [L, 4] float32: left, top, right, bottom as fractions of the picture.
+
+    Example:
+        >>> grid_boxes(1, 2).tolist()
+        [[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]
+    """
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    return np.stack([column / columns, row / rows, (column + 1) / columns, (row + 1) / rows], 1).astype(np.float32)
+
+
+def tower_picture(image: Tensor, preprocess: Any) -> np.ndarray:
+    """The picture that a tower read: undo mean and std of its ``preprocess_cfg``, [3, H, W] -> uint8 [H, W, 3]."""
+    mean, std = (np.asarray(preprocess[name], np.float32) for name in ("mean", "std"))
+    pixels = image.float().cpu().numpy().transpose(1, 2, 0) * std + mean
+    return (pixels.clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def blank(size: tuple[float, float]) -> np.ndarray:
+    """A light canvas uint8 [H, W, 3] with the aspect ratio of ``size`` (width, height)."""
+    scale = _CANVAS / max(size)
+    return np.full((max(1, round(size[1] * scale)), max(1, round(size[0] * scale)), 3), 235, np.uint8)
+
+
+def brightness(values: np.ndarray, boxes: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Values [L] drawn into their boxes [L, 4] (fractions) as an image [height, width], scaled to [0, 1].
+
+    Where boxes overlap, the greatest value counts. Pixels without a box are 0.
+    """
+    low, high = float(values.min()), float(values.max())
+    scaled = (values - low) / (high - low) if high > low else np.ones_like(values)
+    out = np.zeros((height, width), np.float32)
+    edges = np.round(boxes * [width, height, width, height]).astype(int).clip(0)
+    for value, (left, top, right, bottom) in zip(scaled, edges, strict=True):
+        covered = out[top : max(bottom, top + 1), left : max(right, left + 1)]
+        np.maximum(covered, value, out=covered)
+    return out

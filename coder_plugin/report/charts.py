@@ -160,7 +160,9 @@ def bars(rows: Sequence[tuple[str, float]], *, label: str, of: float | None = No
         shown = escape(_short(name, (left - 8) / _LETTER))
         parts.append(f'<text x="{_n(left - 6)}" y="{y + 11}" text-anchor="end">{shown}</text>')
         parts.append(f'<rect x="{_n(left)}" y="{y}" width="{_n(width)}" height="14" rx="2" fill="var(--c0)"/>')
-        parts.append(f'<text x="{_n(left + width + 5)}" y="{y + 11}" style="fill:var(--text)">{100 * value:.1f} %</text>')
+        parts.append(
+            f'<text x="{_n(left + width + 5)}" y="{y + 11}" style="fill:var(--text)">{100 * value:.1f} %</text>'
+        )
     return _svg(parts, label, height=8 + 20 * len(rows))
 
 
@@ -225,7 +227,9 @@ def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_l
     return parts
 
 
-def _svg(parts: Sequence[str], label: str, *, height: int = HEIGHT, legend: Sequence[str] = (), marks: bool = False) -> Html:
+def _svg(
+    parts: Sequence[str], label: str, *, height: int = HEIGHT, legend: Sequence[str] = (), marks: bool = False
+) -> Html:
     drawn = "".join(parts)
     if legend:
         x, texts = 6.0 if marks else float(_LEFT), ""

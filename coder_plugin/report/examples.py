@@ -16,15 +16,15 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.report.state import similarity
 
 Way = Literal["i2t", "t2i"]
-#: Pairs that a fusion score is asked for at once.
+#: Pairs that a fusion score computes at once.
 _PAIRS = 1024
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One candidate of a query: its place in the data, its score, and whether it is right.
+    """One candidate of a query: its index in the data, its score, and whether it is right.
 
-    ``behind``: a fusion score has put a shortlist in order, and this one lies behind it: its score is the vectors' product.
+    ``behind``: a fusion score re-ranked a shortlist, and this candidate comes after it; its score is the vectors' product.
     """
 
     index: int
@@ -38,7 +38,8 @@ class Example:
     """A query with its first candidates.
 
     Args:
-        query: its place among the images or the captions. rank: 0-based, of its truth, as recall counts.
+        query: its index among the images or the captions.
+        rank: 0-based, of the best right candidate, as recall counts.
         truth: the best-ranked right candidate.
     """
 
@@ -51,13 +52,15 @@ class Example:
 def best_and_worst(
     encoded: Encoded, way: Way, ranks: Tensor, *, count: int, depth: int | None = None, first: int = 5
 ) -> tuple[list[Example], list[Example]]:
-    """The queries of the lowest and those of the highest ranks, ties in the data's order; of the captions of one image the
-    first such alone, and no query is in both.
+    """The queries with the lowest and those with the highest ranks, ties in the data's order.
+
+    Of several captions of one image only the first counts, and no image is in both lists.
 
     Args:
-        ranks: of all queries, 0-based, as recall gives them.
-        count: how many of each at most; first: candidates of each.
-        depth: of a model that re-ranks, the candidates that its fusion score orders; None: all.
+        ranks: of all queries, 0-based, as recall returns them.
+        count: most queries in each list.
+        depth: candidates that the fusion score re-ranks, for a model that has one; None: all.
+        first: candidates shown per query.
     """
     rows = _rows(encoded, way, depth)
     order = ranks.argsort(stable=True).tolist()
@@ -69,7 +72,9 @@ def best_and_worst(
     ]
 
 
-def example(encoded: Encoded, way: Way, query: int, rows: Callable[[int], tuple[Tensor, Tensor, int]], first: int) -> Example:
+def example(
+    encoded: Encoded, way: Way, query: int, rows: Callable[[int], tuple[Tensor, Tensor, int]], first: int
+) -> Example:
     """A query's candidates in the order in which recall counts them: at equal scores, wrong before right."""
     candidates, scores, ordered = rows(query)
     if way == "i2t":
@@ -78,13 +83,13 @@ def example(encoded: Encoded, way: Way, query: int, rows: Callable[[int], tuple[
         right = candidates == encoded.image_of_text[query]
     behind = (torch.arange(len(scores)) >= ordered).tolist()
     hits = [Hit(*each) for each in zip(candidates.tolist(), scores.tolist(), right.tolist(), behind, strict=True)]
-    place = next(number for number, hit in enumerate(hits) if hit.right)
-    return Example(query, place, tuple(hits[:first]), hits[place])
+    rank = next(number for number, hit in enumerate(hits) if hit.right)
+    return Example(query, rank, tuple(hits[:first]), hits[rank])
 
 
 def _rows(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], tuple[Tensor, Tensor, int]]:
-    """Of a query all candidates [C] in order, their scores [C], and how many of the first have the score that orders them all
-    or, of a model that re-ranks, the shortlist."""
+    """For a query: all candidates [C] in order, their scores [C], and how many of the first have the final score (all, or
+    those on the shortlist if the model re-ranks)."""
     items = encoded.items
     scorer = None if items is None else items.head.scorer(items.images, items.texts)
 
@@ -107,8 +112,8 @@ def _rows(encoded: Encoded, way: Way, depth: int | None) -> Callable[[int], tupl
 
 
 def _fused(scorer: Any, way: Way, query: int, candidates: Tensor) -> Tensor:
-    asked = torch.full_like(candidates, query)
-    images, texts = (asked, candidates) if way == "i2t" else (candidates, asked)
+    queries = torch.full_like(candidates, query)
+    images, texts = (queries, candidates) if way == "i2t" else (candidates, queries)
     with torch.no_grad():
         return scorer(images[:, None], texts[:, None])[:, 0, 0].float().cpu()
 
@@ -123,13 +128,13 @@ def _image(query: int, way: Way, encoded: Encoded) -> int:
 
 
 def _distinct(order: Iterable[int], way: Way, encoded: Encoded, count: int, taken: set[int]) -> list[int]:
-    found: list[int] = []
+    queries: list[int] = []
     taken = set(taken)
     for query in order:
-        if len(found) == count:
+        if len(queries) == count:
             break
         image = _image(query, way, encoded)
         if image not in taken:
             taken.add(image)
-            found.append(query)
-    return found
+            queries.append(query)
+    return queries

@@ -1,4 +1,4 @@
-"""Whether a run's state is sound: banks and centres from its newest checkpoint, and the diversity of validation anchors.
+"""State of the heads: banks and centres in a run's newest checkpoint, and the diversity of validation anchors.
 
 Shapes: Q bank entries, K centres, D dimensions, N images, T captions, B pairs of a batch.
 """
@@ -18,19 +18,23 @@ from coder_plugin.evaluation.sweep import Layout
 from coder_plugin.functional import diversity
 from coder_plugin.functional.similarity import unit
 from coder_plugin.pretrained.encode import Encoded
+from coder_plugin.report.charts import format_number, histogram
+from coder_plugin.report.curves import Figure
+from coder_plugin.training.run_folder import RunFolder
 
-#: Anchors whose diversity is measured at most.
+#: Most anchors whose diversity is measured.
 _ANCHORS = 5000
+_UNIT = "should be 1: any other norm is a fault"
 
 
 @dataclass(frozen=True, eq=False)
 class Bank:
-    """One head's coupled banks.
+    """The image and text banks of one head.
 
     Args:
-        size: Q. filled: entries that are. pairs_per_step: how many a step writes.
+        size: Q. filled: entries in use. images: distinct images among them. pairs_per_step: entries that a step writes.
         norms: of the filled image and text entries.
-        ages: int64 [filled], how many steps ago each entry was written, 0 the last one.
+        ages: int64 [filled], steps since each entry was written, 0 for those of the last step.
     """
 
     head: str
@@ -44,12 +48,12 @@ class Bank:
 
 @dataclass(frozen=True, eq=False)
 class Centres:
-    """One head's prototypes.
+    """The prototypes of one head.
 
     Args:
-        clusters: K. filled, idle, reseeded: as in :meth:`coder_plugin.heads.prototypes.Prototypes.health`, not divided by K;
-            idle counts those that no pair of the last ``window``, which is ``patience * K / 2``, chose.
-        sizes: pairs that each filled centre has had. norms: of the filled centres.
+        clusters: K. filled, idle, reseeded: counts, as in :meth:`coder_plugin.heads.prototypes.Prototypes.health`. A centre is
+            idle if none of the last ``window`` = ``patience * K / 2`` pairs chose it.
+        seen: pairs so far. sizes: pairs that chose each filled centre. norms: of the filled centres.
     """
 
     head: str
@@ -63,18 +67,38 @@ class Centres:
     norms: list[float]
 
 
+def state_blocks(run: RunFolder) -> list[dict[str, Any]]:
+    """Each bank and set of centres for the template: its ``name``, ``tiles`` (a number and what it counts), ``figures``.
+
+    Raises:
+        CoderError: no checkpoint, or the objective keeps no such state.
+    """
+    if run.checkpoint is None:
+        raise CoderError("there is no complete checkpoint to read banks and centres from")
+    batch = run.pairs_per_step
+    if batch is None:
+        raise CoderError("neither plan.json nor the checkpoint's options store the number of pairs per step")
+    heads = run.objective.get("heads", {})
+    patience = float(next((options["patience"] for options in heads.values() if "patience" in options), 30.0))
+    state = read_state(run.checkpoint, pairs_per_step=batch, patience=patience)
+    if not state:
+        raise CoderError("the objective keeps no banks and no centres")
+    return [_bank_block(each) if isinstance(each, Bank) else _centres_block(each) for each in state]
+
+
 def read_state(checkpoint: Path, *, pairs_per_step: int, patience: float = 30.0) -> list[Bank | Centres]:
-    """The banks and centres in a checkpoint; of the model's weights nothing is read.
+    """The banks and centres in a checkpoint. The model's weights are not read.
 
     Args:
-        checkpoint: its folder. pairs_per_step: the global batch.
+        checkpoint: its folder.
+        pairs_per_step: the global batch.
         patience: the option of the prototypes.
 
     Raises:
-        CoderError: the weights cannot be read.
+        CoderError: the file cannot be read.
     """
     path = checkpoint / "model.safetensors"
-    found: list[Bank | Centres] = []
+    state: list[Bank | Centres] = []
     try:
         with safe_open(path, "pt") as file:
             names = set(file.keys())
@@ -82,29 +106,37 @@ def read_state(checkpoint: Path, *, pairs_per_step: int, patience: float = 30.0)
                 owner, _, last = name.rpartition(".")
                 head = owner.removeprefix("coder.heads.")
                 if last == "pointer" and {f"{owner}.{each}" for each in ("image", "text", "ids", "count")} <= names:
-                    found.append(_bank(file, owner, head, pairs_per_step))
-                elif last == "last_seen" and {f"{owner}.{each}" for each in ("centres", "counts", "seen", "filled")} <= names:
-                    found.append(_centres(file, owner, head, patience))
+                    state.append(_bank(file, owner, head, pairs_per_step))
+                elif (
+                    last == "last_seen"
+                    and {f"{owner}.{each}" for each in ("centres", "counts", "seen", "filled")} <= names
+                ):
+                    state.append(_centres(file, owner, head, patience))
     except (OSError, SafetensorError) as error:
         raise CoderError(f"{path} cannot be read: {error}") from error
-    return found
+    return state
 
 
 def entry_ages(pointer: int, count: int, size: int, pairs_per_step: int) -> Tensor:
-    """Steps since each filled entry [count] of a ring was written: 0 for those of the last step."""
-    places = torch.arange(count)
-    return (pointer - 1 - places) % size // pairs_per_step
+    """Steps since each filled entry [count] of a ring buffer was written, 0 for those of the last step.
+
+    Example:
+        >>> entry_ages(pointer=4, count=4, size=8, pairs_per_step=2)
+        tensor([1, 1, 0, 0])
+    """
+    return (pointer - 1 - torch.arange(count)) % size // pairs_per_step
 
 
 def instance_level(encoded: Encoded, layout: Layout) -> Encoded:
-    """The features [.., D] that towers or aggregators give, of unit length: what ``dcl`` compares (METHODS 1, 2). They come
-    first in a retrieval vector.
+    """The features [.., D] of towers or aggregators, of unit length, which ``dcl`` compares (``docs/equations.md#dcl``).
+
+    They are the first part of a retrieval vector.
 
     Raises:
-        CoderError: the score has nothing of them.
+        CoderError: the score has no such part.
     """
     if layout.concepts == 1:
-        raise CoderError("the score is of the concepts alone (beta = 0): the towers' features are not in the vectors")
+        raise CoderError("the score uses concepts alone (beta = 0): the vectors do not hold the towers' features")
 
     def cut(vectors: Tensor) -> Tensor:
         width = (vectors.shape[-1] - layout.width) // (1 if layout.concepts is None else 2)
@@ -113,37 +145,44 @@ def instance_level(encoded: Encoded, layout: Layout) -> Encoded:
     return encoded._replace(images=cut(encoded.images), texts=cut(encoded.texts))
 
 
-def anchor_diversity(encoded: Encoded, *, batch: int, kind: Any = "std", epsilon: float = 0.1) -> dict[str, list[float]]:
-    """Diversity of images and captions against the others of their batch: each image with its first caption, in batches of
-    ``batch`` pairs, a smaller last one left out. As training weighs them where ``encoded`` is :func:`instance_level`.
+def anchor_diversity(
+    encoded: Encoded, *, batch: int, kind: Any = "std", epsilon: float = 0.1
+) -> dict[str, list[float]]:
+    """Diversity of images and captions against the others of their batch, as in training for :func:`instance_level` features.
+
+    Each image is paired with its first caption; batches have ``batch`` pairs, a smaller last one is left out.
 
     Returns:
-        ``image to text`` and ``text to image``: a number in (0.5, 1] for each anchor, of 5,000 at most.
+        ``image to text`` and ``text to image``: a number in (0.5, 1] for each of at most 5,000 anchors.
     """
     pairs = first_captions(encoded.image_of_text, len(encoded.images))
-    whole = min(len(pairs), _ANCHORS)
-    batch = min(batch, whole)
-    found: dict[str, list[float]] = {"image to text": [], "text to image": []}
-    for start in range(0, whole - batch + 1, batch):
+    total = min(len(pairs), _ANCHORS)
+    batch = min(batch, total)
+    values: dict[str, list[float]] = {"image to text": [], "text to image": []}
+    for start in range(0, total - batch + 1, batch):
         images, captions = pairs[start : start + batch].T
         scores = similarity(encoded.images[images], encoded.texts[captions])
         negatives = ~torch.eye(batch, dtype=torch.bool)
-        for rows, values in zip((scores, scores.T), found.values(), strict=True):
-            values += diversity(rows, negatives, kind=kind, epsilon=epsilon).tolist()
-    return found
+        for rows, column in zip((scores, scores.T), values.values(), strict=True):
+            column += diversity(rows, negatives, kind=kind, epsilon=epsilon).tolist()
+    return values
 
 
 def first_captions(image_of_text: Tensor, images: int) -> Tensor:
-    """Int64 [n, 2]: each image that has a caption, and the first of them."""
-    first = torch.full((images,), len(image_of_text)).scatter_reduce(
-        0, image_of_text, torch.arange(len(image_of_text)), "amin"
-    )
-    own = (first < len(image_of_text)).nonzero().squeeze(1)
-    return torch.stack([own, first[own]], 1)
+    """int64 [n, 2]: each image that has a caption, and its first caption.
+
+    Example:
+        >>> first_captions(torch.tensor([2, 0, 2, 0]), 4).tolist()
+        [[0, 1], [2, 0]]
+    """
+    texts = len(image_of_text)
+    first = torch.full((images,), texts).scatter_reduce(0, image_of_text, torch.arange(texts), "amin")
+    captioned = (first < texts).nonzero().squeeze(1)
+    return torch.stack([captioned, first[captioned]], 1)
 
 
 def similarity(images: Tensor, texts: Tensor) -> Tensor:
-    """Scores [n, m] of images [n, D], or [n, V, D] whose best feature counts, and texts [m, D]."""
+    """Scores [n, m] of images [n, D], or [n, V, D] of which the best vector counts, and texts [m, D]."""
     scores = images.float() @ texts.float().T
     return scores.amax(1) if images.ndim == 3 else scores
 
@@ -178,3 +217,46 @@ def _centres(file: Any, owner: str, head: str, patience: float) -> Centres:
         file.get_tensor(f"{owner}.counts")[:filled].double().tolist(),
         centres[:filled].norm(dim=1).tolist(),
     )
+
+
+def _bank_block(bank: Bank) -> dict[str, Any]:
+    oldest = f"{int(bank.ages.max()):,}" if bank.filled else "–"
+    tiles = [
+        (f"{bank.filled:,}", f"of {bank.size:,} entries are filled"),
+        (f"{bank.images:,}", "different images among them"),
+        (oldest, f"steps since the oldest entry was written ({bank.pairs_per_step} entries a step)"),
+    ]
+    figures = []
+    if bank.filled:
+        norms = histogram(bank.norms, label="Norms of the bank's entries", x_label="norm", least=0.02)
+        ages = histogram(
+            {"entries": bank.ages.tolist()}, label="Ages of the bank's entries", x_label="steps ago", whole=True
+        )
+        figures = [
+            Figure("Norms of the entries", norms, _UNIT),
+            Figure("Age of the entries", ages, f"median {int(bank.ages.median()):,} steps"),
+        ]
+    return {"name": f"{bank.head}: banks", "tiles": tiles, "figures": figures}
+
+
+def _centres_block(centres: Centres) -> dict[str, Any]:
+    tiles = [
+        (f"{centres.filled:,}", f"of {centres.clusters:,} centres are filled"),
+        (f"{centres.clusters - centres.filled:,}", "are empty"),
+        (f"{centres.idle:,}", f"are filled, but none of the last {centres.window:,} pairs chose them"),
+        (f"{centres.reseeded:,}", "reseeded so far"),
+    ]
+    figures = []
+    if centres.filled:
+        sizes = sorted(centres.sizes)
+        top = sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]
+        chart = histogram(
+            {"centres": sizes}, label="Sizes of the clusters", x_label="pairs assigned", top=top, whole=True
+        )
+        largest = f"median {format_number(sizes[len(sizes) // 2])}, largest {format_number(sizes[-1])}"
+        note = f"{largest}, of {centres.seen:,} pairs in all"
+        if sizes[-1] > top:
+            note += f"; the last bar counts {format_number(top)} and more"
+        norms = histogram({"centres": centres.norms}, label="Norms of the centres", x_label="norm", least=0.02)
+        figures = [Figure("Sizes of the clusters", chart, note), Figure("Norms of the centres", norms, _UNIT)]
+    return {"name": f"{centres.head}: centres", "tiles": tiles, "figures": figures}

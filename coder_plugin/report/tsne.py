@@ -1,4 +1,4 @@
-"""How near frequent concept words lie to their regions: t-SNE and two numbers (SelfAlign, figure 5).
+"""How close concept words are to their regions in feature space: t-SNE and two numbers (SelfAlign, figure 5).
 
 Shapes: C concepts, N occurrences of them, D channels.
 """
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import unit
+from coder_plugin.functional.similarity import unit
 from coder_plugin.report.alignment import Aligner
-from coder_plugin.report.plots import literal, new_figure
-from coder_plugin.report.words import FUNCTION_WORDS, split
+from coder_plugin.report.figures import literal, new_figure
+from coder_plugin.report.words import FUNCTION_WORDS, split_words
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,13 @@ class TooFew(CoderError):
 
 @dataclass(frozen=True, eq=False)
 class Points:
-    """Occurrences of concept words, each with the region that the word finds in its image.
+    """Occurrences of concept words, each with the most similar region of its image.
 
     Args:
         concepts: C words, each with two occurrences or more.
-        labels: int [N], which concept each occurrence is of.
-        words: [N, D] float32 of unit length: the words before the context stage. regions: likewise, of their regions.
+        labels: [N] int64, the concept of each occurrence.
+        words: [N, D] float32 of unit length, the words' features before the context stage.
+        regions: [N, D] float32 of unit length, the features of their regions.
     """
 
     concepts: tuple[str, ...]
@@ -45,79 +46,88 @@ class Points:
     def __post_init__(self) -> None:
         counts = np.bincount(self.labels, minlength=len(self.concepts))
         if len(self.concepts) < 2 or counts.min() < 2:
-            there = ", ".join(f"{word} ({count})" for word, count in zip(self.concepts, counts, strict=False)) or "none"
-            raise TooFew(f"concepts can be compared where two occur in two images each, or more do; there are: {there}")
+            counted = (
+                ", ".join(f"{word} ({count})" for word, count in zip(self.concepts, counts, strict=False)) or "none"
+            )
+            raise TooFew(f"at least two concepts must occur in at least two images each; occurrences: {counted}")
 
 
 def frequent_words(captions: Iterable[str], count: int = 10) -> tuple[str, ...]:
-    """The words that most captions hold, equals by alphabet, without English function words and signs."""
+    """The words that occur in most captions, without English function words and numbers; ties in alphabetical order.
+
+    Example:
+        >>> frequent_words(["a dog runs", "the dog", "a cat"], 2)
+        ('dog', 'cat')
+    """
     counts: Counter[str] = Counter()
     for caption in captions:
-        counts.update({word for word in split(caption) if word.isalpha()} - FUNCTION_WORDS)
+        counts.update({word for word in split_words(caption) if word.isalpha()} - FUNCTION_WORDS)
     return tuple(sorted(counts, key=lambda word: (-counts[word], word))[:count])
 
 
 def collect_points(encoder: Any, source: Any, concepts: Sequence[str], *, per_concept: int = 40) -> Points:
-    """Read the data until each concept has so many occurrences: in an image the first caption that holds the word counts.
+    """Read the data until each concept has ``per_concept`` occurrences: of each image, the first caption with the word.
 
     Args:
-        encoder: an :class:`~coder_plugin.pretrained.encode.Encoder`, of a model that gives its locals.
-        source: images with captions; those that cannot be read are passed over.
-        concepts: words, in lower case, each once. Those with fewer than two occurrences are told of and left out.
+        encoder: an :class:`~coder_plugin.pretrained.encode.Encoder` of a model that returns its local features.
+        source: images with captions. Images that cannot be read are skipped.
+        concepts: distinct words in lower case. Those with fewer than two occurrences are left out with a warning.
 
     Raises:
-        CoderError: as :class:`~coder_plugin.report.alignment.Aligner`; TooFew, which is one: fewer than two concepts are left.
+        CoderError: as :class:`~coder_plugin.report.alignment.Aligner`.
+        TooFew: fewer than two concepts are left.
     """
     aligner = Aligner(encoder)
-    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {concept: [] for concept in concepts}
+    pairs: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {concept: [] for concept in concepts}
     with aligner.evaluating():
         for _, item in source.items():
-            open_ = [concept for concept in concepts if len(found[concept]) < per_concept]
-            if not open_:
+            wanted = [concept for concept in concepts if len(pairs[concept]) < per_concept]
+            if not wanted:
                 break
-            holders = {concept: _holder(item.captions, concept) for concept in open_}
-            captions = dict.fromkeys(caption for caption in holders.values() if caption is not None)
-            if not captions:
+            caption_of = {concept: _caption_with(item.captions, concept) for concept in wanted}
+            captions = dict.fromkeys(caption for caption in caption_of.values() if caption is not None)
+            image = aligner.describe_image(item) if captions else None
+            if image is None:
                 continue
-            seen = aligner.see(item)
-            if seen is None:
-                continue
-            for caption in captions:
-                read = aligner.read(caption)
-                regions = aligner.compare(read, seen).argmax(1)
-                texts = [word.text for word in read.words]
-                for concept in open_:
-                    if holders[concept] == caption and concept in texts:
-                        place = texts.index(concept)
-                        pair = read.vectors[place], seen.regions[int(regions[place])]
-                        found[concept].append((unit(pair[0]).cpu().numpy(), unit(pair[1]).cpu().numpy()))
-    kept = tuple(concept for concept in concepts if len(found[concept]) > 1)
-    if rare := [f"{concept} ({len(found[concept])})" for concept in concepts if concept not in kept]:
-        log.warning("%s: concepts in fewer than two images as the model reads them: %s", source.name, ", ".join(rare))
-    pairs = [pair for concept in kept for pair in found[concept]]
-    labels = np.repeat(np.arange(len(kept)), [len(found[concept]) for concept in kept])
-    words, regions = (np.stack([pair[side] for pair in pairs]) if pairs else np.zeros((0, 1)) for side in (0, 1))
-    return Points(kept, labels.astype(np.int64), words, regions)
+            for text in captions:
+                caption = aligner.describe_caption(text)
+                regions = aligner.compare(caption, image).argmax(1)
+                words = [word.text for word in caption.words]
+                for concept in wanted:
+                    if caption_of[concept] == text and concept in words:
+                        number = words.index(concept)
+                        pair = caption.vectors[number], image.regions[int(regions[number])]
+                        pairs[concept].append((unit(pair[0]).cpu().numpy(), unit(pair[1]).cpu().numpy()))
+    kept = tuple(concept for concept in concepts if len(pairs[concept]) > 1)
+    if rare := [f"{concept} ({len(pairs[concept])})" for concept in concepts if concept not in kept]:
+        log.warning("%s: concepts that occur in fewer than two images: %s", source.name, ", ".join(rare))
+    rows = [pair for concept in kept for pair in pairs[concept]]
+    labels = np.repeat(np.arange(len(kept)), [len(pairs[concept]) for concept in kept])
+    sides = (np.stack([pair[side] for pair in rows]) if rows else np.zeros((0, 1)) for side in (0, 1))
+    return Points(kept, labels.astype(np.int64), *sides)
 
 
 def concept_gaps(points: Points) -> dict[str, float]:
     """For each concept the mean cosine of its words with its regions, minus that with other concepts' regions, in [-2, 2].
 
-    The region that a word itself has found is left out: it was chosen to be similar.
+    A word's most similar region is left out of its own mean: it was chosen for its similarity.
     """
     cosines = points.words @ points.regions.T
     same = points.labels[:, None] == points.labels
-    own = same & ~np.eye(len(same), dtype=bool)
+    others = same & ~np.eye(len(same), dtype=bool)
     gaps = {}
     for number, concept in enumerate(points.concepts):
         rows = points.labels == number
-        gaps[concept] = float(cosines[rows][own[rows]].mean() - cosines[rows][~same[rows]].mean())
+        gaps[concept] = float(cosines[rows][others[rows]].mean() - cosines[rows][~same[rows]].mean())
     return gaps
 
 
 def measure_points(points: Points) -> dict[str, Any]:
-    """For JSON: ``gap``, the mean of :func:`concept_gaps`; ``silhouette`` in [-1, 1], of the concepts as clusters of words and
-    regions together, by cosine; and by concept how often it occurs (``counts``) and its gap (``gaps``).
+    """Numbers for JSON.
+
+    Returns:
+        ``gap``: the mean of :func:`concept_gaps`. ``silhouette`` in [-1, 1]: of the concepts as clusters of words and regions,
+        by cosine. ``counts`` and ``gaps``: occurrences and gap of each concept.
 
     Raises:
         CoderError: scikit-learn is not installed.
@@ -136,29 +146,33 @@ def measure_points(points: Points) -> dict[str, Any]:
 
 
 def place_points(points: Points, *, seed: int = 0) -> np.ndarray:
-    """Places [2 N, 2] float32 of the words, then of the regions: scikit-learn's t-SNE, of perplexity 30 or what so few
-    points allow.
+    """Coordinates [2 N, 2] float32 of the words, then of the regions, by scikit-learn's t-SNE.
 
     Raises:
         CoderError: scikit-learn is not installed.
     """
     check_sklearn()
+    return tsne(np.concatenate([points.words, points.regions]), seed=seed)
+
+
+def tsne(vectors: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """t-SNE of [N, D] vectors in two dimensions. The perplexity is 30, or (N - 1) / 3 for fewer points."""
     from sklearn.manifold import TSNE
 
-    both = np.concatenate([points.words, points.regions])
-    perplexity = min(30.0, (len(both) - 1) / 3)
-    start = "pca" if both.shape[1] > 1 else "random"
-    return TSNE(perplexity=perplexity, init=start, random_state=seed).fit_transform(both)
+    perplexity = min(30.0, (len(vectors) - 1) / 3)
+    start = "pca" if vectors.shape[1] > 1 else "random"
+    return TSNE(perplexity=perplexity, init=start, random_state=seed).fit_transform(vectors)
 
 
 def plot_tsne(rows: Mapping[str, Points], path: str | Path, *, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Draw models side by side: crosses are words, circles regions, a colour is a concept.
+    """Draw models side by side: crosses are words, circles are regions, each concept has a colour.
 
     Args:
-        rows: a model's name to its points. path: of the figure, ``.png`` or ``.svg``.
+        rows: model name -> its points.
+        path: the figure, ``.png`` or ``.svg``.
 
     Returns:
-        By model what :func:`measure_points` gives.
+        Model name -> result of :func:`measure_points`.
 
     Raises:
         CoderError: matplotlib or scikit-learn is not installed, or no rows.
@@ -172,9 +186,9 @@ def plot_tsne(rows: Mapping[str, Points], path: str | Path, *, seed: int = 0) ->
     for axes, (name, points) in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows.items(), strict=True):
         words, regions = np.split(place_points(points, seed=seed), 2)
         for number, concept in enumerate(points.concepts):
-            colour, own = _colour(concepts.index(concept)), points.labels == number
-            axes.scatter(*regions[own].T, s=22, marker="o", facecolors="none", edgecolors=[colour])
-            handles[concept] = axes.scatter(*words[own].T, s=22, marker="x", color=[colour], label=literal(concept))
+            colour, members = _colour(concepts.index(concept)), points.labels == number
+            axes.scatter(*regions[members].T, s=22, marker="o", facecolors="none", edgecolors=[colour])
+            handles[concept] = axes.scatter(*words[members].T, s=22, marker="x", color=[colour], label=literal(concept))
         axes.set(xticks=(), yticks=())
         gap, silhouette = measured[name]["gap"], measured[name]["silhouette"]
         axes.set_title(f"{literal(name[-48:])}\ngap {gap:.3f}, silhouette {silhouette:.3f}", fontsize="medium")
@@ -197,8 +211,8 @@ def check_sklearn() -> None:
         raise CoderError('t-SNE needs scikit-learn: pip install "coder-plugin[report]"') from error
 
 
-def _holder(captions: Sequence[str], concept: str) -> str | None:
-    return next((caption for caption in captions if concept in split(caption)), None)
+def _caption_with(captions: Sequence[str], concept: str) -> str | None:
+    return next((caption for caption in captions if concept in split_words(caption)), None)
 
 
 def _colour(number: int) -> Any:

@@ -56,11 +56,12 @@ class RunLog:
             (self.folder / "plan.json").write_text(json.dumps(plan, indent=2))
             config = json.dumps(self.config.to_dict(), indent=2)
             (self.folder / "config.json").write_text(config)
+            processes = "1 process" if plan["ranks"] == 1 else f"{plan['ranks']} processes"
+            machine_name = "CPU" if plan["device"] == "cpu" else plan["machine"]
             self.say(
                 f"run {plan['run']}: {plan['objective']} on {plan['model']}, {plan['trainable']:,} of "
-                f"{plan['parameters']:,} parameters train; {plan['epochs']} epochs of {plan['steps per epoch']} steps, "
-                f"{plan['batch']['global per step']} pairs a step; {plan['precision']} on {plan['ranks']} x "
-                f"{plan['device']}"
+                f"{plan['parameters']:,} parameters are trained; {plan['epochs']} epochs of {plan['steps per epoch']} steps, "
+                f"{plan['batch']['global per step']} pairs per step; {plan['precision']}, {processes}, {machine_name}"
             )
         if self.config.run.report_to:
             options = {"wandb": {"name": self.folder.name, "dir": str(self.folder)}}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,31 +13,85 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.config import TrainConfig
-from coder_plugin.data.source import map_tensors
-from coder_plugin.data.tags import Tags
+from coder_plugin.concepts.tags import Tags
+from coder_plugin.config import TrainConfig, flatten
+from coder_plugin.data.from_config import make_source
+from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
+from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
-from coder_plugin.model import required_heads_with
+from coder_plugin.model import CoderLoss, add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.pretrained.export import start_heads
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.optim import after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
 
-def make_objective(config: TrainConfig) -> Objective:
-    """The objective that ``--loss``, ``--set`` and ``--local-loss`` spell."""
+def config_of_objects(
+    config: TrainConfig | Mapping[str, Any] | None, *, model: Any, loss: Any, train: Any, val: Any
+) -> TrainConfig:
+    """The configuration of a trainer's arguments: names become options, objects are named in it for the record.
+
+    Args:
+        config: a configuration, options (flat or nested), or None.
+        model, loss, train, val: as in :class:`~coder_plugin.Trainer`.
+
+    Raises:
+        CoderError: a plain open_clip model without ``config={"model": NAME}``.
+    """
+    options: dict[str, Any] = {}
+    options["train_data"], options["val_data"] = _data_name(train), _data_name(val)
+    options["loss"] = loss if isinstance(loss, str) else str(_parse_loss(loss))
+    if isinstance(model, str):
+        options["model"] = model
+    elif isinstance(model, Backbone):
+        options["model"] = model.config()["backbone"]
+    elif hasattr(model, "coder_name"):
+        options["model"] = model.coder_name
+    elif not (isinstance(config, Mapping) and "model" in flatten(config)) and not isinstance(config, TrainConfig):
+        raise CoderError('name the open_clip model, whose tokenizer goes by its name: config={"model": "ViT-B-32"}')
+    if isinstance(config, TrainConfig):
+        changed = {name: value for name, value in options.items() if config.to_flat()[name] != value}
+        return config.with_options(**changed) if changed else config
+    return resolve_config({**flatten(config or {}), **options})
+
+
+def _data_name(data: Any) -> str | None:
+    if data is None or isinstance(data, (str, Path)):
+        return None if data in (None, "scenes") else str(data)
+    return str(getattr(data, "name", type(data).__name__))
+
+
+def _parse_loss(loss: Any) -> Objective:
+    return loss.objective if isinstance(loss, CoderLoss) else Objective.parse(loss)
+
+
+def open_data(config: TrainConfig, data: Any, split: str) -> Any:
+    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a list of items, or None."""
+    if data is None:
+        return None
+    if isinstance(data, (str, Path)):
+        options = {"train_data": "scenes"} if split == "train" else {"val_data": "scenes"}
+        named = data != "scenes" or config.data.on_scenes
+        return make_source((config if named else config.with_options(**options)).data, split=split)
+    return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data
+
+
+def make_objective(config: TrainConfig, loss: Any = None) -> Objective:
+    """The objective that ``--loss``, ``--set`` and ``--local-loss`` name, or that of a loss given as an object."""
+    expression = config.loss.expression if loss is None else loss
     settings = {}
     for setting in config.loss.set:
         path, equals, value = setting.partition("=")
         if not equals:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
-    objective = Objective.parse(config.loss.expression).with_options(settings)
+    objective = _parse_loss(expression).with_options(settings)
     given = {"negatives": config.loss.negatives, "positives": config.loss.positives}
     if any(value is not None for value in given.values()):
         makers = required_heads_with(objective, AddsTexts)
@@ -78,7 +133,9 @@ def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoc
     return objective.with_options(settings)
 
 
-def make_training_model(config: TrainConfig, objective: Objective, device: torch.device, source: Any = None) -> Any:
+def make_training_model(
+    config: TrainConfig, objective: Objective, device: torch.device, source: Any = None, *, model: Any = None
+) -> Any:
     """The model with all heads of the objective on ``device``: towers locked, adapters added, heads of ``--pretrained`` loaded.
 
     Args:
@@ -86,11 +143,19 @@ def make_training_model(config: TrainConfig, objective: Objective, device: torch
         objective: the objective, fitted to the data.
         device: where the model is put.
         source: the training data, which give a region model the options left open.
+        model: a model to use; heads are added if it has none. None or a name: make the one that ``config`` names.
     """
-    data = config.data
-    model = make_model(
-        config.model, objective, device, source, max_regions=data.max_regions, max_bad_images=data.max_bad_images
-    )
+    if model is None or isinstance(model, str):
+        data = config.data
+        model = make_model(
+            config.model, objective, device, source, max_regions=data.max_regions, max_bad_images=data.max_bad_images
+        )
+    elif not hasattr(model, "coder"):
+        model.output_dict = True
+        aggregator: Any = config.model.aggregator
+        model = add_heads(
+            model, config.model.name, loss=objective, aggregator=aggregator, context_blocks=config.model.context_blocks
+        )
     start_heads(model, config.model.pretrained)
     if config.model.lock_image:
         model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)

@@ -36,6 +36,12 @@ class StepResult:
     shares: dict[str, float]
     leaves: Mapping[str, Tensor]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The total loss, each term's, and each term's share of the gradient, by the names they are logged with."""
+        shares = {f"share/{name}": value for name, value in self.shares.items()}
+        return {"loss": sum(self.losses.values()), **self.losses, **shares}
+
 
 def forward_backward(
     model: nn.Module,

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from coder_plugin.backbones import own
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file
@@ -39,7 +39,7 @@ from coder_plugin.pretrained.hub_cache import (
 from coder_plugin.pretrained.open import PretrainedModel, export_folder, open_pretrained
 
 #: Files of another model that would be read instead of the new ones or with them.
-_STALE = (WEIGHTS, *OLDER, "open_clip_config.json", HEADS, VOCABULARY, own.WEIGHTS, own.CONFIG)
+_STALE = (WEIGHTS, *OLDER, "open_clip_config.json", HEADS, VOCABULARY, plugin_backbones.WEIGHTS, plugin_backbones.CONFIG)
 #: What two models that are the same give the same vectors of.
 _TEXTS = ["a picture", "two red apples and a green bottle on the table to the left of the window"]
 
@@ -285,7 +285,7 @@ def _portable(name: str) -> str:
 
 def _forget_paths(folder: Path) -> None:
     """Take out of the files' texts where things lay on this machine."""
-    for name in ("open_clip_config.json", own.CONFIG, VOCABULARY.replace(".safetensors", ".json")):
+    for name in ("open_clip_config.json", plugin_backbones.CONFIG, VOCABULARY.replace(".safetensors", ".json")):
         if (folder / name).is_file():
             found = json.loads((folder / name).read_text(encoding="utf-8"))
             text = found.get("model_cfg", {}).get("text_cfg", {})

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from coder_plugin import distributed
-from coder_plugin.heads.norm import MaskedBatchNorm
+from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.integrations.open_clip import data, evaluation, flags, rates, saving
 from coder_plugin.integrations.open_clip.evaluation import Collected
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.config import TrainConfig, get_option, read_file, resolve
+from coder_plugin.config import TrainConfig, get_option, merge, read_file, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 
@@ -83,7 +83,8 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
     if getattr(args, "coca_contrastive_loss_weight", 1.0) != 1.0:
         raise CoderError("--coca-contrastive-loss-weight does not go with --loss: weigh the terms, as in 0.5*clip")
     file = {} if ours.config is None else read_file(ours.config)
-    given = {**file, **{name: value for name, value in vars(ours).items() if name in OURS}}
+    flags = {name: value for name, value in vars(ours).items() if name in OURS}
+    given, _ = merge([(f"--coder-config {ours.config}", file), ("flag", flags)])
     if foreign := sorted(given.keys() - {"loss", *OURS}):
         named = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise CoderError(f"--coder-config {ours.config}: only upstream's own flags say {named} here")
@@ -99,7 +100,7 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
         "cache_dir": args.cache_dir,
         "force_context_length": args.force_context_length,
     }
-    config = resolve([(f"--coder-config {ours.config}", given), ("flag", {"loss": ours.loss, **upstream})])
+    config = resolve([("flag", {**given, "loss": ours.loss, **upstream})])
     for flag in ("train_data", "val_data"):
         path = getattr(args, flag)
         if path and (args.dataset_type == "csv" or path.endswith((".csv", ".tsv"))) and not Path(path).is_file():

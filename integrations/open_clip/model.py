@@ -34,13 +34,13 @@ class InUpstream:
         keywords = {key: value for key, value in keywords.items() if not key.startswith("text_")}
         if ids is None or image is None or text is None:
             return super().forward(image, text, *args, **keywords)  # type: ignore[misc]
-        self._listen()  # type: ignore[attr-defined]
+        self._start_capture()  # type: ignore[attr-defined]
         outputs = super().forward(image, text, *args, **keywords)  # type: ignore[misc]
-        caught = self._caught(text)  # type: ignore[attr-defined]
+        captured = self._collect(text)  # type: ignore[attr-defined]
         vectors = []
         for side in ("image", "text"):
             feature = F.normalize(outputs[f"{side}_features"].float(), dim=-1)
-            known = {**caught, f"{side}_features": feature}
+            known = {**captured, f"{side}_features": feature}
             vectors.append(self.coder.embed(side, {**known, **self.coder.aggregate(known)}))  # type: ignore[attr-defined]
         return {**outputs, **dict(zip(VECTORS, (*vectors, ids), strict=True))}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.backbones import clip, own
+from coder_plugin.backbones import clip, plugin_backbones
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
@@ -57,7 +57,7 @@ class Run:
         self.writer: Any = None
         self.step = self.seen = 0
         self.started = False
-        if own.find(args.model) is not None:
+        if plugin_backbones.find_backbone(args.model) is not None:
             raise CoderError(f"{args.model} reads regions, which open_clip's trainer has none of: coder-plugin train does")
         if getattr(args, "distill_model", None) and "coca" in args.model.lower():
             raise CoderError("--distill-model does not go with a CoCa model, upstream says")
@@ -82,10 +82,8 @@ class Run:
 
     @property
     def heads_lr_scale(self) -> float:
-        """Ours, or else the recipe's."""
-        if "heads_lr_scale" in self.config.origins:
-            return self.config.optim.heads_lr_scale
-        return dict(self.objective.training).get("heads_lr_scale", 1.0)
+        """Factor on the learning rate of the heads."""
+        return self.config.optim.heads_lr_scale
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
@@ -142,10 +140,6 @@ class Run:
         for label, term in self.loss.terms.terms.items():
             if not term.masks_same_image:
                 log.info("%s takes other captions of an image in a batch for negatives", label)
-        theirs = [(key, value) for key, value in self.objective.training if key != "heads_lr_scale"]
-        if theirs and self.trains:
-            named = ", ".join(f"{key}={value}" for key, value in theirs)
-            log.warning("the objective's training options are coder-plugin train's; here upstream's flags rule: %s", named)
         return (self.model, *transforms)
 
     def made_with(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from coder_plugin.config import TrainConfig, nest
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
-from coder_plugin.training.loop import comparable
+from coder_plugin.training.resume import comparable
 
 #: In the directory of a sharded checkpoint (main): what its heads were made with.
 SHARDED = "coder.json"

@@ -41,8 +41,7 @@ from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import decode_image
 from coder_plugin.detectors.base import Detector, Prepared
-from coder_plugin.detectors.extract import extract
-from coder_plugin.detectors.job import Job
+from coder_plugin.detectors.extract import Job, extract
 from coder_plugin.detectors.select import Choice, select
 from coder_plugin.detectors.torchvision_ import TorchVision
 

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 import coder_plugin
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
-from coder_plugin.functional.sets import mean
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.expression import parse_value
+from coder_plugin.functional.masked_sets import mean
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
 

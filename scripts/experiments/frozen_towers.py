@@ -29,10 +29,11 @@ from torch import Tensor, nn
 
 import coder_plugin
 from coder_plugin.backbones import clip
-from coder_plugin.backbones.tokens import TokenTaps
+from coder_plugin.backbones.feature_capture import FeatureCapture
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
-from coder_plugin.objective import Objective, parse_value
+from coder_plugin.expression import parse_value
+from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
@@ -138,7 +139,7 @@ def make_model(objective: Objective, seed: int, path: str, initial: dict[str, Te
     if initial is not None:
         model.load_state_dict({**model.state_dict(), **initial})
     reads = resolve(objective, clip.available_keys(model)).reads
-    model._coder_taps = (TokenTaps(model, reads & INTERMEDIATE_KEYS),)  # on the replaced towers
+    model._coder_capture = FeatureCapture(model, reads & INTERMEDIATE_KEYS)  # on the replaced towers
     model.coder.attach(model)
     return model.train()
 

@@ -189,7 +189,7 @@ def test_locals_stand_before_the_context_stage_and_contexts_after_it(models, nam
     model = models(name).eval()
     widths = model.info()
     for side, known in (("image", model.describe_image(images())), ("text", model.describe_text(model.tokenizer()(TEXTS)))):
-        assert known.keys() - {"image_views"} <= {f"{side}_features"} | model.inside
+        assert known.keys() - {"image_views"} <= {f"{side}_features"} | model.intermediate_keys
         assert known[f"{side}_contexts"] is known[f"{side}_tokens"]
         for stage in ("locals", "contexts"):
             assert known[f"{side}_{stage}"].shape[:2] == known[f"{side}_mask"].shape

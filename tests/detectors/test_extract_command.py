@@ -65,7 +65,7 @@ def test_a_data_set_with_captions_to_precomp(folder):
 
 def test_a_whole_image_feature(folder):
     run(str(folder / "in"), str(folder / "out"), *TIMM, "--whole", "timm:test_efficientnet.r160_in1k")
-    assert ShardFile(str(folder / "out"))["b.jpg"].whole.ndim == 1
+    assert ShardFile(str(folder / "out"))["b.jpg"].global_feature.ndim == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.doctor import words
 from coder_plugin.doctor.findings import Finding
 from tests.conftest import TINY
+from tests.data.regions import layouts
 from tests.doctor import made
 from tests.doctor.made import amiss, examine
 from tests.training import region_data
@@ -194,11 +195,9 @@ def test_regions_of_nan_cannot_be_read(tmp_path: Path) -> None:
 
 def test_regions_from_another_file(tmp_path: Path) -> None:
     """Captions in one place and regions in another, of which one lacks."""
-    from coder_plugin.data.regions.folder import FOLDER
-
     karpathy = region_data.write_karpathy(tmp_path / "dataset.json")
     records = [Record(r.name, r.regions) for r in region_data.records("train")][:-1]
-    FOLDER.write(str(tmp_path / "regions"), iter(records), split="train")
+    layouts.write_folder(tmp_path / "regions", records)
     flags = {"train_data": karpathy, "regions": str(tmp_path / "regions")}
     found = amiss(examine(**flags))
     assert found.keys() == {"train.said", "train.regions.unreadable"}

@@ -61,8 +61,8 @@ def model_of(make, tmp_path_factory):  # noqa: F811
                 model = make(name, objective)
             image, text = batch(name)
             if "bert" not in name:  # their vocabulary is not that of CLIP's tokenizer
-                model.words._special = torch.tensor([EOT])
-                model.words.pad = KINDS[name].config["text_cfg"].get("pad_id", 0)
+                model.word_embeddings._special = torch.tensor([EOT])
+                model.word_embeddings.pad = KINDS[name].config["text_cfg"].get("pad_id", 0)
         else:
             model = made(name, bert, objective)
             image, text = images(), model.tokenizer()(TEXTS)
@@ -104,7 +104,7 @@ def test_each_text_is_encoded_as_if_it_were_alone(model_of, name):
     rows = torch.cat([text, positive])
     length = head.noise.words.shape[1]
     assert head.noise.words.shape == head.noise.embeddings.shape[:2]
-    words = model.words.of(rows)
+    words = model.word_embeddings.word_mask(rows)
     assert torch.equal(head.noise.words, words[:, :length]) and not words[:, length:].any()
     for row, flags in zip(rows, words, strict=True):
         if name in OURS:
@@ -130,8 +130,8 @@ def test_noise_changes_the_texts_features_and_no_others(model_of, name, noise):
     close(outputs["text_features"], model.encode_text(text, normalize=True))
     close(outputs["coder_positive_features"], outputs["text_features"])
     moved = (outputs["coder_noised_features"] - outputs["text_features"]).norm(dim=-1)
-    several = model.words.of(text).sum(1) > 1
-    changed = several if noise == "shuffle" else model.words.of(text).any(1)
+    several = model.word_embeddings.word_mask(text).sum(1) > 1
+    changed = several if noise == "shuffle" else model.word_embeddings.word_mask(text).any(1)
     assert (moved[changed] > 1e-4).all(), moved
     if noise == "shuffle":
         close(outputs["coder_noised_features"][~several], outputs["text_features"][~several])
@@ -149,11 +149,11 @@ def test_a_text_that_its_noise_cannot_change_is_no_negative(model_of, name):
 
     model, image, text = model_of(name)
     model.coder.heads["asymmetry"].noise = parse_noise("shuffle")
-    words = model.words.of(text)
+    words = model.word_embeddings.word_mask(text)
     if not (words.sum(1) == 1).any():  # cut the first one down to its first word
         first, many = int(words[0].nonzero()[1]), int(words[0].sum()) - 1
         text[0, first:] = text[0].masked_fill(words[0], 0).roll(-many)[first:]
-    one = model.words.of(text).sum(1) == 1
+    one = model.word_embeddings.word_mask(text).sum(1) == 1
     with torch.no_grad():
         outputs = model(image, text, text_positive=text, image_id=torch.arange(len(text)))
     assert one.any() and torch.equal(outputs["coder_noise_changed"], ~one[:, None].expand(-1, 2))
@@ -219,15 +219,15 @@ def test_a_copy_noises_itself(model_of):
 @pytest.mark.parametrize("name", ["vit", "siglip", "timm-resnet-bert", "region-bert", "region-bigru"])
 def test_a_token_prefix_stands_in_for_text_that_was_not_given(model_of, name):
     model, image, text = model_of(name)
-    head, words = model.coder.heads["asymmetry"], model.words
+    head, words = model.coder.heads["asymmetry"], model.word_embeddings
     torch.manual_seed(0)
     seen = set()
     for _ in range(30):
-        short = head.truncated(text)
+        short = head.truncated(words, text)
         assert short.shape == text.shape and short.dtype == text.dtype
         for row, cut in zip(text, short, strict=True):
-            ours = row[words.of(row[None])[0]].tolist()
-            left = cut[words.of(cut[None])[0]].tolist()
+            ours = row[words.word_mask(row[None])[0]].tolist()
+            left = cut[words.word_mask(cut[None])[0]].tolist()
             assert left == ours[: len(left)]
             if len(ours) <= 3:
                 assert torch.equal(row, cut)
@@ -236,10 +236,10 @@ def test_a_token_prefix_stands_in_for_text_that_was_not_given(model_of, name):
                 seen.add(len(left) / len(ours))
             # what closes the text closes the shorter one
             end = int(words.mask(row[None]).sum()) - 1
-            assert cut[int(words.mask(cut[None]).sum()) - 1] == row[end] or words.of(row[None])[0, end]
+            assert cut[int(words.mask(cut[None]).sum()) - 1] == row[end] or words.word_mask(row[None])[0, end]
     assert len(seen) > 2
     head._truncate = None
-    assert torch.equal(head.truncated(text), text)
+    assert torch.equal(head.truncated(words, text), text)
 
 
 @pytest.mark.parametrize(

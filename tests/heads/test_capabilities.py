@@ -25,7 +25,7 @@ from coder_plugin.heads.capabilities import (
 
 CAPABILITIES = {
     "alignment": {KeepsState, ReadsTags},
-    "asymmetry": {AddsTexts, FollowsModel},
+    "asymmetry": {AddsTexts},
     "captioner": set(),
     "concepts": {KeepsState, ReadsConcepts, Reweighs, Scores},
     "contexts": {MapsContext, Reweighs, Scores},

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.heads.alignment import Alignment
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.contexts import Contexts
-from coder_plugin.heads.norm import MaskedBatchNorm
 from tests.references import selfalign as reference
 
 B, L, T, CUT, D = 4, 5, 9, 6, 8  # a tower has cut the padding of texts of T places down to CUT

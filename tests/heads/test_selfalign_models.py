@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coder_plugin import create_loss, create_model
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.sets import without_start
+from coder_plugin.functional.masked_sets import without_start
 from coder_plugin.functional.similarity import cosine
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model

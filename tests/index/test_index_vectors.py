@@ -108,7 +108,8 @@ def test_a_vector_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "factory, text",
-    [("Flatt", "knows no index factory 'Flatt' for 8 dimensions"), ("IVF500,Flat", "cannot build 'IVF500,Flat' from 20 vectors"),
+    [("Flatt", "knows no index factory 'Flatt' for 8 dimensions"),
+     ("IVF500,Flat", "cannot build 'IVF500,Flat' from 20 vectors"),
      ("PQ3", "PQ3")],
 )
 def test_refused_factories(tmp_path: Path, factory: str, text: str) -> None:

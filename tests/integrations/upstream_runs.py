@@ -224,14 +224,14 @@ def _mended() -> Iterator[Any]:
     import open_clip
     from open_clip_train import data, main
 
-    from coder_plugin.backbones.clip import draw_decoder
+    from coder_plugin.backbones.clip import init_decoder
 
     expand, parallel = data.tar_file_expander, torch.nn.parallel.DistributedDataParallel
 
     def create(name: str, *args: Any, **options: Any) -> Any:
         open_clip.add_model_config(name)
         model, *transforms = own(Path(name).stem, *args, **options)
-        draw_decoder(model)
+        init_decoder(model)
         return (model, *transforms)
 
     def on_cpu(module: Any, device_ids: Any = None, **options: Any) -> Any:

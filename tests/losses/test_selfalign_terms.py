@@ -71,7 +71,7 @@ class Model(nn.Module):
                 nn.init.uniform_(module.weight, 0.5, 2)
                 nn.init.normal_(module.bias)
         self.double()
-        # what no term reads (DESIGN, rule 2); the side that is not predicted is a constant
+        # DDP needs every parameter to get a gradient: freeze what no term reads, and the side that is a constant target
         frozen: list[nn.Module] = [] if "cra" in text else [self.image_context, self.text_context]
         frozen += [] if "lca" in text and ("region_to_word" in text or "dual" in text) else [self.image]
         frozen += [] if "lca" in text and "region_to_word" not in text else [self.text]

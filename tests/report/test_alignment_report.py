@@ -33,7 +33,13 @@ RECORDS = list(region_data.records("dev"))
 def region_encoder(objective: str = "dcl", **options: Any) -> Encoder:
     torch.manual_seed(0)
     words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
-    made = {"region_dim": region_data.CHANNELS, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 12}
+    made = {
+        "region_dim": region_data.CHANNELS,
+        "embed_dim": 16,
+        "word_dim": 16,
+        "vocabulary": words,
+        "context_length": 12,
+    }
     model = create_model("region-bigru", loss=objective, **{**made, **options})
     return Encoder(model, model.tokenizer(), model.transform(max_regions=8), device=torch.device("cpu"), workers=0)
 
@@ -54,7 +60,7 @@ def test_cosines_are_those_of_the_models_locals() -> None:
     encoder = region_encoder()
     aligner, regions = Aligner(encoder), RECORDS[0].regions
     with aligner.evaluating():
-        seen = aligner.see(item(regions))
+        seen = aligner.describe_image(item(regions))
         found = aligner.align("x", "a man and zebra dog!", seen)
         image = {name: value[None] for name, value in encoder.transform(regions).items()}
         features = encoder.model.describe_image(image)["image_locals"][0, : len(regions)].double()
@@ -74,7 +80,7 @@ def test_the_first_regions_are_read() -> None:
     encoder.transform = encoder.model.transform(max_regions=4)
     aligner = Aligner(encoder)
     with aligner.evaluating():
-        found = aligner.align("x", "a dog", aligner.see(item(RECORDS[0].regions)))
+        found = aligner.align("x", "a dog", aligner.describe_image(item(RECORDS[0].regions)))
     assert found.similarity.shape == (2, 4)
     np.testing.assert_allclose(found.boxes, RECORDS[0].regions.fractions[:4])
 
@@ -86,9 +92,11 @@ def test_pieces_of_a_word_are_averaged(monkeypatch) -> None:
     planted[0, 2, 0], planted[0, 3, 1] = 3, 1  # "t" and "shirt" as two pieces of one word
     known = {"text_locals": planted, "text_mask": torch.ones(1, 12, dtype=torch.bool)}
     monkeypatch.setattr(encoder.model, "describe_text", lambda ids: known)
-    monkeypatch.setattr(aligner.reader, "words", lambda caption, valid: [SimpleNamespace(text="t-shirt", positions=(2, 3))])
+    monkeypatch.setattr(
+        aligner.reader, "words", lambda caption, valid: [SimpleNamespace(text="t-shirt", positions=(2, 3))]
+    )
     with aligner.evaluating():
-        read = aligner.read("t-shirt")
+        read = aligner.describe_caption("t-shirt")
     assert read.vectors.tolist() == [[1.5, 0.5, *[0] * 14]]
 
 
@@ -97,7 +105,7 @@ def test_the_map_is_the_heads() -> None:
     aligner = Aligner(encoder)
     caption, regions = "a man and zebra dog!", RECORDS[0].regions
     with aligner.evaluating():
-        found = aligner.align("x", caption, aligner.see(item(regions)))
+        found = aligner.align("x", caption, aligner.describe_image(item(regions)))
         image = {name: value[None] for name, value in encoder.transform(regions).items()}
         known = {**encoder.model.describe_image(image), **encoder.model.describe_text(encoder.tokenizer([caption]))}
         maps = encoder.model.coder.heads["contexts"].maps(known)
@@ -117,7 +125,7 @@ def test_patches_of_a_clip(tiny_model: str) -> None:
     aligner = Aligner(encoder)
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     with aligner.evaluating():
-        found = aligner.align("x", "Two dogs, snowboarding", aligner.see(item(Image.fromarray(pixels))))
+        found = aligner.align("x", "Two dogs, snowboarding", aligner.describe_image(item(Image.fromarray(pixels))))
         known = model.describe_text(tokenizer(["Two dogs, snowboarding"]))
     assert found.words == ("two", "dogs", "snowboarding") and found.grid == (4, 4)
     assert found.similarity.shape == (3, 16) and found.boxes[5].tolist() == [0.25, 0.25, 0.5, 0.5]
@@ -132,25 +140,27 @@ def test_what_cannot_be_read_is_none_and_what_is_wrong_is_told() -> None:
         raise OSError("gone")
 
     with aligner.evaluating():
-        assert aligner.see(Item("x", ("a",), broken)) is None
+        assert aligner.describe_image(Item("x", ("a",), broken)) is None
         with pytest.raises(CoderError, match="the data are pictures"):
-            aligner.see(item(Image.new("RGB", (8, 8))))
+            aligner.describe_image(item(Image.new("RGB", (8, 8))))
         other = Aligner(region_encoder(word_dim=10))
         with pytest.raises(CoderError, match="words of 10 channels and regions of 16"):
-            other.align("x", "a man", other.see(item(RECORDS[0].regions)))
+            other.align("x", "a man", other.describe_image(item(RECORDS[0].regions)))
 
 
 def test_a_model_that_gives_no_locals_is_told_of(monkeypatch) -> None:
     encoder = region_encoder()
-    monkeypatch.setattr(encoder.model, "describe_image", lambda image: {"image_mask": torch.ones(1, 3, dtype=torch.bool)})
+    monkeypatch.setattr(
+        encoder.model, "describe_image", lambda image: {"image_mask": torch.ones(1, 3, dtype=torch.bool)}
+    )
     with pytest.raises(CoderError, match="return_intermediates="):
-        Aligner(encoder).see(item(RECORDS[0].regions))
+        Aligner(encoder).describe_image(item(RECORDS[0].regions))
 
 
 def test_captions_without_words_have_a_map_all_the_same() -> None:
     aligner = Aligner(region_encoder("dcl + cra"))
     with aligner.evaluating():
-        found = aligner.align("x", "...", aligner.see(item(RECORDS[0].regions)))
+        found = aligner.align("x", "...", aligner.describe_image(item(RECORDS[0].regions)))
     assert found.words == () and found.similarity.shape == (0, 6) and len(found.region_context) == 6
     assert json.loads(json.dumps(found.to_dict()))["words"] == []
 
@@ -241,5 +251,5 @@ def test_autocast_is_the_encoders() -> None:
     encoder.autocast = noted
     aligner = Aligner(encoder)
     with aligner.evaluating():
-        aligner.align("x", "a dog", aligner.see(item(Regions(RECORDS[0].regions.features))))
+        aligner.align("x", "a dog", aligner.describe_image(item(Regions(RECORDS[0].regions.features))))
     assert len(entered) == 2

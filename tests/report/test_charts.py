@@ -34,7 +34,9 @@ def test_lines_lie_where_their_numbers_are() -> None:
 
 def test_several_lines_are_named_apart() -> None:
     svg = lines([Series(f"R@{k}", [0, 1], [k, 5.0 + k / 100]) for k in (1, 5, 10)], label="x", zero=True)
-    names = {each.text: float(each.attrib["y"]) for each in parsed(svg).iter("text") if (each.text or "").startswith("R@")}
+    names = {
+        each.text: float(each.attrib["y"]) for each in parsed(svg).iter("text") if (each.text or "").startswith("R@")
+    }
     heights = sorted(names.values())
     assert len(names) == 3 and all(b - a >= 12.9 for a, b in zip(heights, heights[1:], strict=False))
     assert all("var(--c" in each.attrib["stroke"] for each in parsed(svg).iter("polyline"))
@@ -116,7 +118,15 @@ def test_texts_are_escaped() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.0123, "0.0123"), (12.3, "12.3"), (12300, "12,300"), (1.2e-5, "1.2e-05"), (266.34, "266.3"), (-0.22, "-0.22")],
+    [
+        (0, "0"),
+        (0.0123, "0.0123"),
+        (12.3, "12.3"),
+        (12300, "12,300"),
+        (1.2e-5, "1.2e-05"),
+        (266.34, "266.3"),
+        (-0.22, "-0.22"),
+    ],
 )
 def test_numbers_have_the_digits_that_say_something(value: float, text: str) -> None:
     assert format_number(value) == text

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coder_plugin import create_model
 from coder_plugin.errors import CoderError
-from coder_plugin.report.places import blank, brightness, grid_boxes, grid_of, tower_picture
+from coder_plugin.report.alignment import blank, brightness, grid_boxes, grid_of, tower_picture
 
 TEXT = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
 TOWERS = {  # image size (height, width), its configuration, its grid

@@ -13,7 +13,7 @@ import torch
 
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.analyses import analyse
-from coder_plugin.report import plot_analyses, plots
+from coder_plugin.report import figures, plot_analyses
 
 NAMES = ["alignment", "uniformity", "distances", "recall_by_length"]
 WITHOUT = 'figures need matplotlib: pip install "coder-plugin[report]"'
@@ -34,7 +34,7 @@ def row(seed: int, images: int = 6, texts: int = 18, **options) -> dict:
 def draw(folder, rows: dict) -> list:
     """The figures that `plot_analyses` makes, kept for a look."""
     kept = []
-    legend = plots._legend
+    legend = figures._legend
 
     def keep(figure, handles, names):
         legend(figure, handles, names)
@@ -42,7 +42,7 @@ def draw(folder, rows: dict) -> list:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch.setattr(plots, "_legend", keep)
+        patch.setattr(figures, "_legend", keep)
         plot_analyses(rows, folder)
     return kept
 
@@ -71,7 +71,9 @@ def test_bars_are_the_numbers(two) -> None:
         [axes] = figure.axes
         bars = sorted(axes.patches, key=lambda bar: bar.get_x())  # kind by kind, in each model by model
         assert [bar.get_height() for bar in bars] == [rows[name][part][kind]["mean"] for kind in kinds for name in rows]
-        assert all(left.get_x() + left.get_width() <= right.get_x() + 1e-9 for left, right in zip(bars, bars[1:], strict=False))
+        assert all(
+            left.get_x() + left.get_width() <= right.get_x() + 1e-9 for left, right in zip(bars, bars[1:], strict=False)
+        )
         assert len({bar.get_facecolor() for bar in bars}) == 2
         spreads = [bars.errorbar.lines[2][0].get_segments() for bars in axes.containers if hasattr(bars, "errorbar")]
         for name, segments in zip(rows, spreads, strict=True):
@@ -120,7 +122,7 @@ def test_what_is_not_there_is_left_blank(matplotlib, tmp_path) -> None:
 def test_no_pyplot(matplotlib, tmp_path) -> None:
     """Nor matplotlib before it is needed; and files of the same names are replaced."""
     code = (
-        "import sys\nfrom coder_plugin.report import pictures, plot_analyses\n"
+        "import sys\nfrom coder_plugin.report import eval_figures, plot_analyses\n"
         "assert not {'matplotlib', 'sklearn'} & set(sys.modules), 'imported before it is needed'\n"
         "import json\nplot_analyses({'a': json.load(open(sys.argv[1]))}, sys.argv[2], suffix='svg')\n"
         "assert 'matplotlib.pyplot' not in sys.modules"

@@ -17,9 +17,9 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.pretrained.encode import Encoded, Items
-from coder_plugin.report import examples, samples, vectors_map
+from coder_plugin.report import examples, sections
 from coder_plugin.report.examples import best_and_worst
-from coder_plugin.report.vectors_map import place_vectors
+from coder_plugin.report.sections import place_vectors
 
 
 def test_images_without_pictures_are_called_by_name() -> None:
@@ -28,10 +28,10 @@ def test_images_without_pictures_are_called_by_name() -> None:
     vectors = torch.eye(3)
     encoded = Encoded(vectors, vectors, torch.arange(3), ids, [item.captions[0] for item in regions])
     found = {"i2t": best_and_worst(encoded, "i2t", torch.zeros(3, dtype=torch.int64), count=1)}
-    shown = samples.shown(encoded, ItemSource(regions), None, found)  # type: ignore[arg-type]
+    shown = sections.describe_queries(encoded, ItemSource(regions), None, found)  # type: ignore[arg-type]
     assert shown[0]["queries"][0]["image"] == {"uri": None, "key": "image-0", "alt": "caption 0"}
     red = [Item(item.key, item.captions, lambda: Image.new("RGB", (9, 9), "red")) for item in regions]
-    shown = samples.shown(encoded, ItemSource(regions), ItemSource(red), found)  # type: ignore[arg-type]
+    shown = sections.describe_queries(encoded, ItemSource(regions), ItemSource(red), found)  # type: ignore[arg-type]
     assert shown[0]["queries"][0]["image"]["uri"].startswith("data:image/jpeg")
 
 
@@ -43,7 +43,10 @@ def test_images_of_one_key_keep_their_own_pictures() -> None:
 
     items = [
         Item("a", ("gone",), broken),
-        *(Item("a", (colour, "b"), lambda colour=colour: Image.new("RGB", (9, 9), colour)) for colour in ("red", "blue")),
+        *(
+            Item("a", (colour, "b"), lambda colour=colour: Image.new("RGB", (9, 9), colour))
+            for colour in ("red", "blue")
+        ),
         Item("b", ("green",), lambda: Image.new("RGB", (9, 9), "lime")),
     ]
     captions = [caption for item in items[1:] for caption in item.captions]
@@ -51,10 +54,10 @@ def test_images_of_one_key_keep_their_own_pictures() -> None:
     owner = torch.tensor([0, 0, 1, 1, 2])
     encoded = Encoded(torch.eye(3), torch.eye(3)[owner], owner, ids, captions)
     source = ItemSource(items)
-    found = samples.items_of(source, encoded, {2, 1})
+    found = sections.items_of(source, encoded, {2, 1})
     assert {row: item.captions[0] for row, item in found.items()} == {1: "blue", 2: "green"}
     best = {"t2i": best_and_worst(encoded, "t2i", torch.zeros(5, dtype=torch.int64), count=3)}
-    for query in samples.shown(encoded, source, None, best)[0]["queries"]:  # type: ignore[arg-type]
+    for query in sections.describe_queries(encoded, source, None, best)[0]["queries"]:  # type: ignore[arg-type]
         [match] = [hit["image"] for hit in query["hits"] if hit["right"]]
         assert match["alt"] == query["caption"]
         content = base64.b64decode(match["uri"].split(",")[1])
@@ -115,10 +118,10 @@ def test_maps_pair_images_with_their_first_captions(monkeypatch: Any) -> None:
     assert placed.text_index == [2 * image for image in placed.image_index]
     flat = torch.zeros(20, 5)
     flat[:, 1], flat[:, 3] = torch.linspace(-2, 2, 20), torch.linspace(0, 1, 20) ** 2
-    places = torch.from_numpy(vectors_map._principal(flat))
+    places = torch.from_numpy(sections._principal(flat))
     apart = torch.cdist(flat - flat.mean(0), flat - flat.mean(0))
     torch.testing.assert_close(torch.cdist(places, places), apart, atol=1e-4, rtol=1e-4)
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     assert "principal components" in place_vectors(encoded, pairs=12).method
 
 

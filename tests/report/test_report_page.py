@@ -25,11 +25,11 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall_from_embeddings, two_stage
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Items
-from coder_plugin.report import seen
+from coder_plugin.report import sections
 from coder_plugin.report.charts import format_number
-from coder_plugin.report.records import curve, keys_of, read_run
 from coder_plugin.report.run import write_report
 from coder_plugin.training.loop import Trainer
+from coder_plugin.training.run_folder import RunFolder, curve, metric_names
 
 SECTIONS = ("run", "recall", "curves", "examples", "concepts", "regions", "map", "state")
 IMAGES = 40
@@ -70,23 +70,25 @@ def test_every_section_is_there_and_shows_something(made: dict[str, Any]) -> Non
     for name in SECTIONS:
         assert f'href="#{name}"' in text
         assert "Not shown" not in section(text, name), name
-    assert "could not be made" not in text and "Missing:" not in text
+    assert "could not be made" not in text and "Missing or damaged:" not in text
     assert len(text) < 3_000_000
 
 
 def test_every_figure_of_the_log_has_its_curve(made: dict[str, Any]) -> None:
-    run = read_run(made["folder"])
+    run = RunFolder.read(made["folder"])
     curves, state = section(made["text"], "curves"), section(made["text"], "state")
-    terms = [key for key in keys_of(run.train) if key.endswith("_loss") and "/" not in key]
+    terms = [key for key in metric_names(run.steps) if key.endswith("_loss") and "/" not in key]
     assert {"dcl_loss", "m_dcl_loss", "concept_dcl_loss", "pgc_loss", "lca_loss"} <= set(terms)
-    for key in keys_of(run.train):
-        steps, values = curve(run.train, key)
+    for key in metric_names(run.steps):
+        steps, values = curve(run.steps, key)
         said = f"{format_number(values[-1])} at step {steps[-1]}"
         if key.startswith("coder/"):
             name = key.removeprefix("coder/").replace("/", ": ").replace("_", " ")
             assert f'<p class="name">{name}</p>' in state and said in state
         elif key.startswith("share/"):
-            assert f">{key.removeprefix('share/').removesuffix('_loss')}: {format_number(values[0])} at step 0<" in curves
+            assert (
+                f">{key.removeprefix('share/').removesuffix('_loss')}: {format_number(values[0])} at step 0<" in curves
+            )
         else:
             name = {"gradient_norm": "gradient norm", "lr": "learning rate"}.get(key, key)
             [figure] = re.findall(rf'<p class="name">{name}</p>(.*?)</figure>', curves, re.S)
@@ -101,16 +103,21 @@ def test_every_figure_of_the_log_has_its_curve(made: dict[str, Any]) -> None:
 
 
 def test_the_tables_are_the_runs_numbers(made: dict[str, Any]) -> None:
-    run, recall = read_run(made["folder"]), section(made["text"], "recall")
+    run, recall = RunFolder.read(made["folder"]), section(made["text"], "recall")
+    best, last = run.results("best"), run.results("last")
     rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', recall)
     numbers = {name: re.findall(r'<td class="n">([^<]*)</td>', cells) for name, cells in rows}
-    for name, figures in ((f"best: epoch {run.best['epoch']}", run.best), ("last: epoch 2", run.last)):
+    for name, figures in ((f"best: epoch {best['epoch']}", best), ("last: epoch 2", last)):
         assert numbers[name][0] == f"{figures['i2t_r1']:.1f}" and numbers[name][6] == f"{figures['rsum']:.1f}"
     assert "measured for this report, on scenes (val)" in recall
-    assert numbers["now: export/best"][6] == numbers[f"best: epoch {run.best['epoch']}"][6]
-    assert numbers["all"][0] == f"{run.last['texts']:,.0f}"
+    assert numbers["now: export/best"][6] == numbers[f"best: epoch {best['epoch']}"][6]
+    assert numbers["all"][0] == f"{last['texts']:,.0f}"
     shown = section(made["text"], "run")
-    assert "8 pairs a step" in shown and "2 epochs of 6 steps" in shown and f"torch {torch.__version__.split('+')[0]}" in shown
+    assert (
+        "8 pairs per step" in shown
+        and "2 epochs of 6 steps" in shown
+        and f"torch {torch.__version__.split('+')[0]}" in shown
+    )
     for part in ("coder-plugin train", "--batch-size 8", "--loss &#39;coder + selfalign&#39;", "coder-plugin eval"):
         assert part in shown
     assert "clusters=6" in shown and "epsilon=0.1" in shown  # what was set, and what was left
@@ -132,7 +139,9 @@ def hits(block: str) -> list[tuple[str, bool, float]]:
 def test_truths_are_where_brute_force_has_them(made: dict[str, Any], tmp_path: Path) -> None:
     trainer = made["trainer"]
     encoded = trainer.encoder(trainer.val)
-    text = write_report(trainer.folder, encoder=trainer.encoder, source=trainer.val, output=tmp_path / "x.html", images=3)
+    text = write_report(
+        trainer.folder, encoder=trainer.encoder, source=trainer.val, output=tmp_path / "x.html", images=3
+    )
     blocks = section(text.read_text(encoding="utf-8"), "examples").split("<h3>")[1:]
     assert [block.split("<")[0] for block in blocks] == [
         f"{way}, {which}" for way in ("Text to image", "Image to text") for which in ("best", "worst")
@@ -153,7 +162,9 @@ def test_truths_are_where_brute_force_has_them(made: dict[str, Any], tmp_path: P
                 row, right = scores[:, text_index], torch.arange(IMAGES) == own
                 names = first
             else:
-                image = first.index(html.unescape(re.findall(r'<div class="ask">\s*<img src="[^"]*" alt="([^"]*)"', query)[0]))
+                image = first.index(
+                    html.unescape(re.findall(r'<div class="ask">\s*<img src="[^"]*" alt="([^"]*)"', query)[0])
+                )
                 row, right = scores[image], encoded.image_of_text == image
                 names = captions
             best = row[right].max()
@@ -188,7 +199,12 @@ def test_scores_of_two_kinds_are_told_apart(made: dict[str, Any], tmp_path: Path
     encoded = trainer.encoder(trainer.val)
     encoded = encoded._replace(items=Items(Minus(), {"x": encoded.images}, {"x": encoded.texts}))
     path = write_report(
-        made["folder"], encoder=trainer.encoder, source=trainer.val, encoded=encoded, output=tmp_path / "x.html", images=2
+        made["folder"],
+        encoder=trainer.encoder,
+        source=trainer.val,
+        encoded=encoded,
+        output=tmp_path / "x.html",
+        images=2,
     )
     text = path.read_text(encoding="utf-8")
     recall, shown = section(text, "recall"), section(text, "examples")
@@ -218,9 +234,10 @@ def test_the_trainers_own_model_gives_every_section(made: dict[str, Any], tmp_pa
 
 def test_diversity_is_of_the_features_that_dcl_compares(made: dict[str, Any], monkeypatch: Any) -> None:
     trainer, given = made["trainer"], []
-    monkeypatch.setattr(seen, "anchor_diversity", lambda encoded, **_: given.append(encoded) or {"image to text": [0.9, 0.8]})
-    model = seen.Evaluated(trainer.encoder, trainer.val, trainer.encoder(trainer.val), "x")
-    figure = seen.diversity(model, read_run(made["folder"]))
+    values = {"image to text": [0.9, 0.8]}
+    monkeypatch.setattr(sections, "anchor_diversity", lambda encoded, **_: given.append(encoded) or values)
+    model = sections.Evaluated(trainer.encoder, trainer.val, trainer.encoder(trainer.val), "x")
+    figure = sections.diversity(model, RunFolder.read(made["folder"]))
     trainer.model.eval()
     with torch.no_grad():
         images = torch.stack([trainer.encoder.transform(item.load()) for _, item in trainer.val.items()])
@@ -249,9 +266,9 @@ def test_recipes_that_weigh_by_diversity(loss: str, term: tuple[str, str, float]
     objective = Objective.parse(loss)
     if term is None:
         with pytest.raises(CoderError, match="no term weighs"):
-            seen._weighing(objective)
+            sections.weighting_term(objective)
     else:
-        name, options = seen._weighing(objective)
+        name, options = sections.weighting_term(objective)
         assert (name, options["diversity_over"], options["epsilon"]) == term
 
 
@@ -270,7 +287,7 @@ def test_what_is_encoded_leaves_the_ranks_nothing_to_do_together(
     text = write_report(trainer.folder, output=tmp_path / "x.html", **given).read_text(encoding="utf-8")
     assert "could not be made" not in text and "Not shown" not in text
     monkeypatch.setattr("coder_plugin.distributed.rank", lambda: 1)
-    monkeypatch.setattr("coder_plugin.report.run.read_run", collective)
+    monkeypatch.setattr("coder_plugin.report.run.RunFolder.read", collective)
     write_report(trainer.folder, output=tmp_path / "y.html", **given)
     assert [path.name for path in tmp_path.iterdir()] == ["x.html"]
 
@@ -300,7 +317,11 @@ def test_what_captions_say_is_text(made: dict[str, Any], tmp_path: Path) -> None
     items = [item for _, item in trainer.val.items()][:8]
     bad = [Item(f'"><script>{number}', (f"{evil} {number}",), item.load) for number, item in enumerate(items)]
     text = write_report(
-        trainer.folder, encoder=trainer.encoder, source=ItemSource(bad, name="<b>data"), output=tmp_path / "x.html", images=2
+        trainer.folder,
+        encoder=trainer.encoder,
+        source=ItemSource(bad, name="<b>data"),
+        output=tmp_path / "x.html",
+        images=2,
     ).read_text(encoding="utf-8")
     assert "<script" not in text and "<img src=x" not in text and "<b>data" not in text and "{{ 7 * 7 }} 0" in text
     assert html.escape(evil, quote=False)[:30] in text
@@ -312,9 +333,16 @@ def test_a_run_without_anything_but_metrics(made: dict[str, Any], tmp_path: Path
         file.write('{"step": 99, "lo')
     path = write_report(tmp_path)
     text = path.read_text(encoding="utf-8")
-    for told in ("config.json: No such file", "plan.json: No such file", "no whole checkpoint", "1 line cannot be read"):
-        assert f"Missing: {html.escape(told)}" in text or told in text
-    assert "dcl_loss" in section(text, "curves") and "no model and no validation data were given" in section(text, "examples")
+    for told in (
+        "config.json: No such file",
+        "plan.json: No such file",
+        "no complete checkpoint",
+        "1 line cannot be read",
+    ):
+        assert f"Missing or damaged: {html.escape(told)}" in text or told in text
+    assert "dcl_loss" in section(text, "curves") and "no model and no validation data were given" in section(
+        text, "examples"
+    )
     for name in SECTIONS[3:]:
         assert "Not shown" in section(text, name)
 
@@ -331,7 +359,9 @@ def test_damaged_parts_cost_their_sections_alone(made: dict[str, Any], tmp_path:
     assert "it has --export last" in section(text, "examples") and "cannot be read" in section(text, "state")
     assert "no metrics.jsonl with records" in section(text, "curves")
     assert "best: epoch" in section(text, "recall")  # of the manifest
-    assert main(["report", str(folder), "--output", str(tmp_path / "y.html"), "--images", "2"]) == 0  # the export that there is
+    assert (
+        main(["report", str(folder), "--output", str(tmp_path / "y.html"), "--images", "2"]) == 0
+    )  # the export that there is
     assert "now: export/last" in (tmp_path / "y.html").read_text(encoding="utf-8")
     assert "y.html" in capsys.readouterr().out
 
@@ -364,20 +394,24 @@ def test_a_plan_of_another_kind_ends_no_report(
     assert "Commands" in text and ("<svg" in section(text, "curves"))
     if isinstance(change.get("batch"), list):
         for name in ("batch", "heads", "training data", "versions"):
-            assert f"plan.json: its &#39;{name}&#39; is no object" in text
+            assert f"plan.json: its &#39;{name}&#39; is not an object" in text
         assert "Validation data" in section(text, "run")
     if "parameters" in change and change["parameters"]:
-        assert section(text, "run").count("Not shown: this part could not be made") == 4  # facts, terms, heads, commands
+        assert (
+            section(text, "run").count("Not shown: this section could not be made") == 4
+        )  # facts, terms, heads, commands
     if metrics and "val/rsum" in metrics[0]:
         assert "R@sum (last)" in text or "R@sum (best" in text
 
 
 def test_a_persons_mistakes(made: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "no training run's folder" in capsys.readouterr().err
+    assert "not a training run's folder" in capsys.readouterr().err
     assert main(["report", str(made["folder"]), "--images", "0"]) == 2
     absent = ["--val-data", str(tmp_path / "absent.csv"), "--output", str(tmp_path / "x")]
-    assert main(["report", str(made["folder"]), *absent]) == 2  # named on the command line: a slip, and no poorer report
+    assert (
+        main(["report", str(made["folder"]), *absent]) == 2
+    )  # named on the command line: a slip, and no poorer report
     assert "absent.csv" in capsys.readouterr().err and not (tmp_path / "x").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(CoderError, match="cannot be written"):
@@ -386,8 +420,10 @@ def test_a_persons_mistakes(made: dict[str, Any], tmp_path: Path, capsys: Any) -
 
 def test_a_fault_of_a_part_ends_no_report(made: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     trainer = made["trainer"]
-    monkeypatch.setattr("coder_plugin.report.seen.place_vectors", lambda encoded: 1 // 0)
-    path = write_report(trainer.folder, encoder=trainer.encoder, source=trainer.val, output=tmp_path / "x.html", images=2)
+    monkeypatch.setattr("coder_plugin.report.sections.place_vectors", lambda encoded: 1 // 0)
+    path = write_report(
+        trainer.folder, encoder=trainer.encoder, source=trainer.val, output=tmp_path / "x.html", images=2
+    )
     text = path.read_text(encoding="utf-8")
     assert "ZeroDivisionError" in section(text, "map") and "ZeroDivisionError" in caplog.text
     assert "Not shown" not in section(text, "examples")
@@ -398,7 +434,14 @@ def test_a_fault_of_a_part_ends_no_report(made: dict[str, Any], tmp_path: Path, 
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    names = (os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+    names = (
+        os.environ.get("CHROME", ""),
+        "chromium",
+        "chromium-browser",
+        "google-chrome",
+        "google-chrome-stable",
+        "chrome",
+    )
     found = next((path for path in map(shutil.which, filter(None, names)) if path), None)
     if found is None:
         pytest.skip("no Chromium or Chrome: install one, or name it with $CHROME")
@@ -408,7 +451,9 @@ def browser() -> str:
 def browse(browser: str, folder: Path, *flags: str) -> str:
     own = f"--user-data-dir={folder / 'profile'}"
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", own]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, encoding="utf-8", errors="replace")
+    done = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=120, encoding="utf-8", errors="replace"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -427,7 +472,9 @@ def test_a_browser_shows_the_page(made: dict[str, Any], browser: str, tmp_path: 
     inner = html.escape(text.replace("</body>", asked))
     copy = tmp_path / "copy.html"  # in a frame, for windows have a least width
     style = f"width: {width}px; height: 900px; border: 0"
-    copy.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body><iframe style="{style}" srcdoc="{inner}"></iframe>', "utf-8")
+    copy.write_text(
+        f'<!DOCTYPE html><meta charset="utf-8"><body><iframe style="{style}" srcdoc="{inner}"></iframe>', "utf-8"
+    )
     dom = browse(browser, tmp_path, "--virtual-time-budget=3000", "--dump-dom", copy.as_uri())
     [found] = re.findall(r'data-found="([^"]*)"', dom)
     shown, scrolled, wide, broken, pictures, charts = map(int, found.split())

@@ -20,8 +20,7 @@ from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.kmeans import OnlineKMeans
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.options import resolve_config
-from coder_plugin.report import commands
-from coder_plugin.report.records import Run, curve, keys_of, read_run
+from coder_plugin.report import description
 from coder_plugin.report.state import (
     Bank,
     Centres,
@@ -31,6 +30,7 @@ from coder_plugin.report.state import (
     instance_level,
     read_state,
 )
+from coder_plugin.training.run_folder import RunFolder, curve, metric_names
 
 
 def write_metrics(folder: Path, *records: object) -> None:
@@ -48,40 +48,40 @@ def test_a_resumed_runs_later_records_are_true(tmp_path: Path) -> None:
         *({"step": step, "loss": 100.0 + step} for step in (25, 35)),
         {"step": 36, "val/rsum": 20.0, "val/epoch": 1},
     )
-    run = read_run(tmp_path)
-    assert curve(run.train, "loss") == ([0, 10, 20, 25, 35], [0.0, 10.0, 20.0, 125.0, 135.0])
-    assert curve(run.val, "rsum") == ([0, 36], [1.0, 20.0])
-    assert run.best["rsum"] == 20.0 == run.last["rsum"]
+    run = RunFolder.read(tmp_path)
+    assert curve(run.steps, "loss") == ([0, 10, 20, 25, 35], [0.0, 10.0, 20.0, 125.0, 135.0])
+    assert curve(run.evaluations, "rsum") == ([0, 36], [1.0, 20.0])
+    assert run.results("best")["rsum"] == 20.0 == run.results("last")["rsum"]
 
 
 def test_what_cannot_be_read_is_told_of(tmp_path: Path) -> None:
     write_metrics(tmp_path, {"step": 0, "loss": 1.0, "nothing": None}, '{"step": 1, "lo', "[1]", {"loss": 2.0})
     (tmp_path / "config.json").write_text("{")
-    run = read_run(tmp_path)
-    assert curve(run.train, "loss") == ([0], [1.0]) and keys_of(run.train) == ["loss"]
-    told = "; ".join(run.faults)
-    assert "3 lines cannot be read" in told and "config.json is damaged" in told and "plan.json: No such file" in told
-    assert "no whole checkpoint" in told and run.config is None
+    run = RunFolder.read(tmp_path)
+    assert curve(run.steps, "loss") == ([0], [1.0]) and metric_names(run.steps) == ["loss"]
+    told = "; ".join(map(str, run.problems))
+    assert "3 lines cannot be read" in told and "config.json: damaged" in told and "plan.json: No such file" in told
+    assert "no complete checkpoint" in told and run.config is None
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CoderError, match="no training run's folder"):
-        read_run(tmp_path)
-    with pytest.raises(CoderError, match="no training run's folder"):
-        read_run(tmp_path / "absent")
+    with pytest.raises(CoderError, match="not a training run's folder"):
+        RunFolder.read(tmp_path)
+    with pytest.raises(CoderError, match="not a training run's folder"):
+        RunFolder.read(tmp_path / "absent")
 
 
 CONFIGS = [
     {},
     dict(loss="coder + 0.5*selfalign", epochs=3, lr=2e-4, set=["dcl.mu=0.07", "pgc.x=1"], seed=3, name="mine"),
-    dict(loss="selfalign-clip", train_data="a b.csv", val_data="c.csv", model="ViT-B-32", image_mean=[0.5, 0.5, 0.5]),
-    dict(loss="coder-f30k", train_data="f30k.json", region_dropout=0.1, model_kwargs=["embed_dim=512"], warmup=5),
+    dict(recipe="selfalign-clip", train_data="a b.csv", val_data="c.csv", model="ViT-B-32", image_mean=[0.5, 0.5, 0.5]),
+    dict(recipe="coder-f30k", train_data="f30k.json", region_dropout=0.1, model_kwargs=["embed_dim=512"], warmup=5),
     dict(model="RN50", train_data="x.csv", lock_image=True, batch_size=256, lock_image_freeze_bn_stats=True),
 ]
 
 
 def test_the_command_that_goes_on_names_the_run(tmp_path: Path) -> None:
-    command = commands.resume_command(resolve_config({"epochs": 2}).to_flat(), tmp_path / "a run", ranks=1)
+    command = description.resume_command(resolve_config({"epochs": 2}).to_flat(), tmp_path / "a run", ranks=1)
     flags = shlex.split(command.replace("\\\n", " "))
     assert flags[-6:] == ["--logs", str(tmp_path), "--name", "a run", "--resume", "latest"]
     assert flags[:4] == ["coder-plugin", "train", "--epochs", "2"]
@@ -90,14 +90,14 @@ def test_the_command_that_goes_on_names_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_train_command_gives_the_same_options_and_no_more(config: dict[str, Any]) -> None:
     resolved = resolve_config(config)
-    text = commands.train_command(json.loads(json.dumps(resolved.to_dict())))
+    text = description.train_command(json.loads(json.dumps(resolved.to_dict())))
     words = shlex.split(text.replace("\\\n", " "))
     assert words[:2] == ["coder-plugin", "train"]
     again = resolve_config(read_options(build_parser().parse_args(words[1:])))
     assert again == resolved.with_options(name=None)
     flags = [word for word in words if word.startswith("--")]
     for flag in flags:  # each is needed
-        without = commands.needed(resolved.to_flat())
+        without = description.needed(resolved.to_flat())
         del without[flag.removeprefix("--").replace("-", "_")]
         try:
             other = resolve_config(without)
@@ -107,12 +107,12 @@ def test_the_train_command_gives_the_same_options_and_no_more(config: dict[str, 
 
 
 def test_a_command_of_several_ranks_and_of_unknown_options() -> None:
-    assert commands.train_command(resolve_config().to_flat(), ranks=2).startswith(
+    assert description.train_command(resolve_config().to_flat(), ranks=2).startswith(
         "accelerate launch --num_processes 2 -m coder_plugin.cli train"
     )
     with pytest.raises(CoderError, match="unknown option"):
-        commands.train_command({"of_tomorrow": 1})
-    assert commands.eval_command("a b") == "coder-plugin eval 'a b'"
+        description.train_command({"of_tomorrow": 1})
+    assert dict(description.commands(RunFolder(Path("a b"))))["evaluate the best export"] == "coder-plugin eval 'a b'"
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 9])
@@ -178,7 +178,9 @@ def test_the_instance_level_is_cut_from_the_vectors(beta: float | None, context:
     generator = torch.Generator().manual_seed(0)
     sides = []
     for shape in ((6, 2), (6,)):  # an image of several features; each level of unit length
-        sides.append([torch.nn.functional.normalize(torch.randn(*shape, n, generator=generator), dim=-1) for n in (8, 8, 4)])
+        sides.append(
+            [torch.nn.functional.normalize(torch.randn(*shape, n, generator=generator), dim=-1) for n in (8, 8, 4)]
+        )
     own, concepts = (1.0, 0.0) if beta is None else (beta, 1 - beta)
     weights = [weight**0.5 for weight in (own, concepts, context)]
     vectors = [torch.cat([w * part for w, part in zip(weights, side, strict=True) if w], -1) for side in sides]
@@ -192,9 +194,9 @@ def test_the_instance_level_is_cut_from_the_vectors(beta: float | None, context:
 
 def test_the_global_batch_is_the_plans_or_all_ranks() -> None:
     config = {"batch_size": 8, "accum_freq": 3}
-    assert Run(Path("x"), config, {"batch": {"global per step": 7}}).pairs_per_step == 7
-    assert Run(Path("x"), config, {"batch": {}}, manifest={"world_size": 2}).pairs_per_step == 48
-    assert Run(Path("x"), config).pairs_per_step is None  # of how many ranks?
+    assert RunFolder(Path("x"), config, {"batch": {"global per step": 7}}).pairs_per_step == 7
+    assert RunFolder(Path("x"), config, {"batch": {}}, manifest={"world_size": 2}).pairs_per_step == 48
+    assert RunFolder(Path("x"), config).pairs_per_step is None  # of how many ranks?
 
 
 def test_first_captions_are_of_images_that_have_some() -> None:
@@ -213,6 +215,8 @@ def test_reweighed_vectors_score_as_the_parts_say() -> None:
     layout = Layout(1 - beta, weight, 4)
     for other, context in ((0.3, 0.5), (1.0, 0.0), (0.0, None), (None, 1.0)):
         got = reweighed(encoded, layout, beta=other, context_weight=context)
-        wanted = [vectors(side, beta if other is None else other, weight if context is None else context) for side in parts]
+        wanted = [
+            vectors(side, beta if other is None else other, weight if context is None else context) for side in parts
+        ]
         torch.testing.assert_close(got.images, wanted[0])
         torch.testing.assert_close(got.texts, wanted[1])

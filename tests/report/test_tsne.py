@@ -32,7 +32,13 @@ def sklearn():
 def encoder() -> Encoder:
     torch.manual_seed(0)
     words = build_vocabulary(caption for record in RECORDS for caption in record.captions)
-    options = {"region_dim": region_data.CHANNELS, "embed_dim": 16, "word_dim": 16, "vocabulary": words, "context_length": 12}
+    options = {
+        "region_dim": region_data.CHANNELS,
+        "embed_dim": 16,
+        "word_dim": 16,
+        "vocabulary": words,
+        "context_length": 12,
+    }
     model = create_model("region-bigru", loss="dcl", **options)
     return Encoder(model, model.tokenizer(), model.transform(), device=torch.device("cpu"), workers=0)
 
@@ -112,11 +118,15 @@ def test_collected_are_the_models_words_and_regions(encoder: Encoder) -> None:
     for row, (concept, number) in enumerate(places):
         caption = next(each for each in RECORDS[number].captions if concept in each.split())
         with aligner.evaluating():
-            seen, read = aligner.see(source()._items[number]), aligner.read(caption)
+            seen, read = aligner.describe_image(source()._items[number]), aligner.describe_caption(caption)
             place = [word.text for word in read.words].index(concept)
             region = aligner.compare(read, seen)[place].argmax()
-        np.testing.assert_allclose(found.words[row], torch.nn.functional.normalize(read.vectors[place], dim=0), atol=1e-5)
-        np.testing.assert_allclose(found.regions[row], torch.nn.functional.normalize(seen.regions[region], dim=0), atol=1e-5)
+        np.testing.assert_allclose(
+            found.words[row], torch.nn.functional.normalize(read.vectors[place], dim=0), atol=1e-5
+        )
+        np.testing.assert_allclose(
+            found.regions[row], torch.nn.functional.normalize(seen.regions[region], dim=0), atol=1e-5
+        )
 
 
 def _holders(concept: str) -> list[int]:
@@ -141,7 +151,9 @@ def test_rare_concepts_are_told_of(encoder: Encoder, caplog) -> None:
 def test_models_side_by_side(tmp_path, monkeypatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     kept = []
-    monkeypatch.setattr(module, "new_figure", lambda *size, make=module.new_figure: kept.append(make(*size)) or kept[-1])
+    monkeypatch.setattr(
+        module, "new_figure", lambda *size, make=module.new_figure: kept.append(make(*size)) or kept[-1]
+    )
     rows = {"before": points(spread=2.0), "after/$x": points(1, spread=0.1, concepts=2)}
     measured = plot_tsne(rows, tmp_path / "tsne.png")
     assert measured == {name: measure_points(each) for name, each in rows.items()}
@@ -155,7 +167,11 @@ def test_models_side_by_side(tmp_path, monkeypatch) -> None:
             np.testing.assert_array_equal(word.get_facecolors()[0], region.get_edgecolors()[0])
         assert f"gap {measured[name]['gap']:.3f}" in axes.get_title()
     colours = [part.get_facecolors()[0].tolist() for part in figure.axes[0].collections[1::2]]
-    assert colours[:2] == [part.get_facecolors()[0].tolist() for part in figure.axes[1].collections[1::2]] != [colours[0]] * 2
+    assert (
+        colours[:2]
+        == [part.get_facecolors()[0].tolist() for part in figure.axes[1].collections[1::2]]
+        != [colours[0]] * 2
+    )
     assert matplotlib and [text.get_text() for text in figure.legends[0].get_texts()] == ["dog", "water", "snow"]
     with pytest.raises(CoderError, match="no model"):
         plot_tsne({}, tmp_path / "none.png")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coder_plugin import registry
 from coder_plugin.cli import main
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.regions.base import Record, Regions
@@ -25,6 +24,7 @@ from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.optim import create_schedule, parameter_groups
 from tests.backbones import tiny_bert
+from tests.data.regions import layouts
 from tests.training import region_data
 from tests.training.test_two_processes import ordered, records, state, train
 
@@ -140,14 +140,14 @@ class Killed(Exception):
 
 def run_killed_after(config: dict[str, Any], steps: int) -> None:
     trainer = Trainer.from_config(config)
-    take = trainer._step
+    take = trainer.training_step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if trainer.step == steps:
             raise Killed
         return take(*args, **kwargs)
 
-    trainer._step = step  # type: ignore[method-assign]
+    trainer.training_step = step  # type: ignore[method-assign]
     with pytest.raises(Killed):
         trainer.run()
 
@@ -331,8 +331,8 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
     path = tmp_path / {"tsv": "regions.tsv", "hdf5": "regions.h5", "folder": "regions"}[layout]
     everything = [record for split in region_data.SPLITS for record in region_data.records(split)]
     left_out = {"train_003", "train_030", "dev_007"}
-    regions: Any = registry.load("regions", layout)
-    regions.write(str(path), [each._replace(captions=()) for each in everything if each.name not in left_out], split="train")
+    write = {"tsv": layouts.write_tsv, "hdf5": layouts.write_hdf5, "folder": layouts.write_folder}[layout]
+    write(path, [each for each in everything if each.name not in left_out])
     data = {"train_data": made["karpathy"], "val_data": made["karpathy"], "regions": str(path), "regions_type": layout}
     with caplog.at_level(logging.WARNING):
         found = Trainer.from_config(config(made, tmp_path, **data, epochs=1, val_frequency=1)).run()
@@ -348,8 +348,7 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
 
 def test_regions_of_other_images(tmp_path, made):
     others = [Record(f"other{n}", Regions(np.ones((2, 12), np.float32), np.ones((2, 4), np.float32))) for n in range(3)]
-    layout: Any = registry.load("regions", "tsv")
-    layout.write(str(tmp_path / "others.tsv"), others, split="train")
+    layouts.write_tsv(tmp_path / "others.tsv", others)
     data = {"train_data": made["karpathy"], "regions": str(tmp_path / "others.tsv"), "regions_type": "tsv"}
     with pytest.raises(CoderError, match="none of 48 images has regions.*'train_000.jpg'.*'other0'"):
         Trainer.from_config(config(made, tmp_path, **{**data, "val_data": None}))
@@ -413,7 +412,7 @@ def test_text_lr_scale_is_of_the_pretrained_encoder_alone(tmp_path, made):
             name = names[id(parameter)]
             assert (group["lr_scale"] == 0.1) == name.startswith("text.transformer."), name
             assert (group["weight_decay"] == 0) == (parameter.ndim < 2), name
-    trainer._prepare()
+    trainer.setup_optimizer()
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {1e-3 / 2, 1e-2 / 2}  # warm-up's first step of two
     bigru = Trainer.from_config(config(made, tmp_path, "bigru", model="region-bigru", text_lr_scale=0.1))
     assert {group["lr_scale"] for group in parameter_groups(bigru.model, lr=1, weight_decay=0, text_lr_scale=0.1)} == {1.0}

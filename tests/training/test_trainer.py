@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
+from coder_plugin.report.callback import WriteReport
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.step import NonFiniteError
 
@@ -55,14 +56,14 @@ class Killed(Exception):
 
 def run_killed_after(config: dict[str, Any], steps: int) -> None:
     trainer = Trainer.from_config(config)
-    take = trainer._step
+    take = trainer.training_step
 
     def step(*args, **kwargs):
         if trainer.step == steps:
             raise Killed
         return take(*args, **kwargs)
 
-    trainer._step = step
+    trainer.training_step = step
     with pytest.raises(Killed):
         trainer.run()
 
@@ -114,20 +115,22 @@ def test_coder_in_micro_batches_is_coder_in_one_batch(tmp_path):
 
 def test_a_run_ends_in_a_page_to_open(tmp_path, capsys, caplog, monkeypatch, with_report):
     """With the model's results where there are any; a fault in it is told of, and the run has ended well all the same."""
-    Trainer.from_config(config(tmp_path, val_frequency=1, epochs=1)).run()
+    report = [WriteReport()]
+    Trainer.from_config(config(tmp_path, val_frequency=1, epochs=1), callbacks=report).run()
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"report: {tmp_path / 'run' / 'report.html'}" in capsys.readouterr().out
     assert "the model after epoch 1" in page and page.count("data:image/jpeg") > 4
-    Trainer.from_config(config(tmp_path, "blind", epochs=1)).run()
+    Trainer.from_config(config(tmp_path, "blind", epochs=1), callbacks=report).run()
     assert "--val-frequency 0" in (tmp_path / "blind" / "report.html").read_text()
 
     def broken(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("coder_plugin.report.run.write_report", broken)
-    assert Trainer.from_config(config(tmp_path, "broken", epochs=1)).run()["folder"].endswith("broken")
+    monkeypatch.setattr("coder_plugin.report.callback.write_report", broken)
+    assert Trainer.from_config(config(tmp_path, "broken", epochs=1), callbacks=report).run()["folder"].endswith("broken")
     assert "no report could be written" in caplog.text and not (tmp_path / "broken" / "report.html").exists()
-    Trainer.from_config(config(tmp_path, "without", epochs=1, report=False)).run()
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in config(tmp_path, "without", epochs=1).items()]
+    assert main(["train", *flags, "--no-report"]) == 0
     assert caplog.text.count("no report") == 1
 
 
@@ -255,7 +258,7 @@ def test_resume_with_another_recipe_is_refused(tmp_path):
 
 def test_nan_stops_the_run_before_anything_is_written(tmp_path):
     trainer = Trainer.from_config(config(tmp_path, save_every_steps=2))
-    take = trainer._step
+    take = trainer.training_step
 
     def step(*args, **kwargs):
         if trainer.step == 3:
@@ -263,7 +266,7 @@ def test_nan_stops_the_run_before_anything_is_written(tmp_path):
                 trainer.model.text_projection.fill_(float("nan"))
         return take(*args, **kwargs)
 
-    trainer._step = step
+    trainer.training_step = step
     with pytest.raises(NonFiniteError, match=r"dcl_loss = nan at step 3 \(epoch 0\)"):
         trainer.run()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

@@ -1,4 +1,4 @@
-"""Region features of images: what they are, and the files that hold them."""
+"""Region features of images, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ __all__ = ["guess_format", "open_regions"]
 
 
 def open_regions(path: str, kind: str = "auto", *, split: str = "train") -> RegionFile:
-    """The file of regions at ``path``, in the format ``kind``: ours or a plugin's (``coder_plugin.regions``).
+    """Open a file of regions as a mapping of image names to :class:`~coder_plugin.data.regions.base.Regions`.
 
-    ``split`` is looked at where a layout keeps several in one place.
+    Args:
+        path: a file, a folder, or shards.
+        kind: its layout, one of the entry points ``coder_plugin.regions``; ``auto`` tells it from the path.
+        split: which split, where one path holds several.
 
     Raises:
-        CoderError: ``auto`` and no format or several fit the path; or the file is not what it should be.
+        CoderError: ``auto`` and no layout or several fit the path, or the file is faulty.
     """
     from coder_plugin.registry import load
 
@@ -25,7 +28,15 @@ def open_regions(path: str, kind: str = "auto", *, split: str = "train") -> Regi
 
 
 def guess_format(path: str) -> str:
-    """The one format that the path, or what is there, looks like."""
+    """The one layout that fits a path, whether it exists or is still to be written.
+
+    Raises:
+        CoderError: none fits, or several do.
+
+    Example:
+        >>> guess_format("trainval_36.tsv"), guess_format("train-{000000..000005}.tar")
+        ('tsv', 'shards')
+    """
     from coder_plugin.errors import CoderError
     from coder_plugin.registry import load, names
 
@@ -34,12 +45,12 @@ def guess_format(path: str) -> str:
         try:
             layout: Any = load("regions", name)
         except CoderError:
-            continue  # a plugin that cannot be imported: its trouble is for whoever asks for it by name
+            continue  # a plugin that cannot be imported is reported when it is asked for by name
         if layout.matches(path):
             fitting.append(name)
     if len(fitting) == 1:
         return fitting[0]
-    known = ", ".join(names("regions")) or "none"
     if fitting:
-        raise CoderError(f"{path}: may be of the formats {', '.join(fitting)}: name the one it is")
-    raise CoderError(f"{path}: cannot tell its format from its name; name it, one of: {known}")
+        raise CoderError(f"{path}: may be of the layouts {', '.join(fitting)}: name the right one")
+    choices = ", ".join(names("regions")) or "none"
+    raise CoderError(f"{path}: its layout cannot be told from its name; name one of: {choices}")

@@ -1,19 +1,18 @@
-"""One image's regions as named arrays, as ``.npz`` files and LMDB values hold them, under any of the field's names or ours.
+"""The named arrays of one image, as ``.npz`` files and LMDB values hold them, under the field's names or ours.
 
 ==============  ===================================================================================================
-features        ``x`` (bottom-up-attention.pytorch), ``features`` (UNITER, GQA), ``feat``: [L, R], or [R, L] where
-                ``num_bbox`` or the boxes show that L comes last, as in OpenVQA's files
-boxes           ``bbox``, ``boxes``: [L, 4] in the units of ``image_w`` and ``image_h``; left out, with a warning, where
-                these two are not there; in ours, of ``size`` [2]
+features        ``x`` (bottom-up-attention.pytorch), ``features`` (UNITER, GQA), ``feat``: [L, R]; or [R, L], as in
+                OpenVQA's files, where ``num_bbox`` or the boxes show that L comes last
+boxes           ``bbox``, ``boxes``: [L, 4] in the units of ``image_w`` and ``image_h`` (in our files, of ``size`` [2]);
+                left out with a warning where neither is present
 boxes           ``norm_bb`` (UNITER): [L, 4, 6 or 7] left, top, right, bottom (, width, height (, area)) as fractions
-whole           ``whole``: [G]
-extras          every other array but scalars and ``info``; in ours ``x_NAME``
+global_feature  ``whole``: [G]
+extras          every other array except scalars and ``info``; in our files ``x_NAME``
 ==============  ===================================================================================================
 
-Ours are those of region shards: ``features``, ``boxes``, ``size``, ``whole``, ``x_NAME``. Folders and LMDB files are written
-under bottom-up-attention.pytorch's names, for others to read. All are read everywhere.
+Our files are the ``npz`` fields of region shards: ``features``, ``boxes``, ``size``, ``whole``, ``x_NAME``.
 
-L regions of an image, R channels, G of the whole image. Pickled arrays (dtype object) are never unpickled.
+L regions of an image, R channels, G channels of the whole image. Pickled arrays (dtype object) are never unpickled.
 """
 
 from __future__ import annotations
@@ -26,47 +25,37 @@ from typing import BinaryIO
 
 import numpy as np
 
-from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.regions.keyed import exactly, warn_once
+from coder_plugin.data.regions.base import Regions, warn_once
 
 _FEATURES = ("x", "features", "feat")
 _BOXES = ("bbox", "boxes", "norm_bb")
-_KNOWN = {*_FEATURES, *_BOXES, "num_bbox", "num_boxes", "image_w", "image_h", "whole", "info"}
-_EXTRA = "x_"  # before an extra's name, in ours
+_RESERVED = {*_FEATURES, *_BOXES, "num_bbox", "num_boxes", "image_w", "image_h", "whole", "info"}
+_EXTRA = "x_"  # prefix of an extra's name in our files
 
-#: In place of an array that is a pickle.
+#: Stands for an array that is a pickle.
 PICKLED = np.empty(0, object)
 
 
-def to_arrays(regions: Regions) -> dict[str, np.ndarray]:
-    """Under bottom-up-attention.pytorch's names; ``ValueError`` where an extra has one of those or holds objects."""
-    for name, array in regions.extras.items():
-        if name in _KNOWN or array.dtype.hasobject:
-            raise ValueError(f"a further array cannot be called {name!r} or hold Python objects: {array.dtype}")
-    arrays = {"x": regions.features, "num_bbox": np.asarray(len(regions)), **regions.extras}
-    if regions.boxes is not None:
-        arrays["bbox"] = exactly("boxes", regions.boxes, "<f4")
-    if regions.whole is not None:
-        arrays["whole"] = regions.whole
-    return {**arrays, "image_w": np.asarray(float(regions.size[0])), "image_h": np.asarray(float(regions.size[1]))}
-
-
 def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
-    """What :func:`to_arrays`, :func:`encode_npz` or one of the field's tools has made; warnings name the file ``path``."""
+    """Regions from named arrays of any of these tools; ``path`` is for warnings.
+
+    Raises:
+        ValueError: arrays that are missing, ambiguous, pickled, or do not fit each other.
+    """
     for name, array in arrays.items():
-        if array.dtype.hasobject and (name in _KNOWN - {"info"}):
-            raise ValueError(f"{name!r} is pickled (dtype object), which is never unpickled; save it as plain numbers")
+        if array.dtype.hasobject and (name in _RESERVED - {"info"}):
+            raise ValueError(f"{name!r} is pickled (dtype object), which is never unpickled; save it as numbers")
     features_name = _one(arrays, _FEATURES)
     boxes_name = _one(arrays, _BOXES)
     ours = features_name == "features" and "size" in arrays
     if features_name is None:
-        raise ValueError(f"no features: none of {', '.join(_FEATURES)} in {', '.join(arrays) or 'an empty entry'}")
+        raise ValueError(f"no features: none of {', '.join(_FEATURES)} among {', '.join(arrays) or 'no arrays'}")
     features = arrays[features_name]
     boxes = arrays[boxes_name] if boxes_name else None
     count = _count(arrays, boxes)
     if features.ndim == 2 and count is not None and len(features) != count:
         if ours or features.shape[1] != count:
-            raise ValueError(f"{features_name} has shape {list(features.shape)}, where there are {count} boxes")
+            raise ValueError(f"{features_name} has shape {list(features.shape)}, but there are {count} boxes")
         features = features.T
     size = None
     if boxes is not None and boxes_name == "norm_bb":
@@ -80,43 +69,43 @@ def from_arrays(arrays: Mapping[str, np.ndarray], path: str) -> Regions:
     elif "image_w" in arrays and "image_h" in arrays:
         size = _scalar(arrays, "image_w"), _scalar(arrays, "image_h")
     elif boxes is not None:
-        warn_once(path, f"boxes are left out: {boxes_name} comes without image_w and image_h, so its unit is not known")
+        warn_once(path, f"boxes are left out: without image_w and image_h the unit of {boxes_name} is unknown")
         boxes = None
     if boxes is not None and boxes.dtype.kind not in "fiu":
         raise ValueError(f"{boxes_name} is {boxes.dtype}, not numbers")
     pickled = sorted(name for name, array in arrays.items() if array.dtype.hasobject)
     if pickled:
-        warn_once(path, f"left out, as it is pickled and never unpickled: {', '.join(pickled)}")
+        warn_once(path, f"left out, since pickled arrays are never unpickled: {', '.join(pickled)}")
     return Regions(
         features=native(features),
         boxes=None if boxes is None else np.array(boxes, np.float32),
         size=size or (1.0, 1.0),
-        whole=arrays.get("whole"),
+        global_feature=arrays.get("whole"),
         extras={
             name.removeprefix(_EXTRA) if features_name == "features" else name: array
             for name, array in arrays.items()
-            if not (name in _KNOWN or ours and name == "size") and array.ndim and not array.dtype.hasobject
+            if not (name in _RESERVED or ours and name == "size") and array.ndim and not array.dtype.hasobject
         },
     )
 
 
 def encode_npz(regions: Regions) -> bytes:
-    """An entry of a region shard: the same bytes for the same regions, uncompressed: a network's features hardly shrink."""
+    """The ``npz`` field of a region shard. Equal regions give equal bytes. Not compressed: features hardly shrink."""
     arrays = {"features": regions.features, **{_EXTRA + name: extra for name, extra in regions.extras.items()}}
     if regions.boxes is not None:
         arrays |= {"boxes": regions.boxes, "size": np.asarray(regions.size, np.float64)}
-    if regions.whole is not None:
-        arrays["whole"] = regions.whole
+    if regions.global_feature is not None:
+        arrays["whole"] = regions.global_feature
     return npz_bytes(arrays)
 
 
 def decode_npz(data: bytes, path: str) -> Regions:
-    """The entry of a region shard, or of anyone's; ``ValueError`` where it is damaged, warnings name the file ``path``."""
+    """Regions from the bytes of an ``npz`` file, ours or another tool's; ``ValueError`` where it is damaged."""
     return from_arrays(read_npz(io.BytesIO(data)), path)
 
 
 def npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """What ``np.savez`` writes, for arrays of any name: one called "file" would be its own argument."""
+    """An uncompressed ``.npz`` file. Unlike ``np.savez`` it refuses to pickle and allows an array named "file"."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
@@ -126,9 +115,8 @@ def npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
-    """Every array of an ``.npz`` file, :data:`PICKLED` where it is one of objects. NumPy and zipfile raise nearly anything
-    on damaged files; here it becomes ``ValueError``."""
-    if file.read(4) not in (b"PK\3\4", b"PK\5\6"):  # NumPy takes anything else for a pickle
+    """Every array of an ``.npz`` file, :data:`PICKLED` for arrays of objects; ``ValueError`` where the file is damaged."""
+    if file.read(4) not in (b"PK\3\4", b"PK\5\6"):  # NumPy reads anything else as a pickle
         raise ValueError("not an .npz file (no ZIP archive)")
     file.seek(0)
     try:
@@ -136,7 +124,7 @@ def read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
             return {name: _member(archive, name) for name in archive.files}
     except (OSError, ValueError):
         raise
-    except Exception as exc:
+    except Exception as exc:  # NumPy and zipfile raise many kinds of errors on damaged files
         raise ValueError(f"damaged .npz file: {type(exc).__name__}: {exc}") from exc
 
 
@@ -153,7 +141,7 @@ def read_npy(path: str) -> np.ndarray:
         except Exception as exc:
             if _is_pickled(exc):
                 raise ValueError(
-                    f"{os.path.basename(path)} is pickled (dtype object), which is never unpickled; save it as plain numbers"
+                    f"{os.path.basename(path)} is pickled (dtype object), which is never unpickled; save it as numbers"
                 ) from None
             raise ValueError(f"damaged .npy file {os.path.basename(path)}: {type(exc).__name__}: {exc}") from exc
 
@@ -165,24 +153,24 @@ def _member(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
         if _is_pickled(exc):
             return PICKLED
         raise
-    if not isinstance(array, np.ndarray):  # NumPy gives the bytes of members that are not .npy
+    if not isinstance(array, np.ndarray):  # NumPy returns the bytes of members that are not .npy
         raise ValueError(f"{name!r} in the .npz file is not an array")
     return array
 
 
 def _is_pickled(exc: Exception) -> bool:
-    return "Object arrays cannot be loaded" in str(exc)  # NumPy's words for it; it has no exception of its own
+    return "Object arrays cannot be loaded" in str(exc)  # NumPy has no exception type for it
 
 
 def _one(arrays: Mapping[str, np.ndarray], names: tuple[str, ...]) -> str | None:
-    there = [name for name in names if name in arrays]
-    if len(there) > 1:
-        raise ValueError(f"{' and '.join(there)} are both there, and either could be meant")
-    return there[0] if there else None
+    present = [name for name in names if name in arrays]
+    if len(present) > 1:
+        raise ValueError(f"{' and '.join(present)} are both present; keep one")
+    return present[0] if present else None
 
 
 def _count(arrays: Mapping[str, np.ndarray], boxes: np.ndarray | None) -> int | None:
-    """How many regions the entry says it has."""
+    """The number of regions according to ``num_bbox`` or the boxes."""
     counts = {int(_scalar(arrays, name)) for name in ("num_bbox", "num_boxes") if name in arrays}
     if boxes is not None and boxes.ndim:
         counts.add(len(boxes))
@@ -199,5 +187,5 @@ def _scalar(arrays: Mapping[str, np.ndarray], name: str) -> float:
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """In this machine's byte order, which PyTorch needs, and C-contiguous."""
+    """A C-contiguous array in this machine's byte order, which PyTorch needs."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

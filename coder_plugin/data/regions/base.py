@@ -1,37 +1,51 @@
-"""An image as a set of regions, and what every file format of them gives and takes.
+"""An image as a set of regions, and what every file layout of them provides.
 
-Shapes: L regions of an image (any number from one), R channels of a region, G of the whole image.
+Shapes: L regions of an image (at least one), R channels of a region, G channels of the whole image.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from coder_plugin.errors import CoderError
+
+log = logging.getLogger(__name__)
+_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """The regions of one image, in the file's order (detectors': by falling score).
+    """The regions of one image, in the file's order (a detector's: by falling score).
 
     Args:
         features: [L, R] of a float dtype, as stored.
-        boxes: [L, 4] float32, left, top, right, bottom, in units in which the image is ``size`` wide and high; or None.
+        boxes: [L, 4] float32: left, top, right, bottom, in the units of ``size``; or None.
         size: (width, height) of the image in the boxes' units: pixels, or (1, 1) where boxes are fractions.
-        whole: [G] feature of the whole image, or None.
-        extras: further arrays [L, …] that a format carries, such as LXMERT's ``objects_id``.
+        global_feature: [G], a feature of the whole image, or None.
+        extras: further arrays [L, …] that a layout carries, such as LXMERT's ``objects_id``.
 
     Raises:
-        ValueError: other shapes, no region, NaN or infinity in features or boxes: says which.
+        ValueError: wrong shapes, no region, or NaN or infinity in a feature or box.
+
+    Example:
+        >>> import numpy as np
+        >>> regions = Regions(np.ones((2, 3), np.float32), np.float32([[0, 0, 50, 80], [10, 20, 100, 80]]), (100, 80))
+        >>> len(regions), regions.fractions[1].tolist()
+        (2, [0.10000000149011612, 0.25, 1.0, 1.0])
     """
 
     features: np.ndarray
     boxes: np.ndarray | None = None
     size: tuple[float, float] = (1.0, 1.0)
-    whole: np.ndarray | None = None
+    global_feature: np.ndarray | None = None
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,13 +58,13 @@ class Regions:
             raise ValueError(f"boxes have shape {list(self.boxes.shape)}, not [{len(self)}, 4] for {len(self)} regions")
         if self.boxes is not None and not (self.size[0] > 0 and self.size[1] > 0):
             raise ValueError(f"the image's size is {self.size[0]:g} x {self.size[1]:g}; both must be > 0")
-        for name, array in (("features", self.features), ("boxes", self.boxes), ("whole-image feature", self.whole)):
+        for name, array in (("features", self.features), ("boxes", self.boxes), ("global feature", self.global_feature)):
             if array is not None and not np.isfinite(array).all():
                 count = int((~np.isfinite(array)).sum())
                 raise ValueError(f"{count} of {array.size} numbers in the {name} are NaN or infinite")
         for name, array in self.extras.items():
             if len(array) != len(self):
-                raise ValueError(f"{name} has {len(array)} rows beside {len(self)} regions")
+                raise ValueError(f"{name} has {len(array)} rows for {len(self)} regions")
 
     def __len__(self) -> int:
         return len(self.features)
@@ -65,52 +79,118 @@ class Regions:
 
 
 class Record(NamedTuple):
-    """An image on its way from one file to another: its name, its regions, and its captions where they are known."""
+    """An image to be written to a file: its name, its regions, and its captions if any."""
 
     name: str
     regions: Regions
     captions: tuple[str, ...] = ()
 
 
-#: Names of images to their regions, in the file's order: ``file[name]`` reads one image and raises ``KeyError`` where there
-#: is none of that name and ``ValueError`` where its entry is damaged. It can be pickled, for the loader's workers, opens its
-#: file in each process anew, and holds neither all features in memory nor mapped pages (a whole file may be read through
-#: within 300 MB). ``close()`` is not needed.
+#: Image names to their regions, in the file's order. ``file[name]`` reads one image; it raises ``KeyError`` for an unknown
+#: name and ``ValueError`` for a damaged entry. A file can be pickled for loader workers, is opened anew in each process, and
+#: keeps neither features nor mapped pages in memory (a file of any size is read within 300 MB). It needs no ``close()``.
 RegionFile = Mapping[str, Regions]
 
-
-#: What a record may have beside its name, features and boxes.
-PARTS = ("captions", "whole", "extras")
+#: What a record may carry besides its name, features and boxes.
+PARTS = ("captions", "global_feature", "extras")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionFormat:
-    """One file layout, as an entry point of the group ``coder_plugin.regions``.
+    """One file layout: an entry point of the group ``coder_plugin.regions``.
 
     Args:
-        open: ``open(path, *, split)`` -> :data:`RegionFile`; a file that is not of this layout, truncated or foreign, is a
-            CoderError that names it and what is wrong. ``split`` is looked at where a layout keeps several in one place.
-        write: ``write(path, records, *, split)`` -> how many were written. Takes any iterable of :class:`Record` once, keeps
-            one at a time, and leaves no half file under the final name when it fails.
-        matches: ``matches(path)``: whether a path looks like this layout, from its name and, for a folder, its files' names.
-        keeps: which of :data:`PARTS` the layout has a place for. ``convert`` tells of captions that are left behind, and
-            refuses to lose the others.
+        open: ``open(path, *, split)`` -> :data:`RegionFile`. A truncated file or one of another layout is a ``CoderError``
+            that names the file and the fault. ``split`` matters only where one path holds several splits.
+        matches: ``matches(path)`` says whether a path looks like this layout: by its name or, for a folder, its files' names.
+        write: ``write(path, records, *, split)`` -> number of records written; None for layouts that are only read. It takes
+            any iterable of :class:`Record`, holds one record at a time, and leaves no partial file when it fails.
+        keeps: which of :data:`PARTS` the layout stores.
     """
 
     open: Callable[..., RegionFile]
-    write: Callable[..., int]
     matches: Callable[[str], bool]
+    write: Callable[..., int] | None = None
     keeps: tuple[str, ...] = PARTS
 
 
-#: What :func:`names_of` makes of a name, in this order.
-DERIVATIONS = ("as it is", "without folders", "without folders and ending", "the digits at its end", "the number at its end")
+class IndexedRegions(Mapping[str, Regions]):
+    """A file of regions whose image names are read when it is opened, each with the place of its entry."""
+
+    def __init__(self, path: str, index: dict[str, Any]) -> None:
+        if not index:
+            raise CoderError(f"{path}: no images")
+        self.path = path
+        self._index = index
+
+    @abstractmethod
+    def _read(self, name: str, place: Any) -> Regions:
+        """Read one image; file and image are added to the message of a ``ValueError``."""
+
+    def __getitem__(self, name: str) -> Regions:
+        place = self._index[name]
+        with entry_errors(self.path, name):
+            return self._read(name, place)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the image
+        return name in self._index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+@contextmanager
+def entry_errors(path: str, name: str) -> Iterator[None]:
+    """Prefix file and image to the message of a ``ValueError``."""
+    try:
+        yield
+    except CoderError:
+        raise
+    except ValueError as exc:
+        raise ValueError(f"{path}: image {name!r}: {exc}") from exc
+
+
+def missing_file(path: str) -> CoderError:
+    return CoderError(f"{path}: no such file or folder")
+
+
+def warn_once(path: str, text: str) -> None:
+    """Log a warning about a file once in a process, however many of its images show it."""
+    if (path, text) not in _warned:
+        _warned.add((path, text))
+        log.warning("%s: %s", path, text)
+
+
+def read_at(path: str, offset: int, length: int) -> bytes:
+    """``length`` bytes of a file from ``offset``; ``ValueError`` where the file ends earlier.
+
+    Opening the file for each reading costs microseconds and leaves no descriptor to share between processes.
+    """
+    with open(path, "rb", buffering=0) as file:
+        data = os.pread(file.fileno(), length, offset)
+        while len(data) < length:  # one call reads 2 GB at most
+            more = os.pread(file.fileno(), length - len(data), offset + len(data))
+            if not more:
+                raise ValueError(f"{path} ends before byte {offset + length}: it was truncated after it was opened")
+            data += more
+    return data
+
+
+#: How :func:`names_of` changes a name, in its order.
+DERIVATIONS = ("unchanged", "without folders", "without folders and ending", "the digits at its end", "the number at its end")
 
 
 def names_of(name: str) -> tuple[str | None, ...]:
-    """What else an image that captions call ``name`` may be called in a file of regions, the most exact first.
+    """The names under which a file of regions may list an image that captions call ``name``, the most exact first.
 
-    Always one for each of :data:`DERIVATIONS`, None where there is none: a place means the same for every name.
+    Always one for each of :data:`DERIVATIONS`, None where it does not exist, so that a position means the same for all names.
+
+    Example:
+        >>> names_of("val2014/COCO_val2014_000000000042.jpg")[2:]
+        ('COCO_val2014_000000000042', '000000000042', '42')
     """
     base = os.path.basename(name)
     stem = os.path.splitext(base)[0]

@@ -1,19 +1,19 @@
-"""From any file of regions to any other, image by image, with captions joined in where they are given."""
+"""Convert a file of regions to region shards or precomp files, image by image, with captions joined in if there are any."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coder_plugin.data.regions import guess_format
 from coder_plugin.data.regions.base import Record, RegionFile, RegionFormat, Regions
+from coder_plugin.data.regions.join import examples, find_rule, match, without_image
 from coder_plugin.errors import CoderError
-from coder_plugin.registry import load
+from coder_plugin.registry import load, names
 
 if TYPE_CHECKING:
-    from coder_plugin.data.item import Item
     from coder_plugin.data.source import Source
 
 log = logging.getLogger(__name__)
@@ -21,13 +21,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a conversion did.
+    """What a conversion wrote and left out.
 
     Args:
-        images: written, with ``captions`` captions in all.
-        left: captions that the layout has no place for.
+        images: number of images written, with ``captions`` captions in all.
         missing: images of the caption source that have no regions.
-        unused: images of the file that the caption source does not have, such as those of other splits.
+        unused: images of the file that the caption source lacks, such as those of other splits.
         damaged: images whose entry in the file cannot be read, and why.
     """
 
@@ -35,21 +34,12 @@ class Report:
     captions: int
     from_kind: str
     to_kind: str
-    left: int = 0
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     damaged: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        from coder_plugin.data.regions.join import examples
-
-        captions = f" with {self.captions} captions" if self.captions or not self.left else ""
-        lines = [f"{self.images} images{captions} written, {self.from_kind} to {self.to_kind}"]
-        if self.left:
-            lines.append(
-                f"{self.left} captions left out: {self.to_kind} has no place for any; train with --train-data CAPTIONS "
-                "--regions and these files"
-            )
+        lines = [f"{self.images} images with {self.captions} captions written, {self.from_kind} to {self.to_kind}"]
         if self.missing:
             lines.append(f"{len(self.missing)} captioned images without regions: {examples(self.missing)}")
         if self.unused:
@@ -74,136 +64,111 @@ def convert(
     missing_ok: bool = False,
     progress: bool = True,
 ) -> Report:
-    """Write the regions at ``source`` to ``destination``.
+    """Write the regions at ``source`` to ``destination``, holding one image at a time.
 
-    With ``captions`` that source says which images are written, in its order and under its keys; without, they are the
-    file's, with the captions that it has itself. An image is held at a time.
+    ``captions`` decides which images are written, in its order and under its keys. Without it, all images of the file are
+    written, with the captions that the file holds.
 
     Args:
-        split: which split is read, and written if there is no ``to_split``.
-        captions_per_image: keep as many captions of each image, the first ones. A layout that has no place for captions
-            is written without: the report counts them.
-        extras: take along further arrays, such as LXMERT's ``objects_id``; a layout without a place for them refuses.
-        missing_ok: leave out captioned images without regions, and damaged images, instead of refusing.
+        split: the split that is read; also the one that is written, unless ``to_split`` names another.
+        captions_per_image: keep the first so many captions of each image.
+        extras: also write further arrays, such as LXMERT's ``objects_id``; precomp files cannot store them.
+        missing_ok: leave out captioned images without regions and damaged images, instead of refusing.
 
     Raises:
-        CoderError: an unknown format, files that are not as they should be, an image that the format cannot hold, or,
-            without ``missing_ok``, a missing or damaged image; then nothing is left under the destination's name.
+        CoderError: an unknown layout or one that is only read, faulty files, an image that the layout cannot store, or,
+            without ``missing_ok``, a missing or damaged image. Nothing is left at the destination then.
     """
     if captions_per_image is not None and captions_per_image < 1:
         raise CoderError(f"captions_per_image is {captions_per_image}; it must be 1 or more")
     from_kind = guess_format(source) if from_kind == "auto" else from_kind
     to_kind = guess_format(destination) if to_kind == "auto" else to_kind
     layout: RegionFormat = load("regions", to_kind)
+    if layout.write is None:
+        raise CoderError(f"{destination}: layout {to_kind} is only read; write one of: {', '.join(_writable())}")
     regions: RegionFile = load("regions", from_kind).open(source, split=split)
-    rows = _Rows(source, regions, to_kind, layout.keeps, captions_per_image, extras, missing_ok, progress)
-    if captions is not None:
-        rows.take(captions)
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    if captions is None:
+        # Layouts with captions of their own have them as an attribute.
+        own: Mapping[str, Sequence[str]] = getattr(regions, "captions", {})
+        rows = [(name, name, own.get(name, ())) for name in regions]
+    else:
+        rows, missing, unused = _join(source, regions, captions, missing_ok=missing_ok)
+    damaged: list[tuple[str, str]] = []
+    count = 0
+
+    def records() -> Iterator[Record]:
+        from tqdm import tqdm
+
+        nonlocal count
+        for name, place, texts in tqdm(rows, unit="image", disable=not progress):
+            try:
+                entry = regions[place]
+            except ValueError as exc:
+                if not missing_ok:
+                    raise CoderError(f"{exc}; allow missing images (--missing-ok) to leave damaged ones out") from exc
+                log.warning("left out: %s", exc)
+                damaged.append((name, str(exc)))
+                continue
+            entry = entry if extras else replace(entry, extras={})
+            _check(f"{source}: image {name!r}", entry, to_kind, layout.keeps)
+            texts = tuple(texts[:captions_per_image])
+            count += len(texts)
+            yield Record(name, entry, texts)
+
     try:
-        images = layout.write(destination, rows.records(), split=to_split or split)
+        images = layout.write(destination, records(), split=to_split or split)
     except CoderError:
         raise
     except ValueError as exc:
-        hint = "" if not (extras and rows.with_extras) else f"; without extras, {to_kind} may hold them"
-        raise CoderError(f"{exc}{hint}") from exc
-    kept = "captions" in layout.keeps
-    if rows.captions and not kept:
-        log.warning("%s: %s has no place for captions: %d left out", destination, to_kind, rows.captions)
+        raise CoderError(f"{destination}: {exc}") from exc
     return Report(
         images=images,
-        captions=rows.captions if kept else 0,
-        left=0 if kept else rows.captions,
+        captions=count,
         from_kind=from_kind,
         to_kind=to_kind,
-        missing=rows.missing,
-        unused=rows.unused,
-        damaged=tuple(rows.damaged),
+        missing=missing,
+        unused=unused,
+        damaged=tuple(damaged),
     )
 
 
-class _Rows:
-    """What is to be written: names, where their regions are, and captions."""
-
-    def __init__(
-        self,
-        source: str,
-        regions: RegionFile,
-        to_kind: str,
-        keeps: tuple[str, ...],
-        captions_per_image: int | None,
-        extras: bool,
-        missing_ok: bool,
-        progress: bool,
-    ) -> None:
-        self.source, self.regions = source, regions
-        self.to_kind, self.keeps = to_kind, keeps
-        self.limit, self.extras, self.missing_ok, self.progress = captions_per_image, extras, missing_ok, progress
-        self.with_extras = False
-        # Formats with captions of their own have them as a mapping beside the regions.
-        own: Mapping[str, Sequence[str]] = getattr(regions, "captions", {})
-        self.rows: list[tuple[str, str, Sequence[str]]] = [(name, name, own.get(name, ())) for name in regions]
-        self.missing: tuple[str, ...] = ()
-        self.unused: tuple[str, ...] = ()
-        self.damaged: list[tuple[str, str]] = []
-        self.captions = 0
-
-    def take(self, captions: Source) -> None:
-        """The images and captions of a source in place of the file's."""
-        from coder_plugin.data.regions.join import examples, find_rule, match
-
-        items = [_without_picture(item) for _, item in captions.items()]
-        rule = find_rule(items, self.regions, where=captions.name)
-        found = match(items, self.regions, rule, where=captions.name)
-        self.missing = tuple(item.key for item in items if item.key not in found)
-        if self.missing and not self.missing_ok:
-            raise CoderError(
-                f"{self.source}: {len(self.missing)} of {len(items)} images of {captions.name} have no regions there, such "
-                f"as {examples(self.missing)}; allow missing ones to leave them out"
-            )
-        self.rows = [(item.key, found[item.key], item.captions) for item in items if item.key in found]
-        resolve = getattr(self.regions, "resolve", str)  # where an image has several names, the one it is listed by
-        used = set(map(resolve, found.values()))
-        self.unused = tuple(name for name in self.regions if name not in used)
-
-    def records(self) -> Iterator[Record]:
-        from tqdm import tqdm
-
-        for name, place, captions in tqdm(self.rows, unit="image", disable=not self.progress):
-            try:
-                regions = self.regions[place]
-            except ValueError as exc:
-                if not self.missing_ok:
-                    raise CoderError(f"{exc}; allow missing ones to leave damaged images out") from exc
-                log.warning("left out: %s", exc)
-                self.damaged.append((name, str(exc)))
-                continue
-            self.with_extras |= bool(regions.extras)
-            if not self.extras:
-                regions = replace(regions, extras={})
-            self._check(name, regions)
-            kept = tuple(captions[: self.limit])
-            self.captions += len(kept)
-            yield Record(name, regions, kept)
-
-    def _check(self, name: str, regions: Regions) -> None:
-        """Refuse what the layout would lose."""
-        if regions.extras and "extras" not in self.keeps:
-            names = ", ".join(sorted(regions.extras))
-            raise CoderError(
-                f"{self.source}: image {name!r} has further arrays ({names}), which {self.to_kind} has no place for: "
-                "convert without extras (--without-extras) to leave them out"
-            )
-        if regions.whole is not None and "whole" not in self.keeps:
-            raise CoderError(
-                f"{self.source}: image {name!r} has a feature of the whole image, which {self.to_kind} has no place for: "
-                "choose another layout"
-            )
+def _join(
+    source: str, regions: RegionFile, captions: Source, *, missing_ok: bool
+) -> tuple[list[tuple[str, str, Sequence[str]]], tuple[str, ...], tuple[str, ...]]:
+    """(key, name in the file, captions) of each captioned image; the keys without regions; the file's unused names."""
+    items = [without_image(item) for _, item in captions.items()]
+    matches = match(items, regions, find_rule(items, regions, where=captions.name), where=captions.name)
+    missing = tuple(item.key for item in items if item.key not in matches)
+    if missing and not missing_ok:
+        raise CoderError(
+            f"{source}: {len(missing)} of {len(items)} images of {captions.name} have no regions there, such as "
+            f"{examples(missing)}; allow missing images (--missing-ok) to leave them out"
+        )
+    rows = [(item.key, matches[item.key], item.captions) for item in items if item.key in matches]
+    resolve = getattr(regions, "resolve", str)  # some layouts find an image by several names
+    used = set(map(resolve, matches.values()))
+    return rows, missing, tuple(name for name in regions if name not in used)
 
 
-def _without_picture(item: Item) -> Item:
-    """Items of shards hold their compressed pictures."""
-    return replace(item, load=_no_picture)
+def _check(image: str, regions: Regions, kind: str, keeps: tuple[str, ...]) -> None:
+    """Refuse to lose what the layout cannot store."""
+    if regions.extras and "extras" not in keeps:
+        arrays = ", ".join(sorted(regions.extras))
+        raise CoderError(f"{image} has further arrays ({arrays}), which {kind} cannot store: drop them with --without-extras")
+    if regions.global_feature is not None and "global_feature" not in keeps:
+        raise CoderError(f"{image} has a feature of the whole image, which {kind} cannot store: choose another layout")
 
 
-def _no_picture() -> Any:
-    raise ValueError("no picture")
+def _writable() -> list[str]:
+    """The layouts that can be written; plugins that cannot be imported are skipped."""
+    kinds = []
+    for name in names("regions"):
+        try:
+            layout: RegionFormat = load("regions", name)
+        except CoderError:
+            continue
+        if layout.write is not None:
+            kinds.append(name)
+    return kinds

@@ -1,13 +1,13 @@
-"""LMDB files with an image's arrays under its name: values are ``.npz`` files, which is what we write, or msgpack.
+"""Read LMDB files with an image's arrays under its name, as ``.npz`` files or msgpack.
 
-Both are UNITER's layouts (``…_compressed`` and plain), the latter by msgpack-numpy, whose dictionaries are decoded here:
-``nd``, ``type``, ``shape``, ``data``. A dictionary of ``dtype``, ``shape`` and ``data`` will do as well, and so will LZ4 frames
-around msgpack. What the arrays may be called is told in :mod:`~coder_plugin.data.regions.arrays`. ViLBERT's values are
-pickles, which are never unpickled.
+Both are UNITER's layouts (``…_compressed`` and plain). msgpack values are those of msgpack-numpy, whose dictionaries are
+decoded here: ``nd``, ``type``, ``shape``, ``data``; dictionaries of ``dtype``, ``shape`` and ``data`` and LZ4 frames around
+msgpack are read too. The arrays' names are those of :mod:`~coder_plugin.data.regions.arrays`. ViLBERT's values are pickles,
+which are never unpickled.
 
-The order of images is that of the JSON list under the key ``__keys__``, where there is one, else that of their keys' bytes.
+The order of images is that of the JSON list under the key ``__keys__``, if present, else that of the keys' bytes.
 
-LMDB maps its file, so what was read once counts as memory of the process. The file is opened for each reading (about
+LMDB maps its file, and mapped pages count as memory of the process. The file is therefore opened for each reading (about
 50 microseconds) and closed after it: nothing stays mapped, and nothing is shared with forked processes.
 """
 
@@ -18,40 +18,37 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from coder_plugin.data.regions.arrays import from_arrays, npz_bytes, read_npz, to_arrays
-from coder_plugin.data.regions.base import Record, RegionFormat, Regions
-from coder_plugin.data.regions.keyed import KeyedRegions, absent, naming, replacing, unique, warn_once
+from coder_plugin.data.regions.arrays import from_arrays, read_npz
+from coder_plugin.data.regions.base import IndexedRegions, RegionFormat, Regions, missing_file, warn_once
 from coder_plugin.errors import CoderError
 
 _ORDER = b"__keys__"
 _LZ4 = b"\x04\x22\x4d\x18"
-_KEY_LIMIT = 511  # bytes, LMDB's own
-_BATCH = 10_000  # keys; small values lie beside their keys and are mapped with them
-_COMMIT = 16 << 20  # bytes: a transaction is held in memory
+_BATCH = 10_000  # keys; small values are stored with their keys and mapped with them
 
-# LMDB opens a file once in a process, and a fork counts as the same: no fork may happen while one is open.
+# LMDB may open a file only once in a process and its forks, so no fork may happen while one is open.
 _lock = threading.Lock()
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
-class LmdbRegions(KeyedRegions):
-    """Regions of an LMDB file, a folder with ``data.mdb`` or that file itself."""
+class LmdbRegions(IndexedRegions):
+    """Regions of an LMDB file: a folder with ``data.mdb``, or that file itself."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, split: str = "train") -> None:
         self._data = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
         try:
             self._stamp = _stamp(self._data)
         except FileNotFoundError:
-            raise absent(self._data) from None
+            raise missing_file(self._data) from None
         try:
             _check_length(self._data)
-            names = _names(self._data)
+            names = _read_names(self._data)
         except (OSError, _lmdb().Error) as exc:
             raise CoderError(f"{path}: cannot be read as LMDB: {exc}") from exc
         index = dict.fromkeys(names)
@@ -73,10 +70,10 @@ class LmdbRegions(KeyedRegions):
         except _lmdb().Error as exc:
             raise ValueError(f"LMDB: {exc}") from exc
         if value is None:
-            raise ValueError(f"{_ORDER.decode()} lists it, but there is no such key")
+            raise ValueError(f"{_ORDER.decode()} lists it, but the file has no such key")
         return value
 
-    def _read(self, name: str, where: Any) -> Regions:
+    def _read(self, name: str, place: Any) -> Regions:
         return from_arrays(_decode(self._value(name), self.path), self.path)
 
 
@@ -97,19 +94,19 @@ def _reading(data: str) -> Iterator[Any]:
 
 
 def _check_length(data: str) -> None:
-    """Refuse a file that is cut off: a page that is mapped but not there would kill the process (SIGBUS)."""
+    """Refuse a truncated file: reading a mapped page beyond its end would kill the process (SIGBUS)."""
     with _environment(data) as environment:
-        wanted = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        expected = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     length = os.path.getsize(data)
-    if length < wanted:
+    if length < expected:
         raise CoderError(
-            f"{data}: cut off: {length} bytes of {wanted}; copy or download the file again (should it be whole, "
-            "mdb_copy -c makes one of the right length)"
+            f"{data}: truncated: {length} bytes of {expected}; copy or download the file again (if it is complete, mdb_copy -c "
+            "writes one of the right length)"
         )
 
 
-def _names(data: str) -> list[str]:
-    """Images' names in order; CoderError where the file has other entries than it lists."""
+def _read_names(data: str) -> list[str]:
+    """The images' names in order; CoderError where the file's list of them has another length."""
     with _reading(data) as transaction:
         order = transaction.get(_ORDER)
         entries = transaction.stat()["entries"]
@@ -122,7 +119,7 @@ def _names(data: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CoderError(f"{data}: the value of {_ORDER.decode()} must be a JSON list of names")
     if len(names) != entries - 1:
-        raise CoderError(f"{data}: {_ORDER.decode()} lists {len(names)} names, and there are {entries - 1} images")
+        raise CoderError(f"{data}: {_ORDER.decode()} lists {len(names)} names, but there are {entries - 1} images")
     return names
 
 
@@ -139,21 +136,21 @@ def _keys(data: str) -> Iterator[str]:
             try:
                 yield key.decode()
             except UnicodeDecodeError:
-                raise CoderError(f"{data}: key {key[:40]!r} is not UTF-8 text, so no image's name") from None
+                raise CoderError(f"{data}: key {key[:40]!r} is not UTF-8 text, so it is not an image's name") from None
         if not more:
             return
         last = batch[-1]
 
 
 def _kind(value: bytes) -> str:
-    """npz, lz4 or msgpack, by the first bytes."""
+    """``npz``, ``lz4`` or ``msgpack``, by the first bytes."""
     if value[:2] == b"PK":
         return "npz"
     if value[:4] == _LZ4:
         return "lz4"
     if value[:1] == b"\x80" and len(value) > 1 or value[:1] in b"(c]}" and value[-1:] == b".":
         raise ValueError(
-            "its value is a pickle, as ViLBERT's, which is never unpickled; write the file anew with .npz or msgpack values"
+            "its value is a pickle, as in ViLBERT's files, never unpickled; rewrite the file with .npz or msgpack values"
         )
     if value and (0x80 <= value[0] <= 0x8F or value[0] in (0xDE, 0xDF)):
         return "msgpack"
@@ -163,14 +160,14 @@ def _kind(value: bytes) -> str:
 def _decode(value: bytes, path: str) -> dict[str, np.ndarray]:
     kind = _kind(value)
     if kind == "lz4":
-        value = _unpressed(value)
+        value = _decompress(value)
         kind = _kind(value)
     if kind == "npz":
         return read_npz(io.BytesIO(value))
-    # Not msgpack.unpackb: once somebody calls msgpack_numpy.patch() that one unpickles arrays of objects
+    # Not msgpack.unpackb: after msgpack_numpy.patch() it unpickles arrays of objects
     msgpack = _import("msgpack.fallback")
     try:
-        content = msgpack.unpackb(value, raw=True)  # older writers did not tell text from bytes
+        content = msgpack.unpackb(value, raw=True)  # older writers do not distinguish text from bytes
     except (ValueError, _import("msgpack").UnpackException) as exc:
         raise ValueError(f"damaged msgpack: {exc or type(exc).__name__}") from exc
     if not isinstance(content, dict):
@@ -183,12 +180,12 @@ def _decode(value: bytes, path: str) -> dict[str, np.ndarray]:
         elif isinstance(each, (int, float)):
             arrays[name] = np.asarray(each)
         elif not isinstance(each, bytes):
-            warn_once(path, f"{name} is left out: a {type(each).__name__}, not an array")
+            warn_once(path, f"{name} is left out: it is a {type(each).__name__}, not an array")
     return arrays
 
 
 def _array(name: str, packed: Mapping[Any, Any]) -> np.ndarray:
-    """An array from msgpack-numpy's dictionary; of numbers only, and of exactly its bytes."""
+    """An array from msgpack-numpy's dictionary: numbers only, and exactly as many bytes as its shape needs."""
     packed = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in packed.items()}
     kind, shape, data = packed.get("type", packed.get("dtype")), packed.get("shape", []), packed.get("data")
     if not isinstance(kind, bytes) or not isinstance(data, bytes) or packed.get("kind", b"") not in (b"", None):
@@ -198,52 +195,20 @@ def _array(name: str, packed: Mapping[Any, Any]) -> np.ndarray:
     except (TypeError, ValueError, SyntaxError):
         raise ValueError(f"{name} has the unknown dtype {kind[:20]!r}") from None
     if dtype.kind not in "biuf":
-        raise ValueError(f"{name} has dtype {dtype}; only numbers are read, and pickles never")
+        raise ValueError(f"{name} has dtype {dtype}; only numbers are read, never pickles")
     if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in shape):
-        raise ValueError(f"{name} has the shape {shape!r}")
+        raise ValueError(f"{name} has the shape {shape!r}, not a list of sizes")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{name} holds {len(data)} bytes, which is not {dtype} of shape {shape}")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def _unpressed(value: bytes) -> bytes:
+def _decompress(value: bytes) -> bytes:
     frame = _import("lz4.frame")
     try:
         return frame.decompress(value)
     except RuntimeError as exc:
         raise ValueError(f"damaged LZ4 frame: {exc}") from exc
-
-
-def open_lmdb(path: str, *, split: str = "train") -> LmdbRegions:
-    """A file holds one split, so ``split`` is not looked at."""
-    return LmdbRegions(path)
-
-
-def write_lmdb(path: str, records: Iterable[Record], *, split: str = "train") -> int:
-    """A new folder with ``data.mdb``, of ``.npz`` values; a folder with something in it is refused."""
-    names: list[str] = []
-    with replacing(path) as temporary:
-        # No more than address space: the file grows with what is in it
-        environment = _lmdb().open(temporary, map_size=1 << 40, lock=False, sync=False)
-        transaction, size = environment.begin(write=True), 0
-        try:
-            for name, regions in unique(path, records):
-                with naming(path, name):
-                    key, value = name.encode(), npz_bytes(to_arrays(regions))
-                    if len(key) > _KEY_LIMIT or key == _ORDER or key.startswith(b"\0"):
-                        raise ValueError(f"a key of LMDB has at most {_KEY_LIMIT} bytes, starts with no NUL, is not {_ORDER!r}")
-                transaction.put(key, value)
-                names.append(name)
-                size += len(value)
-                if size > _COMMIT:
-                    transaction.commit()
-                    transaction, size = environment.begin(write=True), 0
-            transaction.put(_ORDER, json.dumps(names).encode())
-            transaction.commit()
-            environment.sync(True)
-        finally:
-            environment.close()
-    return len(names)
 
 
 def matches(path: str) -> bool:
@@ -270,4 +235,4 @@ def _import(module: str) -> Any:
         raise CoderError(f'this LMDB file needs the package {package}: pip install "coder-plugin[regions]"') from exc
 
 
-LMDB = RegionFormat(open=open_lmdb, write=write_lmdb, matches=matches, keeps=("whole", "extras"))
+LMDB = RegionFormat(open=LmdbRegions, matches=matches)

@@ -1,5 +1,4 @@
-"""Single rows of large ``.npy`` files, read and written without holding the file: neither in memory nor as mapped pages,
-which count as memory once they are touched."""
+"""Read and write large ``.npy`` files row by row, without holding them in memory or mapping their pages."""
 
 from __future__ import annotations
 
@@ -12,34 +11,21 @@ from typing import IO
 
 import numpy as np
 
+from coder_plugin.data.regions.base import read_at
 from coder_plugin.errors import CoderError
 
-_HEADER = 128  # bytes, of the files written here; numpy asks for a multiple of 64
-
-
-def read_at(path: str, offset: int, length: int) -> bytes:
-    """``length`` bytes of a file from ``offset``; fewer are a ValueError. The file is opened each time, for microseconds:
-    whatever reads by it can be pickled, shared by processes, and holds no descriptor."""
-    with open(path, "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), length, offset)
-        while len(data) < length:  # one call gives 2 GB at most
-            more = os.pread(file.fileno(), length - len(data), offset + len(data))
-            if not more:
-                raise ValueError(f"{path} ends before byte {offset + length}: it was cut since it was opened")
-            data += more
-    return data
+_HEADER = 128  # bytes, in files written here; NumPy requires a multiple of 64
 
 
 class NpyRows:
-    """The rows of a ``.npy`` file: ``rows[3]`` is an array of shape ``shape[1:]`` and the file's dtype, which may be
-    changed in place.
+    """The rows of a ``.npy`` file: ``rows[3]`` is a writable array of shape ``shape[1:]`` and the file's dtype.
 
     Args:
         kinds: allowed dtypes, as letters of ``dtype.kind``.
         ndim: how many dimensions the array must have.
 
     Raises:
-        CoderError: no ``.npy`` file, another dtype or number of dimensions, Fortran order, or a file that ends early.
+        CoderError: not a ``.npy`` file, another dtype or number of dimensions, Fortran order, or a truncated file.
     """
 
     def __init__(self, path: str, *, kinds: str, ndim: int) -> None:
@@ -64,7 +50,7 @@ class NpyRows:
         needed = self._start + prod(self.shape) * self.dtype.itemsize
         if size < needed:
             raise CoderError(
-                f"{path}: has {size:,} bytes, its header promises {needed:,}: truncated, copy or make it anew"
+                f"{path}: has {size:,} bytes, but its header requires {needed:,}: truncated; copy or write it again"
             )
 
     def __len__(self) -> int:
@@ -76,11 +62,11 @@ class NpyRows:
         return self.read(row, 1)[0]
 
     def all(self) -> np.ndarray:
-        """The whole array, for files that are small."""
+        """All rows, for small files."""
         return self.read(0, len(self))
 
     def read(self, first: int, rows: int) -> np.ndarray:
-        """``rows`` rows from ``first``."""
+        """``rows`` rows, starting with row ``first``."""
         length = prod(self.shape[1:]) * self.dtype.itemsize
         data = read_at(self.path, self._start + first * length, rows * length)
         array = np.frombuffer(data, self.dtype).reshape(rows, *self.shape[1:])
@@ -91,9 +77,9 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
-        raise ValueError(f"its version is {version[0]}.{version[1]}; known are 1.0 and 2.0")
+        raise ValueError(f"its version is {version[0]}.{version[1]}; 1.0 and 2.0 can be read")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # files of Python 2, as the field's are, write 36L: read nonetheless
+        warnings.simplefilter("ignore")  # files written by Python 2, as many released ones are, have shapes like (36L,)
         try:
             return readers[version](file)  # type: ignore[no-untyped-call, no-any-return]
         except (SyntaxError, TypeError, tokenize.TokenError) as exc:  # numpy parses the header as Python
@@ -101,7 +87,7 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 class NpyWriter:
-    """A ``.npy`` file written row by row, the number of rows being unknown until :meth:`close`."""
+    """Write a ``.npy`` file row by row, without knowing the number of rows before :meth:`close`."""
 
     def __init__(self, path: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
         self.path, self.dtype, self.shape, self.rows = path, np.dtype(dtype), shape, 0
@@ -115,7 +101,7 @@ class NpyWriter:
         self.rows += len(rows)
 
     def close(self, shape: tuple[int, ...] | None = None) -> None:
-        """Finish the file, as an array [rows, *shape] or of another shape of that many numbers."""
+        """Finish the file, as an array [rows, *shape] or of another shape of the same size."""
         if not self._file.closed:
             self._file.seek(0)
             self._file.write(header(self.dtype, shape or (self.rows, *self.shape)))

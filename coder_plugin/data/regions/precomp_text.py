@@ -1,4 +1,4 @@
-"""The text files of precomp folders: lists of captions and ids, and what the ids' images are called."""
+"""Read the text files of precomp folders: captions, ids, and the file names of ids."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from coder_plugin.errors import CoderError
 
-#: What repr() writes for bytes, and nothing else.
+#: Exactly the texts that repr() writes for bytes.
 _BYTES = re.compile(r"""b(?:'(?:(?![\\'])[ -~]|\\[\\'tnr]|\\x[0-9a-f]{2})*'|"(?:(?![\\"])[ -~]|\\[\\tnr]|\\x[0-9a-f]{2})*")""")
 
 
 def lines_of(path: str) -> list[str] | None:
-    """The lines of a file, without the blanks around them; None where there is no file."""
+    """The stripped lines of a file; None where the file does not exist."""
     if not os.path.exists(path):
         return None
     try:
@@ -29,7 +29,7 @@ def lines_of(path: str) -> list[str] | None:
     texts = []
     for number, line in enumerate(lines):
         try:
-            texts.append(plain(line.decode("utf-8").strip()) or "")
+            texts.append(decode_bytes_repr(line.decode("utf-8").strip()) or "")
         except UnicodeDecodeError as exc:
             raise CoderError(f"{path}: line {number + 1} is not UTF-8 text") from exc
         if not texts[-1]:
@@ -37,9 +37,11 @@ def lines_of(path: str) -> list[str] | None:
     return texts
 
 
-def plain(line: str) -> str | None:
-    """The text that a line stands for: some copies have captions as Python prints bytes, ``b'a dog'``; None for bytes that
-    are no text."""
+def decode_bytes_repr(line: str) -> str | None:
+    """The caption of a line. Some copies of the data hold captions as Python prints bytes, ``b'a dog'``.
+
+    Returns None for bytes that are not UTF-8.
+    """
     if not _BYTES.fullmatch(line):
         return line
     try:
@@ -48,13 +50,13 @@ def plain(line: str) -> str | None:
         return None
 
 
-def counting(ids: Sequence[str]) -> bool:
-    """Whether ids are 0, 1, 2 … or 1, 2, 3 …: those of every split are, so they name no image."""
-    return any(all(name == str(place) for place, name in enumerate(ids, start)) for start in (0, 1))
+def are_row_numbers(ids: Sequence[str]) -> bool:
+    """Whether ids are 0, 1, 2 … or 1, 2, 3 …: such ids repeat in every split, so they do not identify images."""
+    return any(all(name == str(row) for row, name in enumerate(ids, start)) for start in (0, 1))
 
 
-def mapping_of(folder: str) -> dict[str, str]:
-    """What ``id_mapping.json`` says, here or one folder up; empty where there is none."""
+def read_id_mapping(folder: str) -> dict[str, str]:
+    """Ids to file names from ``id_mapping.json`` in this folder or its parent; empty where there is none."""
     for place in (folder, os.path.dirname(os.path.abspath(folder))):
         path = os.path.join(place, "id_mapping.json")
         if not os.path.exists(path):
@@ -65,6 +67,6 @@ def mapping_of(folder: str) -> dict[str, str]:
         except (OSError, ValueError) as exc:
             raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
         if not isinstance(content, dict) or not all(isinstance(name, str) and name for name in content.values()):
-            raise CoderError(f"{path}: must be an object that gives each id a file name")
+            raise CoderError(f"{path}: must be an object of ids to file names")
         return content
     return {}

@@ -1,12 +1,12 @@
-"""Writing a split of a precomp folder, image by image."""
+"""Write a split of a precomp folder, image by image."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 
 import numpy as np
 
@@ -21,159 +21,140 @@ ENDINGS = ("ims.npy", "boxes.npy", "img_sizes.npy", "counts.npy", "whole.npy", "
 def write(path: str, records: Iterable[Record], *, split: str = "train") -> int:
     """Write ``records`` as the split ``split`` of the folder ``path``; returns their number.
 
-    Images with fewer regions than others are filled up with zeros, and then ``counts.npy`` says how many each has.
-    All images must have equally many captions.
+    All images get as many rows as the one with most regions, the rest zeros; ``counts.npy`` then holds their numbers of
+    regions. All files are written to a temporary folder and then renamed.
 
     Raises:
-        CoderError: the split is there already, there are no records, or one does not fit the others (dtype, channels,
-            number of captions, with or without boxes): names it.
+        CoderError: the split exists, there are no records, or a record does not fit the others (dtype, channels, number of
+            captions, with or without boxes).
     """
     for ending in ENDINGS:
         if os.path.exists(os.path.join(path, f"{split}_{ending}")):
-            broken = ending != "ims.npy"  # which is the first to be looked for
-            why = f" without {split}_ims.npy, as a writing that was killed leaves it" if broken else ""
+            incomplete = "" if ending == "ims.npy" else f" without {split}_ims.npy, left by a killed process"
             raise CoderError(
-                f"{path}: already has {split}_{ending}{why}; remove split {split!r} there or choose another folder"
+                f"{path}: already has {split}_{ending}{incomplete}; remove split {split!r} there or choose another folder"
             )
-    os.makedirs(path, exist_ok=True)
-    split_ = _Split(path, split)
+    temporary = os.path.join(path, f".{split}.{os.getpid()}.part")
+    os.makedirs(temporary)
+    writer = _SplitWriter(path, temporary)
     try:
         for record in records:
-            split_.append(record)
-        split_.finish()
+            writer.append(record)
+        if not writer.counts:
+            raise CoderError(f"{path}: no images to write as split {split!r}")
+        writer.finish()
+        _rename(temporary, path, split)
     finally:
-        split_.clean()
-    return split_.number
+        writer.close()
+        shutil.rmtree(temporary, ignore_errors=True)
+    return len(writer.counts)
 
 
-class _Split:
-    """The files of a split under names that no reader looks at, until all are whole."""
+def _rename(temporary: str, folder: str, split: str) -> None:
+    """Rename the features last: readers look for them first. If one renaming fails, undo the others."""
+    renamed: list[str] = []
+    try:
+        for ending in reversed(ENDINGS):
+            if os.path.exists(os.path.join(temporary, ending)):
+                target = os.path.join(folder, f"{split}_{ending}")
+                os.replace(os.path.join(temporary, ending), target)
+                renamed.append(target)
+    except BaseException:
+        for target in renamed:
+            os.remove(target)
+        raise
 
-    def __init__(self, folder: str, split: str) -> None:
-        self.folder, self.split = folder, split
-        self.number = 0
-        self._counts: list[int] = []
+
+class _SplitWriter:
+    """The files of a split in a temporary folder."""
+
+    def __init__(self, folder: str, temporary: str) -> None:
+        self.folder, self.temporary = folder, temporary
+        self.counts: list[int] = []  # regions of each image
         self._names: set[str] = set()
         self._first: Record | None = None
+        self._captions_per_image = 0
         self._arrays: dict[str, NpyWriter] = {}
         self._dropped: set[str] = set()
-        self._ids = open(self._aside("ids.txt"), "wb")
-        self._caps = open(self._aside("caps.txt"), "wb")
-        self._each = 0
-        self._padded: NpyWriter | None = None
-        self._named: list[str] = []
+        self._ids = open(self._path("ids.txt"), "wb")
+        self._caps = open(self._path("caps.txt"), "wb")
 
     def append(self, record: Record) -> None:
         name, regions = record.name, record.regions
+        captions = [_line(caption, "caption", name) for caption in record.captions]
         if self._first is None:
-            self._start(record)
+            self._first, self._captions_per_image = record, len(captions)
         first = self._first
-        assert first is not None
-        captions = self._captions(record)
-        if len(captions) != self._each:
+        if len(captions) != self._captions_per_image:
             raise CoderError(
-                f"{self.folder}: image {name!r} has {len(captions)} captions and {first.name!r} {self._each}; precomp "
-                "files need equally many for all images: convert with captions_per_image"
+                f"{self.folder}: image {name!r} has {len(captions)} captions and {first.name!r} {self._captions_per_image}; "
+                "precomp files need the same number for all images: convert with captions_per_image"
             )
-        for what in ("boxes", "whole"):
-            if (getattr(regions, what) is None) != (getattr(first.regions, what) is None):
-                with_, without = (name, first.name) if getattr(regions, what) is not None else (first.name, name)
-                raise CoderError(
-                    f"{self.folder}: image {with_!r} has {what} and {without!r} has none: all or no image must"
-                )
-        self._dropped |= set(regions.extras)
-        self._put("ims.npy", regions.features, name)  # one below the other, until the end tells how many an image has
-        if regions.boxes is not None:
-            self._put("boxes.npy", regions.boxes.astype(np.float32), name)
-            self._put("img_sizes.npy", np.asarray([regions.size], np.float64), name)
-        if regions.whole is not None:
-            self._put("whole.npy", regions.whole[None], name)
+        for part in ("boxes", "global_feature"):
+            if (getattr(regions, part) is None) != (getattr(first.regions, part) is None):
+                owner, other = (name, first.name) if getattr(regions, part) is not None else (first.name, name)
+                raise CoderError(f"{self.folder}: image {owner!r} has {part} and {other!r} has none: all or no image must")
         if name in self._names or name != _line(name, "name", name):
-            why = "comes twice" if name in self._names else "has line breaks or outer blanks, which ids.txt cannot hold"
-            raise CoderError(f"{self.folder}: image name {name!r} {why}")
+            reason = "occurs twice" if name in self._names else "has line breaks or outer blanks, which ids.txt cannot hold"
+            raise CoderError(f"{self.folder}: image name {name!r} {reason}")
+        self._dropped |= set(regions.extras)
+        self._extend("ims.npy", regions.features, name)  # [regions of all images, R] until all counts are known
+        if regions.boxes is not None:
+            self._extend("boxes.npy", regions.boxes.astype(np.float32), name)
+            self._extend("img_sizes.npy", np.asarray([regions.size], np.float64), name)
+        if regions.global_feature is not None:
+            self._extend("whole.npy", regions.global_feature[None], name)
         self._names.add(name)
         self._ids.write(f"{name}\n".encode())
-        for caption in captions:
-            self._caps.write(f"{caption}\n".encode())
-        self._counts.append(len(regions))
-        self.number += 1
+        self._caps.writelines(f"{caption}\n".encode() for caption in captions)
+        self.counts.append(len(regions))
 
     def finish(self) -> None:
-        if not self.number:
-            raise CoderError(f"{self.folder}: no images to write as split {self.split!r}")
-        same = len(set(self._counts)) == 1
+        same = len(set(self.counts)) == 1
         for ending, array in self._arrays.items():
             by_region = ending in ("ims.npy", "boxes.npy")
-            array.close((self.number, self._counts[0], *array.shape) if by_region and same else None)
-        self._ids.close()
-        self._caps.close()
+            array.close((len(self.counts), self.counts[0], *array.shape) if by_region and same else None)
+            if by_region and not same:
+                self._pad(ending)
         if not same:
-            for ending in ("ims.npy", "boxes.npy"):
-                if ending in self._arrays:
-                    self._pad(ending)
-            with open(self._aside("counts.npy"), "wb") as file:
-                np.save(file, np.asarray(self._counts, np.int32), allow_pickle=False)
-        if not self._each:
-            os.remove(self._aside("caps.txt"))
+            np.save(self._path("counts.npy"), np.asarray(self.counts, np.int32), allow_pickle=False)
+        self.close()
+        if not self._captions_per_image:
+            os.remove(self._path("caps.txt"))
         if self._dropped:
-            log.warning(
-                "%s: precomp files have no place for %s: left out", self.folder, ", ".join(sorted(self._dropped))
-            )
-        # The features last: without them the others are no split.
-        for ending in reversed(ENDINGS):
-            if os.path.exists(self._aside(ending)):
-                os.replace(self._aside(ending), self._final(ending))
-                self._named.append(ending)
+            log.warning("%s: precomp files cannot store %s: left out", self.folder, ", ".join(sorted(self._dropped)))
 
-    def clean(self) -> None:
-        for file in (self._ids, self._caps, *self._arrays.values(), self._padded):
-            if file is not None:
-                file.close()
-        for ending in [*ENDINGS, "padded"]:
-            with suppress(FileNotFoundError):
-                os.remove(self._aside(ending))
-        if not os.path.exists(self._final("ims.npy")):  # broken off between two names
-            for ending in self._named:
-                os.remove(self._final(ending))
+    def close(self) -> None:
+        for file in (self._ids, self._caps, *self._arrays.values()):
+            file.close()
 
-    def _start(self, record: Record) -> None:
-        self._first = record
-        self._each = len(self._captions(record))
+    def _path(self, ending: str) -> str:
+        return os.path.join(self.temporary, ending)
 
-    def _captions(self, record: Record) -> list[str]:
-        return [_line(caption, "caption", record.name) for caption in record.captions]
-
-    def _aside(self, ending: str) -> str:
-        return os.path.join(self.folder, f".{self.split}_{ending}.{os.getpid()}.part")
-
-    def _final(self, ending: str) -> str:
-        return os.path.join(self.folder, f"{self.split}_{ending}")
-
-    def _put(self, ending: str, rows: np.ndarray, name: str) -> None:
+    def _extend(self, ending: str, rows: np.ndarray, name: str) -> None:
         array = self._arrays.get(ending)
         if array is None:
-            array = self._arrays[ending] = NpyWriter(self._aside(ending), rows.dtype, rows.shape[1:])
+            array = self._arrays[ending] = NpyWriter(self._path(ending), rows.dtype, rows.shape[1:])
         if (rows.dtype, rows.shape[1:]) != (array.dtype, array.shape):
             assert self._first is not None
             raise CoderError(
                 f"{self.folder}: image {name!r} has {rows.dtype} x {rows.shape[-1]} for {ending} where "
-                f"{self._first.name!r} has {array.dtype} x {array.shape[-1]}; one file holds one kind"
+                f"{self._first.name!r} has {array.dtype} x {array.shape[-1]}; all images must have the same"
             )
         array.extend(rows)
 
     def _pad(self, ending: str) -> None:
         """Give every image as many rows as the one with most."""
-        most = max(self._counts)
-        rows = NpyRows(self._aside(ending), kinds="f", ndim=2)
-        padded = self._padded = NpyWriter(self._aside("padded"), rows.dtype, (most, rows.shape[1]))
+        rows = NpyRows(self._path(ending), kinds="f", ndim=2)
+        padded = NpyWriter(self._path("padded"), rows.dtype, (max(self.counts), rows.shape[1]))
         start = 0
-        for count in self._counts:
-            image = np.zeros(padded.shape, rows.dtype)
-            image[:count] = rows.read(start, count)
-            padded.extend(image[None])
+        for count in self.counts:
+            image = np.zeros((1, *padded.shape), rows.dtype)
+            image[0, :count] = rows.read(start, count)
+            padded.extend(image)
             start += count
         padded.close()
-        os.replace(padded.path, self._aside(ending))
+        os.replace(padded.path, self._path(ending))
 
 
 def _line(text: str, what: str, name: str) -> str:

@@ -1,6 +1,6 @@
-"""From an image's regions to what region models read: tensors of one shape, padded and masked.
+"""Turn an image's regions into the input of region models: tensors of a fixed shape, padded and masked.
 
-Shapes: M most regions, R channels.
+Shapes: M maximum number of regions, R channels of a region, G channels of the whole image.
 """
 
 from __future__ import annotations
@@ -17,14 +17,25 @@ from coder_plugin.errors import CoderError
 
 
 class RegionTransform:
-    """Regions -> ``features`` float32 [M, R] and bool ``mask`` [M], and for a model that reads them ``boxes`` [M, 4]
-    (fractions) with ``aspect`` [], the image's width over its height, or ``global`` [G], a feature of the whole image.
+    """Regions -> ``features`` float32 [M, R] and bool ``mask`` [M]; for a model that reads them also ``boxes`` [M, 4]
+    (fractions) with ``aspect`` [] (width over height), or ``global`` [G], a feature of the whole image.
 
     Args:
-        region_dim: R, checked. max_regions: M: the first M of the file's order are kept, fewer are padded.
-        dropout: share of the regions that are left out at random, in training (VSE-infinity's 0.2); one always stays.
-        boxes: whether the model reads them: an image without is then unusable.
-        global_dim: G, checked, where the model reads that feature; likewise.
+        region_dim: R, checked.
+        max_regions: M. The first M in the file's order are kept; fewer are padded.
+        dropout: probability of leaving a region out in training, in [0, 1) (VSE-infinity: 0.2); at least one stays.
+        boxes: whether the model reads boxes. An image without boxes is then unusable.
+        global_dim: G, checked, if the model reads a feature of the whole image, else 0. An image without is unusable.
+
+    Raises:
+        CoderError: an option out of range, or regions of another width than the model's.
+        Unusable: an image that lacks what the model reads.
+
+    Example:
+        >>> import numpy as np
+        >>> batch = RegionTransform(4, max_regions=3)(Regions(np.ones((2, 4), np.float32)))
+        >>> batch["features"].shape, batch["mask"].tolist()
+        (torch.Size([3, 4]), [True, True, False])
     """
 
     def __init__(
@@ -39,38 +50,38 @@ class RegionTransform:
 
     def __call__(self, regions: Any) -> dict[str, Tensor]:
         if not isinstance(regions, Regions):
-            raise CoderError("this model reads regions and the data are pictures: extract regions and name them: --regions")
+            raise CoderError("this model reads regions, but the data are pictures: extract regions, then give --regions FILES")
         if regions.features.shape[1] != self.region_dim:
-            raise CoderError(f"regions have {regions.features.shape[1]} channels; the model was made for {self.region_dim}")
-        kept = self._kept(min(len(regions), self.max_regions))
+            raise CoderError(f"regions have {regions.features.shape[1]} channels, but the model reads {self.region_dim}")
+        rows = self._rows(min(len(regions), self.max_regions))
         out = {
-            "features": self._padded(regions.features, kept),
-            "mask": torch.arange(self.max_regions) < len(kept),
+            "features": self._padded(regions.features, rows),
+            "mask": torch.arange(self.max_regions) < len(rows),
         }
         if self.boxes:
             fractions = regions.fractions
             if fractions is None:
-                raise Unusable("it has no boxes, which this model reads (--model-kwargs context=none does without)")
-            out["boxes"] = self._padded(fractions, kept)
+                raise Unusable("it has no boxes, which this model reads (--model-kwargs context=none does not)")
+            out["boxes"] = self._padded(fractions, rows)
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
         if self.global_dim:
-            whole = regions.whole
-            if whole is None:
+            feature = regions.global_feature
+            if feature is None:
                 raise Unusable(
-                    "it has no feature of the whole image, which this model reads (--model-kwargs global_dim=0 does without)"
+                    "it has no feature of the whole image, which this model reads (--model-kwargs global_dim=0 does not)"
                 )
-            if len(whole) != self.global_dim:
-                raise CoderError(f"whole images have {len(whole)} channels; the model was made for {self.global_dim}")
-            out["global"] = torch.from_numpy(whole.astype(np.float32))
+            if len(feature) != self.global_dim:
+                raise CoderError(f"whole images have {len(feature)} channels, but the model reads {self.global_dim}")
+            out["global"] = torch.from_numpy(feature.astype(np.float32))
         return out
 
-    def _kept(self, count: int) -> Tensor:
+    def _rows(self, count: int) -> Tensor:
         if not self.dropout:
             return torch.arange(count)
-        kept = (torch.rand(count) >= self.dropout).nonzero().squeeze(1)
-        return kept if len(kept) else torch.randint(count, (1,))
+        rows = (torch.rand(count) >= self.dropout).nonzero().squeeze(1)
+        return rows if len(rows) else torch.randint(count, (1,))
 
-    def _padded(self, rows: Any, kept: Tensor) -> Tensor:
-        out = torch.zeros(self.max_regions, rows.shape[1])
-        out[: len(kept)] = torch.from_numpy(rows[kept.numpy()].astype(np.float32))
+    def _padded(self, values: Any, rows: Tensor) -> Tensor:
+        out = torch.zeros(self.max_regions, values.shape[1])
+        out[: len(rows)] = torch.from_numpy(values[rows.numpy()].astype(np.float32))
         return out

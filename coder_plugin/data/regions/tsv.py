@@ -1,4 +1,4 @@
-r"""TSV files as bottom-up-attention writes them, and LXMERT's: an image a line, arrays in base64, no header.
+r"""Read TSV files as bottom-up-attention and LXMERT write them: an image a line, arrays in base64, no header.
 
 ===================  ===============================================================================================
 bottom-up-attention  ``image_id image_w image_h num_boxes boxes features``
@@ -6,10 +6,9 @@ LXMERT               ``img_id img_h img_w objects_id objects_conf attrs_id attrs
 ===================  ===============================================================================================
 
 LXMERT has the height first. Arrays are little-endian float32, ``objects_id`` and ``attrs_id`` int64; boxes are in pixels.
-L regions of an image, R channels.
 
-The first opening reads the file through once and leaves the lines' places beside it, in ``NAME.index``, where that
-folder can be written. Reading an image then reads its line and nothing else.
+Opening a file for the first time reads it once and saves the positions of its lines in ``NAME.index``, if the folder can be
+written. Reading an image reads its line alone.
 """
 
 from __future__ import annotations
@@ -21,33 +20,32 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from coder_plugin.data.regions.base import Record, RegionFormat, Regions
-from coder_plugin.data.regions.keyed import KeyedRegions, absent, exactly, naming, replacing, unique
+from coder_plugin.data.regions.base import IndexedRegions, RegionFormat, Regions, missing_file, read_at
 from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_write
 
 _BLOCK = 1 << 20
-_VERSION = 1  # of the index file
-_OTHERS = {6: "bottom-up-attention's (format tsv)", 10: "LXMERT's (format lxmert)"}
+_VERSION = 2  # of the index file
+_LAYOUT_OF_COUNT = {6: "bottom-up-attention's layout (tsv)", 10: "LXMERT's layout (lxmert)"}
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The fields of a line in their order, and the dtypes of those that become ``Regions.extras``."""
+    """The fields of a line in order, and the dtypes of those that become ``Regions.extras``."""
 
     name: str
     fields: tuple[str, ...]
     extras: dict[str, str]
 
     def parse(self, line: bytes) -> tuple[str, Regions]:
-        """A whole line as the image's name and regions; ``ValueError`` says which field is wrong."""
+        """An image's name and regions from its line; ``ValueError`` names a wrong field."""
         values = line.rstrip(b"\r\n").split(b"\t")
         if len(values) != len(self.fields):
             raise ValueError(f"{len(values)} fields, not {len(self.fields)}")
@@ -56,7 +54,7 @@ class _Layout:
         if number < 1 or number % 1:
             raise ValueError(f"num_boxes is {number:g}, not a whole number from one")
         count = int(number)
-        boxes = _array(row, "boxes", "<f4", count, 4)  # first: it shows best where num_boxes is wrong
+        boxes = _array(row, "boxes", "<f4", count, 4)  # first: its message is clearest where num_boxes is wrong
         regions = Regions(
             features=_array(row, "features", "<f4", count),
             boxes=boxes,
@@ -65,73 +63,56 @@ class _Layout:
         )
         return _unquote(row["id"]), regions
 
-    def line(self, name: str, regions: Regions) -> bytes:
-        """What :meth:`parse` reads; ``ValueError`` where the layout cannot hold it unchanged."""
-        if any(character in name for character in "\t\r\n"):
-            raise ValueError("a name with a tab or a line break cannot be written to a TSV file")
-        if regions.boxes is None or regions.whole is not None:
-            raise ValueError(f"a {self.name} TSV file needs boxes and holds no feature of the whole image")
-        if set(regions.extras) != set(self.extras):
-            needed, there = (", ".join(sorted(each)) or "none" for each in (self.extras, regions.extras))
-            raise ValueError(f"further arrays in a {self.name} TSV file: {needed}; here: {there}")
-        row = {
-            # The csv module's readers take quotes for theirs
-            "id": (f'"{name}"'.replace('"', '""')[1:-1] if '"' in name else name).encode(),
-            "width": _text(regions.size[0]),
-            "height": _text(regions.size[1]),
-            "num_boxes": _text(len(regions)),
-            "boxes": _encode("boxes", regions.boxes, "<f4"),
-            "features": _encode("features", regions.features, "<f4"),
-        }
-        for extra, dtype in self.extras.items():
-            array = regions.extras[extra]
-            if array.ndim != 1:
-                raise ValueError(f"{extra} has shape {list(array.shape)}, not [{len(regions)}]")
-            row[extra] = _encode(extra, array, dtype)
-        return b"\t".join(row[field] for field in self.fields) + b"\n"
+
+BUA_LAYOUT = _Layout("bottom-up-attention", ("id", "width", "height", "num_boxes", "boxes", "features"), {})
+LXMERT_LAYOUT = _Layout(
+    "LXMERT",
+    ("id", "height", "width", "objects_id", "objects_conf", "attrs_id", "attrs_conf", "num_boxes", "boxes", "features"),
+    {"objects_id": "<i8", "objects_conf": "<f4", "attrs_id": "<i8", "attrs_conf": "<f4"},
+)
 
 
-class TsvRegions(KeyedRegions):
-    """Regions of a TSV file that is opened for each reading: no handle to share between processes, nothing kept."""
+class TsvRegions(IndexedRegions):
+    """Regions of a TSV file. The file is opened for each reading, so processes share no handle."""
 
     def __init__(self, path: str, layout: _Layout) -> None:
         self._layout = layout
         try:
             self._stamp = _stamp(os.stat(path))
-            index = _cached(path, layout, self._stamp)
+            index = _load_index(path, layout, self._stamp)
             if index is None:
                 index = _scan(path, layout)
                 if index:
-                    _keep(path, layout, self._stamp, index)
+                    _save_index(path, layout, self._stamp, index)
         except FileNotFoundError:
-            raise absent(path) from None
+            raise missing_file(path) from None
         except OSError as exc:
             raise CoderError(f"{path}: cannot be read as a TSV file: {exc.strerror or exc}") from exc
         super().__init__(path, index)
 
-    def _read(self, name: str, where: Any) -> Regions:
-        offset, length, number = where
+    def _read(self, name: str, place: Any) -> Regions:
+        offset, length, number = place
         with open(self.path, "rb", buffering=0) as file:
             if _stamp(os.fstat(file.fileno())) != self._stamp:
                 raise ValueError("the file has changed since it was opened; open it again")
             line = os.pread(file.fileno(), length, offset)
         try:
-            found, regions = self._layout.parse(line)
+            line_name, regions = self._layout.parse(line)
         except ValueError as exc:
             raise ValueError(f"line {number}: {exc}") from exc
-        if found != name:
-            raise ValueError(f"line {number} is that of {found!r}; delete {_index_path(self.path)}")
+        if line_name != name:
+            raise ValueError(f"line {number} holds image {line_name!r}: delete the stale {_index_path(self.path)}")
         return regions
 
 
 def _scan(path: str, layout: _Layout) -> dict[str, tuple[int, int, int]]:
-    """Names to (offset, length, line number), in blocks of at most a MB; CoderError where lines make the file doubtful."""
+    """Names to (offset, length, line number), read in blocks of at most 1 MB; CoderError where a line does not fit."""
     from tqdm import tqdm
 
-    log.info("%s: looking for its lines; once, if the folder can be written", path)
+    log.info("%s: indexing its lines (only once, if the folder can be written)", path)
     index: dict[str, tuple[int, int, int]] = {}
     wrong: list[tuple[int, int]] = []  # (line, fields)
-    twice: list[tuple[int, str]] = []
+    duplicates: list[tuple[int, str]] = []
     number = offset = 0
     bar = tqdm(total=os.path.getsize(path), desc=f"index of {os.path.basename(path)}", unit="B", unit_scale=True, disable=None)
     with open(path, "rb", buffering=_BLOCK) as file, bar:
@@ -140,59 +121,59 @@ def _scan(path: str, layout: _Layout) -> dict[str, tuple[int, int, int]]:
             head, tabs, length = block, block.count(b"\t"), len(block)
             while not block.endswith(b"\n") and (block := file.readline(_BLOCK)):
                 tabs, length = tabs + block.count(b"\t"), length + len(block)
-            where, offset = (offset, length, number), offset + length
+            place, offset = (offset, length, number), offset + length
             bar.update(length)
             if not head.strip(b"\r\n"):
-                continue  # as the csv module does
-            if not block and not _complete(path, layout, where, next(iter(index.values()), None)):
+                continue  # blank lines are skipped, as in the csv module
+            if not block and not _complete(path, layout, place, next(iter(index.values()), None)):
                 raise CoderError(
-                    f"{path}: line {number}, the last, is cut off after {length} bytes: copy or download the file again, "
+                    f"{path}: line {number}, the last, is truncated after {length} bytes: copy or download the file again, "
                     "or remove that line"
                 )
             if tabs + 1 != len(layout.fields):
                 wrong.append((number, tabs + 1))
-                if number == 1:  # another kind of file: no need to read it all
+                if number == 1:  # another kind of file: do not read all of it
                     break
                 continue
             try:
                 name = _unquote(head.partition(b"\t")[0])
             except UnicodeDecodeError:
-                raise CoderError(f"{path}: line {number}: the image's name is not UTF-8 text: not such a TSV file") from None
+                raise CoderError(f"{path}: line {number}: the image's name is not UTF-8 text: not a region file") from None
             if name in index:
-                twice.append((number, name))
+                duplicates.append((number, name))
             else:
-                index[name] = where
+                index[name] = place
     if wrong:
         line, fields = wrong[0]
-        many = "" if number == 1 else f" ({len(wrong)} such lines of {number})"
-        hint = f"; {fields} fields are {_OTHERS[fields]}" if fields in _OTHERS else ""
+        total = "" if number == 1 else f" ({len(wrong)} such lines of {number})"
+        hint = f"; {fields} fields are {_LAYOUT_OF_COUNT[fields]}" if fields in _LAYOUT_OF_COUNT else ""
         raise CoderError(
-            f"{path}: line {line} has {fields} fields, not the {len(layout.fields)} of {layout.name}{many}{hint}; "
-            "remove such lines, or name the format that it is"
+            f"{path}: line {line} has {fields} fields, not the {len(layout.fields)} of {layout.name}{total}{hint}; "
+            "remove such lines, or name the right layout"
         )
-    if twice:
-        line, name = twice[0]
+    if duplicates:
+        line, name = duplicates[0]
         raise CoderError(
-            f"{path}: line {line} is image {name!r} again, first on line {index[name][2]} ({len(twice)} such lines of "
-            f"{number}); remove one of each"
+            f"{path}: line {line} repeats image {name!r} of line {index[name][2]} ({len(duplicates)} such lines of {number}); "
+            "remove one of each"
         )
     return index
 
 
-def _complete(path: str, layout: _Layout, where: tuple[int, int, int], first: tuple[int, int, int] | None) -> bool:
-    """Whether a last line without its end is whole: it parses, and its regions are as wide as the first line's."""
+def _complete(path: str, layout: _Layout, place: tuple[int, int, int], first: tuple[int, int, int] | None) -> bool:
+    """Whether a last line without line end is complete: it parses, and has as many channels as the first line."""
 
     def channels(place: tuple[int, int, int]) -> int | None:
-        with open(path, "rb", buffering=0) as file, suppress(ValueError):
-            return layout.parse(os.pread(file.fileno(), place[1], place[0]))[1].features.shape[1]
+        with suppress(ValueError):
+            return layout.parse(read_at(path, *place[:2]))[1].features.shape[1]
         return None
 
-    last = channels(where)
+    last = channels(place)
     return last is not None and (first is None or channels(first) in (None, last))
 
 
-def _cached(path: str, layout: _Layout, stamp: list[int]) -> dict[str, tuple[int, int, int]] | None:
-    """The index kept beside the file; None unless it is whole and was made of this very file in this layout."""
+def _load_index(path: str, layout: _Layout, stamp: list[int]) -> dict[str, tuple[int, int, int]] | None:
+    """The saved index; None unless it is intact and belongs to this version of the file and this layout."""
     try:
         with open(_index_path(path), "rb") as file:
             digest, payload = file.read().split(b"\n", 1)
@@ -201,20 +182,20 @@ def _cached(path: str, layout: _Layout, stamp: list[int]) -> dict[str, tuple[int
     if digest.decode("latin-1") != hashlib.blake2b(payload).hexdigest():
         return None
     content = json.loads(payload)
-    if content["of"] != [_VERSION, layout.name, *stamp]:
+    if content["file"] != [_VERSION, layout.name, *stamp]:
         return None
     return dict(zip(content["names"], zip(*content["places"], strict=True), strict=True))
 
 
-def _keep(path: str, layout: _Layout, stamp: list[int], index: dict[str, tuple[int, int, int]]) -> None:
+def _save_index(path: str, layout: _Layout, stamp: list[int], index: dict[str, tuple[int, int, int]]) -> None:
     places = list(zip(*index.values(), strict=True))
-    content = {"of": [_VERSION, layout.name, *stamp], "names": list(index), "places": places}
+    content = {"file": [_VERSION, layout.name, *stamp], "names": list(index), "places": places}
     payload = json.dumps(content).encode()
     try:
-        with replacing(_index_path(path)) as temporary, open(temporary, "wb") as file:
+        with atomic_write(_index_path(path), "wb") as file:
             file.write(hashlib.blake2b(payload).hexdigest().encode() + b"\n" + payload)
-    except OSError as exc:  # a folder that is read only costs a pass at each opening, nothing else
-        log.info("%s: its index is not kept: %s", path, exc)
+    except OSError as exc:  # in a read-only folder each opening reads the file once
+        log.info("%s: its index is not saved: %s", path, exc)
 
 
 def _index_path(path: str) -> str:
@@ -226,7 +207,7 @@ def _stamp(status: os.stat_result) -> list[int]:
 
 
 def _unquote(field: bytes) -> str:
-    """A field as the csv module reads it: quotes around it go, doubled ones inside become one."""
+    """A field as the csv module reads it: without surrounding quotes, doubled quotes inside made single."""
     text = field.decode()
     return text[1:-1].replace('""', '"') if len(text) > 1 and text[0] == text[-1] == '"' else text
 
@@ -238,17 +219,8 @@ def _number(row: dict[str, bytes], field: str) -> float:
     raise ValueError(f"{field} is {row[field][:20]!r}, not a number")
 
 
-def _text(number: float) -> bytes:
-    """Whole numbers without a point: the field's own readers want integers."""
-    return repr(int(number) if float(number).is_integer() else float(number)).encode()
-
-
-def _encode(what: str, array: np.ndarray, dtype: str) -> bytes:
-    return base64.b64encode(exactly(what, array, dtype).tobytes())
-
-
 def _array(row: dict[str, bytes], field: str, dtype: str, count: int, columns: int | None = None) -> np.ndarray:
-    """[count, columns], of one's own; without ``columns`` as many as there are."""
+    """A writable array [count, columns]; without ``columns`` as many as the data have."""
     try:
         data = base64.b64decode(row[field], validate=True)
     except binascii.Error as exc:
@@ -261,36 +233,13 @@ def _array(row: dict[str, bytes], field: str, dtype: str, count: int, columns: i
 
 
 def _format(layout: _Layout, *, objects: bool) -> RegionFormat:
-    def write(path: str, records: Iterable[Record], *, split: str = "train") -> int:
-        count = 0
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            for name, regions in unique(path, records):
-                with naming(path, name):
-                    file.write(layout.line(name, regions))
-                count += 1
-        return count
-
-    def open_tsv(path: str, *, split: str = "train") -> TsvRegions:
-        return TsvRegions(path, layout)
-
     def matches(path: str) -> bool:
-        """``….tsv``, also in numbered pieces; LXMERT's say ``obj`` in their names, as ``train2014_obj36.tsv``."""
-        stem, dot, piece = os.path.basename(path).lower().rpartition(".tsv")
-        return bool(dot) and (not piece or piece[1:].isdigit()) and ("obj" in stem) == objects
+        """``….tsv``, also numbered parts; LXMERT's have ``obj`` in their names, such as ``train2014_obj36.tsv``."""
+        stem, dot, part = os.path.basename(path).lower().rpartition(".tsv")
+        return bool(dot) and (not part or part[1:].isdigit()) and ("obj" in stem) == objects
 
-    keeps = ("extras",) if layout.extras else ()
-    return RegionFormat(open=open_tsv, write=write, matches=matches, keeps=keeps)
+    return RegionFormat(open=lambda path, *, split="train": TsvRegions(path, layout), matches=matches)
 
 
-BUA = _format(
-    _Layout("bottom-up-attention", ("id", "width", "height", "num_boxes", "boxes", "features"), {}),
-    objects=False,
-)
-LXMERT = _format(
-    _Layout(
-        "LXMERT",
-        ("id", "height", "width", "objects_id", "objects_conf", "attrs_id", "attrs_conf", "num_boxes", "boxes", "features"),
-        {"objects_id": "<i8", "objects_conf": "<f4", "attrs_id": "<i8", "attrs_conf": "<f4"},
-    ),
-    objects=True,
-)
+BUA = _format(BUA_LAYOUT, objects=False)
+LXMERT = _format(LXMERT_LAYOUT, objects=True)

@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from coder_plugin.data.regions import keyed
-from coder_plugin.data.regions.base import Record
+from coder_plugin.data.regions import base
 from coder_plugin.data.regions.hdf5 import HDF5
 from coder_plugin.errors import CoderError
-from tests.data.regions.keyed_cases import (
-    assert_same,
-    check_failed_write_leaves_nothing,
-    check_processes,
-    made,
-    record_lists,
-    records,
-    round_trip,
-)
+from tests.data.regions.keyed_cases import assert_same, check_processes, check_reading, made, record_lists
+from tests.data.regions.layouts import write_hdf5
 
 h5py = pytest.importorskip("h5py")
 
@@ -34,7 +26,7 @@ SIZES = np.array([[500, 375], [640, 480]])
 
 @pytest.fixture(autouse=True)
 def forget_warnings():
-    keyed._warned.clear()
+    base._warned.clear()
 
 
 def fixed(tmp_path, **changes) -> tuple[str, list]:
@@ -84,29 +76,13 @@ def fault(path: str) -> str:
     return str(caught.value)
 
 
-# round trips
+# reading
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given=record_lists(one_width=True, extras=EXTRAS, whole=True))
-def test_round_trip(tmp_path, given):
-    round_trip(HDF5, str(tmp_path / "x.h5"), given)
-
-
-def test_an_image_of_half_precision_joins_an_earlier_one_of_single(tmp_path):
-    path = str(tmp_path / "x.h5")
-    given = [Record("a", made()), Record("b", made(dtype=np.float16))]
-    HDF5.write(path, given)
-    assert_same(HDF5.open(path)["b"], given[1].regions, features=np.float32)
-
-
-def test_what_we_write_is_bans_layout_and_uncompressed(tmp_path):
-    path = str(tmp_path / "x.h5")
-    HDF5.write(path, records(3, channels=2048))
-    with h5py.File(path) as file:
-        assert file["image_features"].shape == (6, 2048) and file["image_bb"].shape == (6, 4)
-        assert file["pos_boxes"][()].tolist() == [[0, 1], [1, 3], [3, 6]]
-        assert file["image_features"].compression is None and file["image_features"].chunks == (8, 2048)
+def test_files_are_read_bit_for_bit(tmp_path, given):
+    check_reading(HDF5, write_hdf5, str(tmp_path / "x.h5"), given)
 
 
 # the field's layouts
@@ -207,7 +183,7 @@ def test_pickled_names_are_refused_by_name(tmp_path):
         ("[1, 1]", "'1' more than once (1 names too many)"),
         ('{"a": 0, "b": 2}', "'b' has 2"),
         ('{"a": 0, "b": "1"}', "'b' has '1'"),
-        ('{"a": 0, "b": 0}', "two names have one row"),
+        ('{"a": 0, "b": 0}', "two names have the same row"),
         ("3", "a list of names"),
         ("{", "cannot be read"),
         ("[]", "0 names"),
@@ -249,7 +225,7 @@ def test_fixed_layouts_that_do_not_fit(tmp_path, changes, words):
 @pytest.mark.parametrize(
     "ends, words",
     [
-        (None, ["no pos_boxes"]),
+        (None, ["pos_boxes", "is missing"]),
         (np.ones((3, 3), int), ["[3, 3]"]),
         (np.ones((3, 2)), ["float64"]),
         ([[0, 2], [2, 3], [3, 8]], ["row 2", "[3, 8]", "7 regions", "1 such rows of 3"]),
@@ -291,43 +267,8 @@ def test_asking_reads_nothing_and_strangers_are_key_errors(tmp_path):
     assert "a" in file and "b" not in file and file.get("b") is None
 
 
-# writing
-
-
-@pytest.mark.parametrize(
-    "name, wrong, words",
-    [
-        ("b", made(dtype=np.float64), "float64 would be rounded to float32"),
-        ("b", made(channels=4), "rows of shape [4], in earlier images [5]"),
-        ("b", made(boxes=False), "earlier images have image_bb, image_features"),
-        ("b", made(extras={"conf": np.ones(3)}), "extras/conf"),
-        ("b\0", made(), "NUL"),
-        ("a", made(), "comes twice"),
-    ],
-)
-def test_what_the_layout_cannot_hold_is_refused(tmp_path, name, wrong, words):
-    path = str(tmp_path / "x.h5")
-    with pytest.raises(ValueError) as caught:
-        HDF5.write(path, [Record("a", made()), Record(name, wrong)])
-    assert all(word in str(caught.value) for word in (path, repr(name), words)), caught.value
-    assert not os.listdir(tmp_path)
-
-
-def test_nothing_and_odd_extras_are_refused(tmp_path):
-    with pytest.raises(CoderError, match="no images"):
-        HDF5.write(str(tmp_path / "x.h5"), [])
-    for extras in ({"a/b": np.ones(3)}, {".": np.ones(3)}, {"text": np.array(["a"] * 3)}):
-        with pytest.raises(ValueError, match="cannot be written"):
-            HDF5.write(str(tmp_path / "x.h5"), [Record("a", made(extras=extras))])
-    assert not os.listdir(tmp_path)
-
-
-def test_a_failed_write_leaves_nothing(tmp_path):
-    check_failed_write_leaves_nothing(HDF5, tmp_path, str(tmp_path / "x.h5"))
-
-
 def test_pickled_and_forked(tmp_path):
-    check_processes(HDF5, str(tmp_path / "x.h5"))
+    check_processes(HDF5, write_hdf5, str(tmp_path / "x.h5"))
 
 
 def test_without_h5py_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_a_folder_of_scan_s(tmp_path):
     ]
     for item, values in zip(got, features(), strict=True):
         regions = item.load()
-        assert np.array_equal(regions.features, values) and regions.boxes is None and regions.whole is None
+        assert np.array_equal(regions.features, values) and regions.boxes is None and regions.global_feature is None
         assert regions.features.flags.writeable
 
 
@@ -293,8 +293,8 @@ def test_numbers_that_are_none_fail_the_image_alone(tmp_path):
         ("counts", np.array([1, 3, 2]), ["number 1 is 3", "1 to 2"]),
         ("counts", np.array([1, 0, 2]), ["number 1 is 0"]),
         ("counts", np.array([1.0, 1, 2]), ["float64", "whole numbers"]),
-        ("counts", np.array([1, 2]), ["2 rows beside 3"]),
-        ("whole", np.zeros((4, 2)), ["4 rows beside 3"]),
+        ("counts", np.array([1, 2]), ["2 rows, but 3 in train_ims.npy"]),
+        ("whole", np.zeros((4, 2)), ["4 rows, but 3 in train_ims.npy"]),
         ("boxes", np.zeros((3, 2, 4)), ["train_img_sizes.npy", "missing"]),
         ("img_sizes", np.ones((3, 2)), ["train_boxes.npy", "missing"]),
         ("boxes", np.zeros((3, 1, 4)), ["[3, 1, 4]", "2, 4"]),
@@ -373,7 +373,7 @@ def same(one: Regions, other: Regions) -> bool:
             return left is right
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
-    parts = all(equal(getattr(one, name), getattr(other, name)) for name in ("features", "boxes", "whole"))
+    parts = all(equal(getattr(one, name), getattr(other, name)) for name in ("features", "boxes", "global_feature"))
     return parts and one.size == other.size
 
 
@@ -411,11 +411,11 @@ def test_fewer_regions_are_filled_up_and_counted(tmp_path):
     "second, words",
     [
         (record("x", captions=["one"]), ["'x' has 1 captions", "'first' 2", "captions_per_image"]),
-        (record("x", whole=np.ones(2, np.float32)), ["'x' has whole", "'first' has none"]),
+        (record("x", global_feature=np.ones(2, np.float32)), ["'x' has global_feature", "'first' has none"]),
         (record("x", boxes=np.ones((2, 4), np.float32)), ["'x' has boxes", "'first' has none"]),
         (Record("x", Regions(np.ones((1, 3))), ("a", "b")), ["'x'", "float64 x 3", "'first'", "float32 x 3"]),
         (Record("x", Regions(np.ones((1, 2), "f4")), ("a", "b")), ["'x'", "x 2", "'first'", "x 3"]),
-        (record("first"), ["'first'", "twice"]),
+        (record("first"), ["'first'", "occurs twice"]),
         (record("a\nb"), ["line break"]),
         (record("x", captions=["a", " \n"]), ["'x'", "empty caption"]),
     ],

@@ -72,7 +72,7 @@ def same(one: Regions, other: Regions) -> bool:
             return left is right
         return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
-    parts = all(equal(getattr(one, name), getattr(other, name)) for name in ("features", "boxes", "whole"))
+    parts = all(equal(getattr(one, name), getattr(other, name)) for name in ("features", "boxes", "global_feature"))
     extras = set(one.extras) == set(other.extras) and all(equal(one.extras[n], other.extras[n]) for n in one.extras)
     return parts and extras and one.size == other.size
 
@@ -191,7 +191,7 @@ BOXED = {"features": np.ones((1, 2)), "boxes": np.ones((1, 4))}
         (b"", "not an .npz"),
         (b"PK\x03\x04" + bytes(90), "damaged .npz"),
         (encode_npz(records(1)[0].regions)[:-9], "damaged .npz"),
-        (npz(feats=np.ones((1, 2))), "no features: none of x, features, feat in feats"),
+        (npz(feats=np.ones((1, 2))), "no features: none of x, features, feat among feats"),
         (npz(features=np.array([None])), "'features' is pickled"),
         (npz(features=np.ones((2, 4)), boxes=np.ones((4, 4)), size=np.ones(2)), "4 boxes"),
         (npz(features=np.array([[np.nan]])), "1 of 1 numbers"),
@@ -256,7 +256,7 @@ def test_an_image_in_two_shards(tmp_path):
     for name in ("a", "b"):
         write_shard(str(tmp_path / f"{name}.tar"), [record("same")])
     message = fault(SHARDS.open, f"{tmp_path}/*.tar")
-    assert "b.tar: image 'same' is in" in message and "a.tar, too" in message
+    assert "b.tar: image 'same' occurs in" in message and "a.tar, too" in message
 
 
 def test_splits_and_specs_that_are_not_there(tmp_path):
@@ -270,7 +270,7 @@ def test_splits_and_specs_that_are_not_there(tmp_path):
 def test_writing_refuses_and_leaves_nothing(tmp_path):
     assert "folder" in fault(write, str(tmp_path / "x-{000000..000001}.tar"), records())
     assert "no images" in fault(write, str(tmp_path), [])
-    assert "'a' comes twice" in fault(write, str(tmp_path), [record("a"), record("b"), record("a")], shard_size=1)
+    assert "'a' occurs twice" in fault(write, str(tmp_path), [record("a"), record("b"), record("a")], shard_size=1)
     assert not os.listdir(tmp_path)
     write(str(tmp_path), records(1))
     assert "train-000000.tar" in fault(write, str(tmp_path), records(2))

@@ -25,12 +25,12 @@ def transform_of(**options: object) -> RegionTransform:
     return RegionTransform(CHANNELS, **{"boxes": True, **options})  # type: ignore[arg-type]
 
 
-def regions(count: int, *, boxes: bool = True, dtype: type = np.float32, whole: bool = False) -> Regions:
+def regions(count: int, *, boxes: bool = True, dtype: type = np.float32, global_feature: bool = False) -> Regions:
     """Region n holds n + 1 in all channels, and its box tells n."""
     features: np.ndarray = np.repeat(np.arange(1, count + 1, dtype=dtype)[:, None], CHANNELS, 1)
     corners = np.stack([[n, 2 * n, n + 10, 2 * n + 20] for n in range(count)]).astype(np.float32) if boxes else None
     size = (400.0, 200.0) if boxes else (1.0, 1.0)
-    return Regions(features, corners, size, np.arange(4, dtype=np.float32) if whole else None)
+    return Regions(features, corners, size, np.arange(4, dtype=np.float32) if global_feature else None)
 
 
 def numbers(out: dict[str, torch.Tensor]) -> list[int]:
@@ -55,7 +55,7 @@ def test_boxes_become_fractions_with_the_images_aspect():
 
 @pytest.mark.parametrize("boxes", [True, False])
 def test_keys_are_what_the_model_reads(boxes):
-    out = transform_of(boxes=boxes)(regions(2, whole=True))
+    out = transform_of(boxes=boxes)(regions(2, global_feature=True))
     assert out.keys() == {"features", "mask", *(("boxes", "aspect") if boxes else ())}
     assert out["features"].shape == (36, CHANNELS)
 
@@ -73,7 +73,7 @@ def test_any_stored_type_becomes_float32(dtype):
 
 
 def test_nothing_of_the_file_is_shared_and_no_warning_of_read_only_pages():
-    made = regions(3, whole=True)
+    made = regions(3, global_feature=True)
     for array in (made.features, made.boxes, made.whole):
         array.setflags(write=False)
     with warnings.catch_warnings():
@@ -155,12 +155,12 @@ def test_options_out_of_range(options, message):
 
 @pytest.mark.parametrize("image", [Image.new("RGB", (4, 4)), torch.zeros(2, CHANNELS), None])
 def test_what_is_no_set_of_regions(image):
-    with pytest.raises(CoderError, match="this model reads regions and the data are pictures.*--regions"):
+    with pytest.raises(CoderError, match="this model reads regions, but the data are pictures.*--regions"):
         RegionTransform(CHANNELS)(image)
 
 
 def test_other_channels():
-    with pytest.raises(CoderError, match="regions have 3 channels; the model was made for 7"):
+    with pytest.raises(CoderError, match="regions have 3 channels, but the model reads 7"):
         RegionTransform(7)(regions(2))
 
 

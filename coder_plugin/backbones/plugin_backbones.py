@@ -1,0 +1,101 @@
+"""Backbones of the group ``coder_plugin.backbones``: found by name or in an export, created, and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from coder_plugin import registry
+from coder_plugin.backbones.base import CONFIG, Backbone
+from coder_plugin.errors import CoderError
+
+#: The weights in an export's folder.
+WEIGHTS = "coder_model.safetensors"
+
+
+@dataclass(frozen=True)
+class PluginBackbone:
+    """A backbone's entry point, and the options saved in an export if it was found there."""
+
+    name: str
+    factory: Callable[..., Backbone]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """The backbone's defaults of training options."""
+        return getattr(self.factory, "training", {})
+
+
+def find_backbone(name: str) -> PluginBackbone | None:
+    """The backbone that a name of the group ``coder_plugin.backbones``, or an export's configuration or folder, stands for.
+
+    None for any other name: open_clip may know it.
+    """
+    if name in registry.names("backbones"):
+        return PluginBackbone(name, registry.load("backbones", name))
+    path = Path(name.removeprefix("local-dir:"))
+    path = path / CONFIG if path.is_dir() else path
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or "backbone" not in config:
+        return None
+    options = dict(config.get("options", {}))
+    if isinstance(text := options.get("text"), str) and (path.parent / text).is_dir():
+        options["text"] = str(path.parent / text)  # the export holds its text encoder's configuration and tokenizer
+    return PluginBackbone(config["backbone"], registry.load("backbones", config["backbone"]), options)
+
+
+def create_backbone(
+    backbone: PluginBackbone, *, pretrained: str | None = None, device: Any = None, **options: Any
+) -> Backbone:
+    """Create a model from a backbone's saved options, with ``options`` over them; ``pretrained`` is a file of weights.
+
+    Raises:
+        CoderError: options that the backbone does not have, or weights that do not fit.
+    """
+    model = backbone.factory(**{**backbone.options, **options})
+    if pretrained is not None:
+        load_weights(model, pretrained)
+    return model if device is None else model.to(device)
+
+
+def load_weights(model: Backbone, path: str) -> None:
+    """Load an export's weights or a released ``.pth`` into a model, in place.
+
+    Raises:
+        CoderError: no such file, or tensors that are missing, left over or of another shape.
+    """
+    weights: Mapping[str, Tensor]
+    if not Path(path).is_file():
+        raise CoderError(f"weights {path} do not exist")
+    if path.endswith(".safetensors"):
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            weights = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CoderError(f"weights {path} cannot be read: {error}") from error
+    else:
+        from coder_plugin.backbones.released_checkpoints import read_released
+
+        weights = read_released(path, model)
+    expected = {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
+    missing, left = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    wrong = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
+    if missing or left or wrong:
+        raise CoderError(
+            f"{path} does not fit {type(model).__name__}: {len(missing)} tensors missing {missing[:2]}, {len(left)} left over "
+            f"{left[:2]}, {len(wrong)} of another shape {wrong[:2]}: is it of another model, or made with other --model-kwargs?"
+        )
+    model.load_state_dict(weights, strict=False)

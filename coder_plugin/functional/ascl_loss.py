@@ -1,0 +1,100 @@
+"""Asymmetry-sensitive contrast: noised texts as further negatives of images (AsCL eq. 5, 6).
+
+Shapes: n pairs, a anchors (n, or the rows of one process), q candidates, m noised texts.
+Equations and choices: docs/equations.md#ascl.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coder_plugin.functional.similarity import batch_similarity, check_rows, check_temperature, raise_precision
+
+
+def ascl(
+    similarity: Tensor,
+    noise_similarity: Tensor | None = None,
+    *,
+    temperature: float | Tensor,
+    image_ids: Tensor | None = None,
+    noise_valid: Tensor | None = None,
+    text_to_image: Tensor | None = None,
+    anchors: slice | None = None,
+) -> Tensor:
+    """One pair of ratios of AsCL, ``L_I`` or ``L_II&III`` (eq. 5, 6), over any similarity.
+
+    The ratio of each text over the images plus that of each image over the texts. Every noised text of the batch is a
+    negative of every image, unless it scores above the image's positive. For ``L_II&III`` the texts are the generated
+    positives, and the noised texts those made from them. The whole objective is ``(L_I + L_II&III) / 2``.
+
+    Args:
+        similarity: images x texts [n, n], row i and column i a pair. With ``anchors`` the rows of these images alone,
+            [a, n].
+        noise_similarity: the same images x noised texts [n, m] or [a, m]; None: there are none.
+        temperature: > 0 (0.01 and 0.05 in the paper).
+        image_ids: integers [n]; pairs of one image are not each other's negatives. Default: all distinct.
+        noise_valid: bool [m], False for noised texts that are no negatives. Default: all are.
+        text_to_image: with ``anchors``, these texts x images [a, n].
+        anchors: the rows of the batch that are anchors; None: all rows.
+
+    Returns:
+        Scalar >= 0, float32 or float64: mean over the pairs of both negative logarithms, added.
+
+    Raises:
+        ValueError: shapes that differ, an empty batch, a temperature that is not positive.
+
+    Example:
+        >>> ascl(torch.tensor([[0.5]]), torch.tensor([[0.5]]), temperature=0.1)  # a noised text as similar as the caption
+        tensor(0.6931)
+    """
+    check_temperature(temperature)
+    rows, columns, positive, negatives = batch_similarity(similarity, text_to_image, image_ids, anchors)
+    images = directed_ascl(
+        rows, positive, negatives, noise_similarity, noise_valid=noise_valid, temperature=temperature
+    )
+    texts = directed_ascl(columns, positive, negatives, temperature=temperature)
+    return (images + texts).mean()
+
+
+def directed_ascl(
+    similarity: Tensor,
+    positive: Tensor,
+    negatives: Tensor,
+    noise_similarity: Tensor | None = None,
+    *,
+    temperature: float | Tensor,
+    noise_valid: Tensor | None = None,
+) -> Tensor:
+    """One ratio of AsCL's eq. 5 or 6 as a loss, for each anchor.
+
+    ``-log(e^(S+/t) / (e^(S+/t) + sum_neg e^(S/t) + sum_m a e^(S-/t)))``
+
+    Args:
+        similarity: of anchors and candidates [a, q].
+        positive: of each anchor and its positive [a].
+        negatives: bool [a, q].
+        noise_similarity: of the anchors and noised texts [a, m]; those above the anchor's positive do not count.
+        temperature: t, > 0.
+        noise_valid: bool [m], False where a noised text does not count for any anchor.
+
+    Returns:
+        [a], >= 0; an anchor without any negative has 0.
+    """
+    check_rows(similarity, negatives)
+    if positive.shape != similarity.shape[:1]:
+        raise ValueError(f"positive must have shape ({len(similarity)},), got {tuple(positive.shape)}")
+    positive = raise_precision(positive)
+    logits = [(raise_precision(similarity) / temperature).masked_fill(~negatives, -torch.inf)]
+    if noise_similarity is not None:
+        if noise_similarity.ndim != 2 or len(noise_similarity) != len(similarity):
+            raise ValueError(
+                f"noise_similarity must have shape ({len(similarity)}, m), got {tuple(noise_similarity.shape)}"
+            )
+        noise = raise_precision(noise_similarity)
+        excluded = noise > positive[:, None]
+        if noise_valid is not None:
+            excluded = excluded | ~noise_valid
+        logits.append((noise / temperature).masked_fill(excluded, -torch.inf))
+    positive = positive / temperature
+    return torch.cat([positive[:, None], *logits], 1).logsumexp(1) - positive

@@ -1,0 +1,181 @@
+"""Diversity-sensitive contrastive loss of a batch of pairs (CODER eq. 4, 5).
+
+Shapes: n pairs, a anchors (n, or the rows of one process), q candidates, d dimensions.
+Equations and choices: docs/equations.md#dcl.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coder_plugin.functional.diversity_weights import (
+    Diversity,
+    check_diversity_options,
+    normalize_diversity,
+    raw_diversity,
+)
+from coder_plugin.functional.similarity import (
+    Gather,
+    anchor_rows,
+    batch_similarity,
+    check_rows,
+    cosine,
+    raise_precision,
+)
+
+
+def dcl(
+    image_features: Tensor,
+    text_features: Tensor,
+    *,
+    image_ids: Tensor | None = None,
+    mu: float = 0.1,
+    gamma: float = 0.3,
+    epsilon: float = 0.1,
+    diversity: Diversity = "std",
+    positive_weight: float | Literal["mu"] = 1.0,
+    bank_diversity: tuple[Tensor, Tensor] | None = None,
+    diversity_gradient: bool = False,
+    effective_negatives: int | None = None,
+    anchors: slice | None = None,
+    gather: Gather | None = None,
+) -> Tensor:
+    """Diversity-sensitive contrastive loss of a batch of pairs, both directions (CODER eq. 4, 5).
+
+    For an anchor n with its positive p and its diversity div (see :func:`diversity`):
+    ``mu * log(1 + sum_neg exp((S - gamma) / (mu * div))) - positive_weight * log(1 + S_np)``.
+
+    Args:
+        image_features: L2-normalised [n, d], or [n, v, d] if an image has several features; row i belongs to row i of
+            ``text_features`` [n, d].
+        image_ids: integers [n]; pairs of one image are not each other's negatives. Default: all distinct.
+        mu: temperature, > 0.
+        gamma: margin that is subtracted from the negatives' similarities.
+        epsilon: of the diversity, > 0.
+        diversity: ``"std"``, ``"entropy"`` or ``"none"``.
+        positive_weight: weight of the positive's term, >= 0; ``"mu"`` is the formula as printed.
+        bank_diversity: normalised diversity of image and text anchors over a memory bank, ([a], [a]); averaged with
+            that over the batch (CODER, below eq. 6).
+        diversity_gradient: let the gradient flow through the diversity weights.
+        effective_negatives: >= 1: scale the sum over the negatives as if it had this many terms, so that the loss
+            keeps its size at any batch size. None: the paper's plain sum.
+        anchors: the rows of the batch that are anchors; the candidates stay all n. None: all rows.
+        gather: collects the diversity weights of all processes' anchors, if ``anchors`` are one process's share.
+
+    Returns:
+        Scalar, float32 or float64: the mean over image anchors plus the mean over text anchors.
+
+    Raises:
+        ValueError: shapes that differ, an empty batch, options out of range.
+
+    Example:
+        >>> eye = torch.eye(2, dtype=torch.float64)
+        >>> dcl(eye, eye)  # 2 * (0.1 * log(1 + exp(-3)) - log(2))
+        tensor(-1.3766, dtype=torch.float64)
+    """
+    check_dcl_options(
+        mu=mu,
+        epsilon=epsilon,
+        diversity=diversity,
+        positive_weight=positive_weight,
+        effective_negatives=effective_negatives,
+    )
+    _check_pairs(image_features, text_features)
+    similarity = cosine(anchor_rows(image_features, anchors), text_features)
+    transposed = None if anchors is None else cosine(anchor_rows(text_features, anchors), image_features)
+    image_to_text, text_to_image, positive, negatives = batch_similarity(similarity, transposed, image_ids, anchors)
+    if bank_diversity is not None and any(weights.shape != positive.shape for weights in bank_diversity):
+        raise ValueError(
+            f"bank_diversity must have shape ({len(positive)},) for images and for texts, got "
+            + " and ".join(str(tuple(weights.shape)) for weights in bank_diversity)
+        )
+    loss = positive.new_zeros(())
+    for direction, rows in enumerate((image_to_text, text_to_image)):
+        with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
+            weights = normalize_diversity(raw_diversity(rows, negatives, kind=diversity, epsilon=epsilon), gather)
+            if bank_diversity is not None:
+                weights = (weights + bank_diversity[direction]) / 2
+        per_anchor = directed_dcl(
+            rows,
+            positive,
+            negatives,
+            weights,
+            mu=mu,
+            gamma=gamma,
+            positive_weight=positive_weight,
+            effective_negatives=effective_negatives,
+        )
+        loss = loss + per_anchor.mean()
+    return loss
+
+
+def directed_dcl(
+    similarity: Tensor,
+    positive: Tensor,
+    negatives: Tensor,
+    weights: Tensor,
+    *,
+    mu: float,
+    gamma: float,
+    positive_weight: float | Literal["mu"],
+    effective_negatives: int | None = None,
+) -> Tensor:
+    """One direction of :func:`dcl` for each anchor (CODER eq. 4): the core of ``dcl`` and ``m_dcl``.
+
+    Args:
+        similarity: cosines of anchors and candidates [a, q].
+        positive: cosine of each anchor with its positive [a].
+        negatives: bool [a, q].
+        weights: normalised diversity of each anchor [a], in (0.5, 1].
+
+    Returns:
+        [a]; an anchor without negatives keeps the term of its positive.
+    """
+    check_rows(similarity, negatives)
+    if positive.shape != similarity.shape[:1] or weights.shape != similarity.shape[:1]:
+        raise ValueError(
+            f"positive and weights must have shape ({len(similarity)},), got {tuple(positive.shape)} "
+            f"and {tuple(weights.shape)}"
+        )
+    similarity, positive = raise_precision(similarity), raise_precision(positive)
+    logits = (similarity - gamma) / (mu * weights[:, None])
+    negative_sum = logits.masked_fill(~negatives, -torch.inf).logsumexp(1)
+    if effective_negatives is not None:
+        negative_sum = negative_sum + (effective_negatives / negatives.sum(1).clamp(min=1).to(logits.dtype)).log()
+    repulsion = mu * torch.logaddexp(negative_sum, negative_sum.new_zeros(()))
+    attraction = (1 + positive).clamp(min=1e-6).log()
+    return repulsion - (mu if positive_weight == "mu" else positive_weight) * attraction
+
+
+def check_dcl_options(
+    *,
+    mu: float,
+    epsilon: float,
+    diversity: str,
+    positive_weight: float | str,
+    effective_negatives: int | None,
+    **_: Any,
+) -> None:
+    """:class:`ValueError` for options of :func:`dcl` that are out of range. Options that may have any value pass."""
+    if not mu > 0:
+        raise ValueError(f"mu must be > 0, got {mu}")
+    check_diversity_options(diversity, epsilon)
+    if positive_weight != "mu" and (isinstance(positive_weight, str) or not positive_weight >= 0):
+        raise ValueError(f"positive_weight must be a number >= 0 or 'mu', got {positive_weight!r}")
+    if effective_negatives is not None and not effective_negatives >= 1:
+        raise ValueError(f"effective_negatives must be >= 1 or none, got {effective_negatives}")
+
+
+def _check_pairs(image_features: Tensor, text_features: Tensor) -> None:
+    """:class:`ValueError` unless both are [n, d], or [n, v, d] where an item has several features."""
+    shapes = [(len(x), x.shape[-1]) if x.ndim in (2, 3) else None for x in (image_features, text_features)]
+    if shapes[0] is None or shapes[0] != shapes[1]:
+        raise ValueError(
+            "image_features and text_features must have one shape [n, d], got "
+            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
+        )
+    if not len(image_features):
+        raise ValueError("image_features and text_features hold no pair")

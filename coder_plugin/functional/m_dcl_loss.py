@@ -1,0 +1,222 @@
+"""Diversity-sensitive contrastive loss against coupled momentum banks (CODER eq. 6).
+
+Shapes: n pairs, a anchors (n, or the rows of one process), q bank entries, d dimensions.
+Equations and choices: docs/equations.md#m-dcl.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coder_plugin.functional.dcl_loss import check_dcl_options, directed_dcl
+from coder_plugin.functional.diversity_weights import Diversity, normalize_diversity, raw_diversity
+from coder_plugin.functional.similarity import (
+    Gather,
+    anchor_rows,
+    cosine,
+    different_images,
+    pair_similarity,
+    raise_precision,
+)
+
+Reverse = Literal["paired", "all", "none"]
+DiversityOver = Literal["batch", "bank", "batch+bank"]
+
+
+def m_dcl(
+    image_features: Tensor,
+    text_features: Tensor,
+    image_keys: Tensor,
+    text_keys: Tensor,
+    image_bank: Tensor,
+    text_bank: Tensor,
+    *,
+    image_ids: Tensor | None = None,
+    bank_ids: Tensor | None = None,
+    bank_valid: Tensor | None = None,
+    mu: float = 0.1,
+    gamma: float = 0.3,
+    epsilon: float = 0.1,
+    diversity: Diversity = "std",
+    positive_weight: float | Literal["mu"] = 1.0,
+    reverse: Reverse = "paired",
+    diversity_over: DiversityOver = "batch+bank",
+    diversity_gradient: bool = False,
+    effective_negatives: int | None = None,
+    bank_diversity: tuple[Tensor, Tensor] | None = None,
+    anchors: slice | None = None,
+    gather: Gather | None = None,
+) -> Tensor:
+    """DCL against coupled momentum banks: ``L_DCL(V, B_w) + L_DCL(W, B_v)`` (CODER eq. 6).
+
+    The candidates of an anchor are the current keys of the batch followed by the valid bank entries. Its positive is
+    the key of its own pair; keys and entries of its own image are never its negatives. The gradient flows to the live
+    features only. The options ``mu``, ``gamma``, ``epsilon``, ``diversity``, ``positive_weight``,
+    ``diversity_gradient`` and ``effective_negatives`` are those of :func:`dcl`.
+
+    Args:
+        image_features: live features [n, d], L2-normalised like all others; row i belongs to row i of
+            ``text_features`` [n, d].
+        image_keys: momentum features of the same images [n, d]. text_keys: of the same texts [n, d].
+        image_bank: keys of earlier steps [q, d]; row i belongs to row i of ``text_bank`` [q, d].
+        image_ids: integers [n]; default: all distinct, and distinct from the bank's.
+        bank_ids: integers [q]; without them no entry counts as the same image.
+        bank_valid: bool [q], True where the bank is filled. Default: everywhere.
+        reverse: which bank anchors are compared with the live batch: ``"paired"``: the current keys; ``"all"``: the
+            valid entries too, which have no positive and keep the term of the negatives only; ``"none"``: no anchors.
+            These anchors are weighted by their diversity over the batch.
+        diversity_over: what the diversity of the live anchors is measured over: ``"batch"``, ``"bank"`` (keys and
+            entries), or ``"batch+bank"``, the mean of both normalised values.
+        bank_diversity: the normalised diversity of image and text anchors over keys and entries, ([a], [a]), if it is
+            known; else it is computed.
+        anchors: the rows of the batch that are anchors; None: all rows. With ``reverse="all"`` the bank anchors stay
+            all of them.
+        gather: collects the diversity weights of all processes' anchors, if ``anchors`` are one process's share.
+
+    Returns:
+        Scalar, float32 or float64: for each bank the mean over the live anchors plus the mean over the reverse ones,
+        both banks added.
+
+    Raises:
+        ValueError: shapes that differ, an empty batch, options out of range.
+
+    Example:
+        >>> eye, empty = torch.eye(2, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.float64)
+        >>> m_dcl(eye, eye, eye, eye, empty, empty)  # keys that equal the features, an empty bank: twice dcl
+        tensor(-2.7532, dtype=torch.float64)
+    """
+    check_m_dcl_options(
+        mu=mu,
+        epsilon=epsilon,
+        diversity=diversity,
+        positive_weight=positive_weight,
+        effective_negatives=effective_negatives,
+        reverse=reverse,
+        diversity_over=diversity_over,
+    )
+    banks = image_keys, text_keys, image_bank, text_bank
+    _check_shapes(image_features, text_features, *banks, image_ids, bank_ids, bank_valid)
+    batch_negatives = different_images(image_ids, len(image_features), image_features.device)
+    entry_negatives = bank_negatives(image_ids, bank_ids, bank_valid, len(image_features), image_bank)
+    options: dict[str, Any] = {
+        "mu": mu,
+        "gamma": gamma,
+        "positive_weight": positive_weight,
+        "effective_negatives": effective_negatives,
+    }
+
+    def weigh(similarity: Tensor, negatives: Tensor, gather: Gather | None) -> Tensor:
+        return normalize_diversity(raw_diversity(similarity, negatives, kind=diversity, epsilon=epsilon), gather)
+
+    loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
+    for direction, (live, others, keys, bank) in enumerate(
+        (
+            (image_features, text_features, text_keys, text_bank),
+            (text_features, image_features, image_keys, image_bank),
+        )
+    ):
+        keys, bank = keys.detach(), bank.detach()
+        rows, row_negatives = anchor_rows(live, anchors), anchor_rows(batch_negatives, anchors)
+        similarity, negatives = compare_with_bank(
+            rows, keys, bank, row_negatives, anchor_rows(entry_negatives, anchors)
+        )
+        with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
+            weights = []
+            if "batch" in diversity_over:
+                weights.append(weigh(cosine(rows, others), row_negatives, gather))
+            if "bank" in diversity_over and bank_diversity is None:
+                weights.append(weigh(similarity, negatives, gather))
+            elif "bank" in diversity_over and bank_diversity is not None:
+                weights.append(bank_diversity[direction])
+            mean_weights = torch.stack(weights).mean(0)
+        positive = pair_similarity(similarity, anchors)
+        loss = loss + directed_dcl(similarity, positive, negatives, mean_weights, **options).mean()
+        if reverse == "none":
+            continue
+        if reverse == "paired":
+            similarity, negatives = cosine(anchor_rows(keys, anchors), live), row_negatives
+            positive, counted = pair_similarity(similarity, anchors), None
+        else:
+            similarity = torch.cat([cosine(keys, live), cosine(bank, live)])
+            negatives = torch.cat([batch_negatives, entry_negatives.T])
+            # log(1 + S) of a similarity of zero is zero: an entry has no positive and adds nothing to that term
+            positive = torch.cat([similarity[: len(keys)].diagonal(), similarity.new_zeros(len(bank))])
+            filled = negatives.new_ones(len(bank)) if bank_valid is None else bank_valid
+            counted = torch.cat([negatives.new_ones(len(keys)), filled])
+        with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
+            weights_back = weigh(similarity, negatives, gather if counted is None else None)
+        per_anchor = directed_dcl(similarity, positive, negatives, weights_back, **options)
+        if counted is None:
+            loss = loss + per_anchor.mean()
+        else:
+            loss = loss + torch.where(counted, per_anchor, 0).sum() / counted.sum()
+    return loss
+
+
+def compare_with_bank(
+    anchors: Tensor, keys: Tensor, bank: Tensor, batch_negatives: Tensor, entry_negatives: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines of anchors [a, d] with keys [n, d] and bank entries [q, d] of the other modality, and which are negatives.
+
+    Args:
+        batch_negatives: bool [a, n]. entry_negatives: bool [a, q].
+
+    Returns:
+        Similarity and bool negatives, both [a, n + q].
+    """
+    similarity = cosine(anchors, torch.cat([raise_precision(keys), raise_precision(bank)]))
+    return similarity, torch.cat([batch_negatives, entry_negatives], 1)
+
+
+def bank_negatives(
+    image_ids: Tensor | None, bank_ids: Tensor | None, bank_valid: Tensor | None, n: int, bank: Tensor
+) -> Tensor:
+    """Which bank entries are negatives of which pairs: valid ones of other images. Bool [n, q]."""
+    valid = torch.ones(len(bank), dtype=torch.bool, device=bank.device) if bank_valid is None else bank_valid
+    if image_ids is None or bank_ids is None:
+        return valid.expand(n, -1)
+    return (image_ids[:, None] != bank_ids[None, :]) & valid
+
+
+def check_m_dcl_options(*, reverse: str, diversity_over: str, **options: Any) -> None:
+    """:class:`ValueError` for options of :func:`m_dcl` that are out of range."""
+    check_dcl_options(**options)
+    if reverse not in ("paired", "all", "none"):
+        raise ValueError(f"reverse must be 'paired', 'all' or 'none', got {reverse!r}")
+    if diversity_over not in ("batch", "bank", "batch+bank"):
+        raise ValueError(f"diversity_over must be 'batch', 'bank' or 'batch+bank', got {diversity_over!r}")
+
+
+def _check_shapes(
+    image_features: Tensor,
+    text_features: Tensor,
+    image_keys: Tensor,
+    text_keys: Tensor,
+    image_bank: Tensor,
+    text_bank: Tensor,
+    image_ids: Tensor | None,
+    bank_ids: Tensor | None,
+    bank_valid: Tensor | None,
+) -> None:
+    if image_features.ndim != 2 or not len(image_features):
+        raise ValueError(f"image_features must be [n, d] with n > 0, got {tuple(image_features.shape)}")
+    for name, keys in (("text_features", text_features), ("image_keys", image_keys), ("text_keys", text_keys)):
+        if keys.shape != image_features.shape:
+            raise ValueError(f"{name} must have image_features' shape {tuple(image_features.shape)}, got {tuple(keys.shape)}")
+    if image_bank.ndim != 2 or image_bank.shape != text_bank.shape or image_bank.shape[1] != image_features.shape[1]:
+        raise ValueError(
+            f"image_bank and text_bank must have one shape [q, {image_features.shape[1]}], got "
+            f"{tuple(image_bank.shape)} and {tuple(text_bank.shape)}"
+        )
+    for name, value, rows in (
+        ("image_ids", image_ids, len(image_features)),
+        ("bank_ids", bank_ids, len(image_bank)),
+        ("bank_valid", bank_valid, len(image_bank)),
+    ):
+        if value is not None and value.shape != (rows,):
+            raise ValueError(f"{name} must have shape ({rows},), got {tuple(value.shape)}")
+    if bank_valid is not None and bank_valid.dtype != torch.bool:
+        raise ValueError(f"bank_valid must be bool, got {bank_valid.dtype}")

@@ -1,0 +1,147 @@
+"""The global batch: the pairs of all ranks, and the momentum banks, as the loss functions take them.
+
+Shapes: B pairs of this rank, N pairs of all ranks, n anchors (N, or B with a local loss), Q bank entries, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coder_plugin import distributed
+from coder_plugin.functional.diversity_weights import (
+    Diversity,
+    normalize_diversity,
+    raw_diversity,
+    raw_diversity_from_variance,
+)
+from coder_plugin.functional.m_dcl_loss import bank_negatives, compare_with_bank
+from coder_plugin.functional.similarity import Gather, anchor_rows, cosine, different_images
+from coder_plugin.losses.base import Term
+
+
+class Batch(NamedTuple):
+    """The features of all ranks. ``anchors`` are this rank's rows with a local loss; None: all rows are anchors."""
+
+    images: Tensor  # [N, D]
+    texts: Tensor  # [N, D]
+    ids: Tensor | None  # [N]
+    anchors: slice | None
+
+    @property
+    def gather(self) -> Gather | None:
+        """Collects a value of each anchor over all ranks; None if every rank has all anchors."""
+        return None if self.anchors is None else distributed.gather
+
+    def scores(self) -> Scores:
+        """The cosines of the batch."""
+        similarity = cosine(anchor_rows(self.images, self.anchors), self.texts)
+        transposed = None if self.anchors is None else cosine(self.texts[self.anchors], self.images)
+        return Scores(similarity, transposed, self.ids, self.anchors)
+
+
+class Scores(NamedTuple):
+    """The similarities of a global batch, in the form that ``triplet`` and ``ascl`` take."""
+
+    similarity: Tensor  # images x texts [n, N]
+    text_to_image: Tensor | None  # texts x images [n, N] with a local loss
+    ids: Tensor | None  # [N]
+    anchors: slice | None
+
+    def plus(self, other: Scores, weight: float) -> Scores:
+        """``self + weight * other``, scores of the same pairs."""
+        transposed = None
+        if self.text_to_image is not None and other.text_to_image is not None:
+            transposed = self.text_to_image + weight * other.text_to_image
+        return self._replace(similarity=self.similarity + weight * other.similarity, text_to_image=transposed)
+
+
+def gather_batch(
+    image_features: Tensor, text_features: Tensor, image_ids: Tensor | None, *, local_loss: bool = False
+) -> Batch:
+    """The pairs of all ranks, with gradient.
+
+    Args:
+        image_features: this rank's [B, D], L2-normalised. text_features: [B, D].
+        image_ids: this rank's [B]; pairs of one image are not each other's negatives. None: all distinct.
+        local_loss: only this rank's pairs are anchors. Every rank then computes B x N instead of N x N similarities.
+    """
+    return Batch(
+        distributed.gather(image_features),
+        distributed.gather(text_features),
+        None if image_ids is None else distributed.gather(image_ids),
+        anchors_of_rank(len(image_features), local_loss=local_loss),
+    )
+
+
+def gather_scores(rows: Tensor, image_ids: Tensor | None, *, local_loss: bool = False) -> Scores:
+    """Scores that a head computed inside forward: this rank's images with the texts of all ranks, [B, N]."""
+    scores, anchors = distributed.gather(rows), anchors_of_rank(len(rows), local_loss=local_loss)
+    ids = None if image_ids is None else distributed.gather(image_ids)
+    return Scores(anchor_rows(scores, anchors), None if anchors is None else scores.T[anchors], ids, anchors)
+
+
+def anchors_of_rank(count: int, *, local_loss: bool) -> slice | None:
+    """The rows of the global batch that are anchors: with a local loss the ``count`` rows of this rank; None: all."""
+    if not local_loss or distributed.world_size() == 1:
+        return None
+    return slice(distributed.rank() * count, (distributed.rank() + 1) * count)
+
+
+class Banks:
+    """The current keys of all ranks and the momentum banks. Creating it stashes the keys for the write after the step.
+
+    Args:
+        term: the term that reads them; the head that provides the keys holds the ``bank``.
+        batch: the live pairs.
+        image_keys: this rank's [B, D]. text_keys: [B, D]. ids: image ids [B], which the bank stores.
+        mask_same_image: whether keys and entries of an anchor's own image are excluded from its negatives.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("coder_ids", "coder_image_keys", "coder_text_keys")
+
+    def __init__(
+        self, term: Term, batch: Batch, image_keys: Tensor, text_keys: Tensor, ids: Tensor, *, mask_same_image: bool
+    ) -> None:
+        head = term.provider("coder_image_keys", "bank")
+        stashed = {
+            "image_keys": distributed.gather(image_keys.detach()),
+            "text_keys": distributed.gather(text_keys.detach()),
+            "ids": distributed.gather(ids),
+        }
+        head.stash(**stashed)
+        dtype = batch.images.dtype
+        self.bank = head.bank
+        self.batch = batch
+        self.image_keys, self.text_keys = stashed["image_keys"].to(dtype), stashed["text_keys"].to(dtype)
+        self.image_bank, self.text_bank = self.bank.image.to(dtype), self.bank.text.to(dtype)
+        self.ids: Tensor | None = self.bank.ids if mask_same_image else None
+        self.stashed = stashed
+
+    def diversity(self, *, kind: Diversity, epsilon: float, gradient: bool) -> tuple[Tensor, Tensor]:
+        """The normalised diversity of the image and the text anchors [n] over keys and entries of the other modality."""
+        with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+            images = self._raw_diversity("text", self.batch.images, kind, epsilon)
+            texts = self._raw_diversity("image", self.batch.texts, kind, epsilon)
+            return normalize_diversity(images, self.batch.gather), normalize_diversity(texts, self.batch.gather)
+
+    def _raw_diversity(self, modality: str, live: Tensor, kind: Diversity, epsilon: float) -> Tensor:
+        """Over the keys and entries of ``modality``. Without a gradient the standard deviation comes from the bank's
+        running moments, so that no n x Q matrix is needed."""
+        batch, anchors = self.batch, anchor_rows(live, self.batch.anchors)
+        number = torch.promote_types(anchors.dtype, torch.float32)
+        if kind == "none":
+            return anchors.new_ones(len(anchors), dtype=number)
+        negatives = different_images(batch.ids, len(batch.images), anchors.device)
+        if kind == "std" and not torch.is_grad_enabled():
+            ids = None if self.ids is None or batch.ids is None else anchor_rows(batch.ids, batch.anchors)
+            variance = self.bank.variance(
+                modality, anchors, self.stashed[f"{modality}_keys"], anchor_rows(negatives, batch.anchors), ids
+            )
+            return raw_diversity_from_variance(variance, epsilon=epsilon).to(number)
+        keys, bank = getattr(self, f"{modality}_keys"), getattr(self, f"{modality}_bank")
+        entries = bank_negatives(batch.ids, self.ids, self.bank.valid, len(batch.images), bank)
+        rows = (anchor_rows(mask, batch.anchors) for mask in (negatives, entries))
+        return raw_diversity(*compare_with_bank(anchors, keys, bank, *rows), kind=kind, epsilon=epsilon)

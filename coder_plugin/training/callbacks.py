@@ -1,0 +1,26 @@
+"""What may run at set points of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Callback:
+    """Base class: override the methods you need, and give instances to ``Trainer(callbacks=[…])``.
+
+    Every method is called on all ranks, in the order of the list. ``trainer`` is the :class:`~coder_plugin.Trainer`.
+    """
+
+    def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        """After each training step. ``trainer.step`` already counts it; ``metrics`` are what ``training_step`` returned."""
+
+    def on_evaluation_end(self, trainer: Any, results: Mapping[str, Any]) -> None:
+        """After each evaluation. ``results`` holds recall in percent (``i2t_r1`` … ``rsum``), ``epoch`` and ``step``."""
+
+    def on_save(self, trainer: Any, folder: Path) -> None:
+        """After each checkpoint and its export. ``folder`` is the checkpoint's."""
+
+    def on_train_end(self, trainer: Any, results: Mapping[str, Any]) -> None:
+        """After the last epoch. ``results`` are what ``trainer.run()`` returns."""

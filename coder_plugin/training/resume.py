@@ -1,0 +1,197 @@
+"""Resuming a run: find its checkpoint, check that the run is the same, and restore model, optimizer and random states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coder_plugin import distributed, registry
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.config import TrainConfig, flatten, get_option
+from coder_plugin.data.item import stable_hash
+from coder_plugin.errors import CoderError
+from coder_plugin.objective import Objective
+from coder_plugin.training import checkpoint
+
+if TYPE_CHECKING:
+    from coder_plugin.training.loop import Trainer
+
+#: Options that a resumed run must share with its checkpoint, because the optimizer's state depends on them.
+FIXED = (
+    "model opt lr wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
+    "lock_text lock_text_unlocked_layers aggregator context_blocks model_kwargs text_lr_scale heads_lr_scale"
+).split()
+
+
+class SavedState(NamedTuple):
+    """A checkpoint's content: its manifest, the state of all ranks, and this rank's (None with another number of ranks)."""
+
+    manifest: dict[str, Any]
+    common: dict[str, Any]
+    rank: dict[str, Any] | None
+
+
+def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
+    """The state that ``--resume`` names; None without ``--resume``, or where ``latest`` finds no checkpoint.
+
+    Raises:
+        CoderError: the folder holds a run and ``--resume`` is not given; the checkpoint cannot be read.
+    """
+    directory = folder / "checkpoints"
+    if config.run.resume is None:
+        if checkpoint.newest(directory, verify=False) is not None:
+            raise CoderError(f"{folder} holds a run already: resume it with --resume latest, or choose another --name")
+        return None
+    path = checkpoint.newest(directory) if config.run.resume == "latest" else Path(config.run.resume)
+    return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()))
+
+
+def restore_model(trainer: Trainer, state: SavedState) -> None:
+    """Load the model's weights and state.
+
+    Raises:
+        CoderError: the run has other options, another loss or another model than the checkpoint.
+    """
+    manifest, weights = state.manifest, state.common["model"]
+    options, saved_options = trainer.config.to_flat(), flatten(manifest["config"])
+    changed = [
+        f"{get_option(name).flag} was {saved_options.get(name)}, is {options[name]}"
+        for name in FIXED
+        if saved_options.get(name) != options[name]
+    ]
+    if changed:
+        raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
+    _check_objective(trainer.objective, trainer.objective.from_dict(manifest["objective"]))
+    options = describe_backbone(trainer.model).get("options", {})
+    saved_options = (manifest.get("backbone") or {}).get("options", {})
+    other = [name for name, value in saved_options.items() if options.get(name) != value]
+    if other:
+        raise CoderError(
+            f"the checkpoint's model was made with other options: {', '.join(other)} (a BiGRU's vocabulary comes from the "
+            "training captions: name the one it had with --model-kwargs vocabulary=FILE)"
+        )
+    _check_fixed_buffers(trainer.model, weights)
+    try:
+        trainer.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CoderError(f"the checkpoint is of another model: {str(error)[:300]}") from error
+
+
+def restore_training(trainer: Trainer, state: SavedState) -> None:
+    """Load optimizer, schedule, weight average and counters; data position and random states if the rank count is the same."""
+    manifest, common = state.manifest, state.common
+    try:
+        trainer.optimizer.load_state_dict(common["optimizer"])
+    except ValueError as error:
+        raise CoderError(f"the checkpoint's optimizer does not fit this run: {error}") from error
+    trainer.schedule.load_state_dict(common["schedule"])
+    if trainer.average is not None and "average" in common:
+        trainer.average.load_state_dict(common["average"])
+    if trainer.accelerator.scaler is not None and "scaler" in common:
+        trainer.accelerator.scaler.load_state_dict(common["scaler"])
+    trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
+    trainer.best, trainer.last = manifest["best"], manifest["last"]
+    if manifest["world_size"] == distributed.world_size() and state.rank is not None:
+        trainer.position = state.rank["position"]
+        _set_rng_states(state.rank["rng"])
+    else:
+        trainer.log.say(
+            f"the checkpoint was written by {manifest['world_size']} processes, this run has {distributed.world_size()}: "
+            f"epoch {trainer.epoch} starts from its beginning, with fresh random states"
+        )
+        seed_everything(trainer.config.run.seed + 1 + distributed.rank())
+    trainer.log.say(f"resumed at step {trainer.step}, epoch {trainer.epoch}")
+
+
+def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint keeps: the state that all ranks share, and this rank's."""
+    common = {
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "schedule": trainer.schedule.state_dict(),
+    }
+    if trainer.average is not None:
+        common["average"] = trainer.average.state_dict()
+    if trainer.accelerator.scaler is not None:
+        common["scaler"] = trainer.accelerator.scaler.state_dict()
+    return common, {"rng": _rng_states(), "position": trainer.position}
+
+
+def describe_backbone(model: Any) -> dict[str, Any]:
+    """How a region model was made, with its vocabulary as a hash; empty for an open_clip model."""
+    if not isinstance(model, Backbone):
+        return {}
+    config = model.config()
+    options = {
+        name: stable_hash(*value) if isinstance(value, (list, tuple)) else value for name, value in config["options"].items()
+    }
+    return {**config, "options": options}
+
+
+def comparable(objective: Objective) -> Objective:
+    """The objective without the options that a resumed run may change, which each head declares."""
+    heads = {
+        name: tuple(option for option in options if option[0] not in registry.load("heads", name).free_on_resume)
+        for name, options in objective.heads
+    }
+    return replace(objective, heads=tuple(heads.items()))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _check_objective(objective: Objective, saved: Objective) -> None:
+    if comparable(saved) == comparable(objective):
+        return
+    saved_heads, heads = dict(saved.heads), dict(objective.heads)
+    other = [
+        f"{name}: {dict(saved_heads.get(name, ()))} and {dict(heads.get(name, ()))}"
+        for name in sorted(saved_heads.keys() | heads.keys())
+        if saved_heads.get(name) != heads.get(name)
+    ]
+    difference = f" with other options of heads ({'; '.join(other)})" if other else " with another --local-loss"
+    raise CoderError(
+        f'the checkpoint was trained with --loss "{saved}", this run asks for "{objective}"'
+        f"{difference if str(saved) == str(objective) else ''}: resume with its own loss, or start from its export: "
+        "--pretrained"
+    )
+
+
+def _check_fixed_buffers(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """CoderError where a buffer differs that a head declares to be fixed on resuming."""
+    current = model.state_dict()
+    for name, head in model.coder.heads.items():
+        for buffer, message in head.fixed_on_resume.items():
+            key = f"coder.heads.{name}.{buffer}"
+            if key in current and key in weights and not torch.equal(current[key].cpu(), weights[key]):
+                raise CoderError(message)
+
+
+def _rng_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

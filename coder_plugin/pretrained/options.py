@@ -23,7 +23,11 @@ def resolve_config(
 
     Args:
         flags: options, flat (``{"lr": 1e-3}``) or nested by subject (``{"optim": {"lr": 1e-3}}``). None: none.
-        file: options of a configuration file, likewise. file_name: what ``origins`` calls it.
+        file: options of a configuration file, in the same forms.
+        file_name: what ``origins`` calls the file.
+
+    Returns:
+        The configuration, with the recipe's settings if an option ``recipe`` names one.
 
     Raises:
         CoderError: unknown options, values of the wrong type or range, or options that do not go together.

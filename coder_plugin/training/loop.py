@@ -64,6 +64,7 @@ class Trainer:
 
     Attributes:
         step: optimizer steps taken so far. epoch: epochs completed so far.
+        stop: set it to True to end the run after the current step, as if it were the last (on all ranks alike).
         model, loss, loader, optimizer, schedule, accelerator: what a step works with; optimizer and schedule exist once
             :meth:`run` has begun.
 
@@ -149,7 +150,7 @@ class Trainer:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
-        self.caption_stats_logged = False
+        self.stop = self.caption_stats_logged = False
         self.position: dict[str, Any] | None = None
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
@@ -207,10 +208,10 @@ class Trainer:
             every = config.evaluation.val_frequency if self.val is not None else 0
             if self.step == 0 and every:
                 self._evaluate("before the first step")
-            while self.epoch < config.optim.epochs:
+            while self.epoch < config.optim.epochs and not self.stop:
                 self._train_epoch()
                 self.epoch, self.position = self.epoch + 1, None
-                if every and (self.epoch == config.optim.epochs or self.epoch % every == 0):
+                if every and (self.is_last_epoch or self.epoch % every == 0):
                     self._evaluate(f"after epoch {self.epoch}")
                 self._save()
             results = {"last": self.last, "best": self.best, "folder": str(self.folder)}
@@ -241,7 +242,7 @@ class Trainer:
                 started = time.perf_counter()
                 group = list(itertools.islice(batches, accum_freq))
                 # a rank with undecodable images may run out of batches first: then all ranks stop
-                if distributed.any_rank(len(group) < accum_freq, self.device):
+                if distributed.any_rank(self.stop or len(group) < accum_freq, self.device):
                     break
                 waited = time.perf_counter() - started
                 logged = self.is_logging_step
@@ -363,6 +364,11 @@ class Trainer:
                 "lower --lr, lengthen --warmup or clip with --grad-clip-norm, then --resume the last checkpoint"
             ) from error
 
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether no epoch follows the one just completed."""
+        return self.stop or self.epoch == self.config.optim.epochs
+
     # -- evaluation and files ------------------------------------------------------------------------------------
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -378,7 +384,7 @@ class Trainer:
             encoded = self.encoder(self.val)
             result = evaluate(self.encoder, self.val, rerank=self.config.evaluation.rerank, encoded=encoded)
         self.last = {**result, "epoch": self.epoch, "step": self.step}
-        self.encoded = encoded if self.epoch == self.config.optim.epochs else None  # large; kept at the end for a report
+        self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
         shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
         self.log.write({f"val/{k}": v for k, v in {**self.last, **shortlist}.items() if k != "step"}, step=self.step)
         rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}

@@ -61,9 +61,9 @@ def finish(run: Path, **figures: Any) -> None:
 
     for path in (run / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
-        del manifest["seal"]
+        del manifest["manifest_sha256"]
         manifest.update(last=figures, best={**figures, "checkpoint": path.parent.name})
-        path.write_text(json.dumps({**manifest, "seal": sha256_json(manifest)}))
+        path.write_text(json.dumps({**manifest, "manifest_sha256": sha256_json(manifest)}))
 
 
 def inputs(model: Any, folder: Path) -> list[Any]:

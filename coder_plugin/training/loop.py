@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.loader import TrainLoader
@@ -30,7 +31,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
-from coder_plugin.model import CoderLoss, create_loss
+from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
@@ -55,7 +56,7 @@ class Trainer:
             :func:`coder_plugin.create_model`; or a plain open_clip model, to which the loss's heads are added (give its name
             as ``config={"model": NAME}``: its tokenizer goes by that name).
         loss: a loss expression, a list of terms (names and objects), an
-            :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.model.CoderLoss` of the given model.
+            :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.coder.CoderLoss` of the given model.
         train: training data: a path, ``"scenes"``, a data source, or a list of :class:`~coder_plugin.data.item.Item`.
         val: validation data, in the same forms. None: no evaluation.
         config: all other options: a :class:`~coder_plugin.config.TrainConfig`, or a mapping of options, flat

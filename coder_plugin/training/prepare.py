@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.data.from_config import make_source
@@ -21,7 +22,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
-from coder_plugin.model import CoderLoss, add_heads, required_heads_with
+from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model

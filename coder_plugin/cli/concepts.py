@@ -18,13 +18,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "concepts",
         help="make the concept vocabulary that CODER trains with, from captions",
-        description="The most frequent nouns, verbs and adjectives of the training captions, how often they occur together, and "
+        description="The most frequent nouns, verbs and adjectives of the training captions, how often they occur "
+        "together, and "
         "their word vectors (see docs/equations.md), for --loss coder --concepts FILE.",
         allow_abbrev=False,
     )
-    parser.add_argument("--output", required=True, metavar="FILE", help="the .safetensors to write; a .json is written next to it")
     parser.add_argument(
-        "--vectors", required=True, metavar="FILE", help="word vectors: a GloVe or word2vec text file (also .gz or .zip), or none for random vectors"
+        "--output", required=True, metavar="FILE", help="the .safetensors to write; a .json is written next to it"
+    )
+    parser.add_argument(
+        "--vectors", required=True, metavar="FILE", help="word vectors: a GloVe or word2vec text file (also .gz or "
+        ".zip), or none for random vectors"
     )
     parser.add_argument("--size", type=int, default=400, help="number of concepts [400]")
     parser.add_argument(
@@ -88,9 +92,9 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     vectors = None if arguments.vectors == "none" else WordVectors(arguments.vectors)
     stop_words = read_stop_words(arguments.stop_words)
     if config.data.train is not None:
-        source = make_captions(config, config.data.train, split=arguments.split)
+        source = make_captions(config.data, config.data.train, split=arguments.split)
     elif config.data.on_scenes:
-        source = make_source(config, split=arguments.split)
+        source = make_source(config.data, split=arguments.split)
     else:
         raise CoderError(f"--dataset-type {config.data.dataset_type} needs --train-data")
     on_scenes = config.data.on_scenes or config.data.train == "scenes"

@@ -28,7 +28,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", nargs="*", help="folder of a run, an export or an index; or hf-hub:OWNER/NAME, if it is cached")
+    parser.add_argument(
+        "folder", nargs="*", help="folder of a run, an export or an index; or hf-hub:OWNER/NAME, if it is cached"
+    )
     parser.add_argument("--vectors", metavar="FILE", help="word vectors, to compare with the captions' words")
     parser.add_argument(
         "--samples", type=int, default=256, metavar="N", help="images to decode of a split with more than 10,000 [256]"
@@ -138,7 +140,7 @@ def _recipe(config: TrainConfig, splits: Mapping[str, Any], made: Any) -> Iterat
     from coder_plugin.data.from_config import make_source
     from coder_plugin.doctor.recipe import check_recipe
 
-    whole = source = make_source(config, split="train") if config.data.on_scenes else None
+    whole = source = make_source(config.data, split="train") if config.data.on_scenes else None
     if (split := splits.get("train")) is not None and not split.shards and not split.samples and split.items:
         whole, source = split.whole, split.source
     yield from check_recipe(config, whole, source, made)

@@ -57,7 +57,9 @@ def add_extract_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=option, type=kind, help=text)
     for option in ("image_mean", "image_std"):
         flag = f"--{option.replace('_', '-')}"
-        parser.add_argument(flag, type=float, nargs=3, metavar=("R", "G", "B"), help="timm: normalisation, for inputs in [0, 1]")
+        parser.add_argument(
+            flag, type=float, nargs=3, metavar=("R", "G", "B"), help="timm: normalisation, for inputs in [0, 1]"
+        )
     parser.add_argument("--allow-random", action="store_true", help="allow random weights if none are given")
     parser.add_argument("--whole", metavar="timm:MODEL", help="also extract a feature of the whole image with this timm model")
     parser.add_argument("--whole-weights", metavar="FILE", help="weights of --whole's model: a file, or default")
@@ -72,9 +74,13 @@ def add_extract_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, default=2, help="decoding processes per detector process [2]")
     parser.add_argument("--batch-size", type=int, default=8, help="images per call of the detector [8]")
-    parser.add_argument("--shard-size", type=int, default=1000, help="images per shard; an interrupted run repeats at most one shard [1000]")
+    parser.add_argument(
+        "--shard-size", type=int, default=1000, help="images per shard; an interrupted run repeats at most one shard [1000]"
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 … [cuda if there is a GPU]")
-    parser.add_argument("--max-bad-images", type=int, default=100, help="stop after more than N images that cannot be decoded [100]")
+    parser.add_argument(
+        "--max-bad-images", type=int, default=100, help="stop after more than N images that cannot be decoded [100]"
+    )
 
 
 def _extract(arguments: argparse.Namespace) -> int:
@@ -83,7 +89,7 @@ def _extract(arguments: argparse.Namespace) -> int:
 
     config = _reading_config(arguments)
     bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
-    reading = {} if bare else reading_options(config, arguments.images)
+    reading = {} if bare else reading_options(config.data, arguments.images)
     print(extract_command(arguments, **reading))
     return 0
 
@@ -130,7 +136,9 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("source", metavar="SOURCE", help="file or folder of region features")
     parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")
     kinds = "tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
-    parser.add_argument("--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"layout of SOURCE: {kinds} [from its name]")
+    parser.add_argument(
+        "--from", dest="from_kind", default="auto", metavar="LAYOUT", help=f"layout of SOURCE: {kinds} [from its name]"
+    )
     to_help = "shards, precomp, or a plugin's [by its name]"
     parser.add_argument("--to", dest="to_kind", default="auto", metavar="LAYOUT", help=to_help)
     parser.add_argument("--split", default="train", help="split of SOURCE and of the captions [train]")
@@ -149,7 +157,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     captions = None
     if arguments.captions_data is not None:
-        captions = make_captions(_reading_config(arguments), arguments.captions_data, split=arguments.split)
+        captions = make_captions(_reading_config(arguments).data, arguments.captions_data, split=arguments.split)
     report = convert(
         arguments.source,
         arguments.destination,

@@ -19,7 +19,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="a training run's folder")
     parser.add_argument("--output", metavar="FILE", help="the file to write [RUN/report.html]")
     parser.add_argument("--export", choices=("best", "last"), help="the export whose results are shown [best]")
-    parser.add_argument("--images", type=int, default=6, metavar="N", help="number of queries of each kind, and of sample images [6]")
+    parser.add_argument(
+        "--images", type=int, default=6, metavar="N", help="number of queries of each kind, and of sample images [6]"
+    )
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     reading = "val_data max_regions max_bad_images workers batch_size precision".split()
     add_flags(parser, only=[*reading, *READING])

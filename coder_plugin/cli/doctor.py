@@ -116,7 +116,7 @@ def _recipe(config: TrainConfig, splits: Mapping[str, Any], made: Any) -> Iterat
     from coder_plugin.data.from_config import make_source
     from coder_plugin.doctor.recipe import check_recipe
 
-    whole = source = make_source(config, split="train") if config.data.on_scenes else None
+    whole = source = make_source(config.data, split="train") if config.data.on_scenes else None
     if (split := splits.get("train")) is not None and not split.shards and not split.samples and split.items:
         whole, source = split.whole, split.source
     yield from check_recipe(config, whole, source, made)

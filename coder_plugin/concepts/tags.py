@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coder_plugin.backbones.spans import locator
 from coder_plugin.backbones.tokenizers import Located
-from coder_plugin.concepts.tagging import Tagger, Token, clean, scenes_tagger, spacy_tagger
+from coder_plugin.concepts.tagging import Tagger, Token, clean, make_tagger
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.source import isolated_rng
 
@@ -80,7 +80,7 @@ class Tags:
         """The tagger; ``CoderError`` where spaCy or the pipeline is missing."""
         if self._loaded is None:
             with isolated_rng("tagger"):  # importing spaCy uses random numbers
-                self._loaded = scenes_tagger() if self.tagger == "scenes" else spacy_tagger(self.tagger)
+                self._loaded = make_tagger(self.tagger)
         return self._loaded
 
     def __call__(self, captions: list[str], tokenizer: Any) -> tuple[Tensor, Tensor]:

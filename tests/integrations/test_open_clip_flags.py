@@ -175,7 +175,7 @@ def test_exit_codes_and_messages(
 def test_help_lists_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--loss", "coder", "--help"]) == 0
     text = capsys.readouterr().out
-    for flag in ("--loss RECIPE", *EXTRA, "--coder-config", "--train-data", "--lock-image-unlocked-groups", "--report-to"):
+    for flag in ("--loss EXPR", *EXTRA, "--coder-config", "--train-data", "--lock-image-unlocked-groups", "--report-to"):
         assert flag in text, flag
 
 

@@ -121,8 +121,8 @@ def verify(path: StrPath) -> State:
     return manifest
 
 
-def checkpoints(directory: StrPath) -> list[Checkpoint]:
-    """Latest step first (then epoch, then time); what has no readable manifest is left out with a warning."""
+def checkpoints(directory: StrPath, *, problems: list[str] | None = None) -> list[Checkpoint]:
+    """Latest step first (then epoch, then time); what has no readable manifest is left out with a warning, or an entry of ``problems``."""
     directory, found = Path(directory), []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         hidden = _HIDDEN.fullmatch(path.name)
@@ -132,7 +132,10 @@ def checkpoints(directory: StrPath) -> list[Checkpoint]:
         try:
             found.append(Checkpoint(path, _read_manifest(path)))
         except (CoderError, OSError) as error:
-            _log.warning("skipped a checkpoint: %s", error)
+            if problems is None:
+                _log.warning("skipped a checkpoint: %s", error)
+            else:
+                problems.append(str(error))
     return sorted(found, key=_age, reverse=True)
 
 

@@ -26,8 +26,8 @@ def run_record(run: Path | None, export: str) -> dict[str, Any]:
     """What a training run's folder tells about an export, without paths of this machine.
 
     Returns:
-        ``objective``, ``terms`` (every option of every term and head), ``options``, ``run`` and ``results``; None or empty where
-        the run's files are missing, or without a run.
+        ``objective``, ``terms`` (every option of every term and head), ``options``, ``run`` and ``results``; None or empty
+        where the run's files are missing, or without a run.
     """
     folder = RunFolder(Path()) if run is None else RunFolder.read(run, must_exist=False)
     config, plan = folder.config or {}, folder.plan or {}

@@ -15,6 +15,7 @@ __all__ = [
     "list_plugins",
     "load_model",
     "push_to_hub",
+    "register",
     "save_pretrained",
 ]
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from coder_plugin.integrations.hub import from_pretrained, push_to_hub, save_pretrained
     from coder_plugin.model import create_loss, create_model
     from coder_plugin.pretrained.open import load_model
-    from coder_plugin.registry import list_plugins
+    from coder_plugin.registry import list_plugins, register
     from coder_plugin.training.callbacks import Callback
     from coder_plugin.training.loop import Trainer
 
@@ -37,6 +38,7 @@ _HOME = {
     "list_plugins": "registry",
     "load_model": "pretrained.open",
     "push_to_hub": "integrations.hub",
+    "register": "registry",
     "save_pretrained": "integrations.hub",
 }
 

@@ -197,6 +197,11 @@ class RunConfig:
     """Where a run is written, what it resumes, what it saves and reports."""
 
     logs: str = _option("./logs", "folder that holds the runs' folders")
+    recipe: str | None = _option(
+        None,
+        "a whole set-up (loss, model, data reading, optimisation): a name that coder-plugin recipes lists, or a .toml file; "
+        "a file of --config and other flags win over it",
+    )
     name: str | None = _option(None, "the run's folder in --logs [date and model]")
     resume: str | None = _option(None, "a checkpoint's folder, or latest: the newest checkpoint of --name")
     save_frequency: int = _option(

@@ -46,8 +46,13 @@ class TermSpec:
         return text if self.weight == 1 else f"{_format_weight(self.weight)}*{text}"
 
     def build(self) -> Any:
-        """The term as a module: the object that was passed, or a new one of the registered class."""
-        return self.term if self.term is not None else registry.load("losses", self.name)(**dict(self.options))
+        """The term: the object that was passed, or a new one of the registered class. A plain module is made a term."""
+        from coder_plugin.losses.base import ModuleTerm, Term
+
+        term = self.term if self.term is not None else registry.load("losses", self.name)(**dict(self.options))
+        if isinstance(term, Term):
+            return check_keys(term, f"loss {self.name!r}", "requires", "uses")
+        return ModuleTerm(check_keys(term, f"loss {self.name!r}", "requires", *(["uses"] if hasattr(term, "uses") else [])))
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,6 @@ class Objective:
     terms: tuple[TermSpec, ...]
     heads: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     local_loss: bool = False
-    training: tuple[tuple[str, Any], ...] = ()  # until --recipe is there
 
     @classmethod
     def parse(cls, loss: Any, *, heads: Collection[str] = ()) -> Objective:
@@ -235,10 +239,6 @@ def _parse_item(expression: Expression, item: Item, heads: Collection[str], pare
             return objective.with_options(named.options).scaled(weight)
         except CoderError as error:
             raise expression.error(column, f"the objective {item.name!r} is at fault: {error}") from error
-    if recipes.has_recipe(item.name) and len(expression.items) == 1 and not parents:  # until --recipe is there
-        recipe = recipes.load(item.name)
-        objective = Objective.parse(recipe.loss).with_options(recipe.options).scaled(weight)
-        return replace(objective, training=tuple(recipe.settings.items()))
     if recipes.has_recipe(item.name):
         raise expression.error(column, _is_recipe(item.name))
     terms, objectives = registry.names("losses"), recipes.objectives()

@@ -26,7 +26,7 @@ mkdir -p "$runs"
 if [[ ! -f $concepts ]]; then
     coder-plugin concepts --train-data "$precomp" --vectors "$glove" --output "$concepts"
 fi
-accelerate launch "${launch[@]}" -m coder_plugin.cli train --loss coder-f30k --concepts "$concepts" \
+accelerate launch "${launch[@]}" -m coder_plugin.cli train --recipe coder-f30k --concepts "$concepts" \
     --train-data "$precomp" --val-data "$precomp" --batch-size $((128 / processes)) \
     --logs "$runs" --name "$name" --resume latest "$@"
 coder-plugin eval "$runs/$name" --val-data "$precomp" --split test

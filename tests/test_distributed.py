@@ -1,6 +1,6 @@
 """Gathers and every gathering loss on two and three gloo processes: values and gradients equal one process's.
 
-The worker functions run on all ranks and return what they found; the tests, here, compare. One start of the processes
+The worker functions run on all ranks and return their results; the tests, here, compare. One start of the processes
 serves all tests of a world size.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from coder_plugin import distributed
-from coder_plugin.model import CoderLoss
+from coder_plugin.coder import CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests import gloo
@@ -83,12 +83,12 @@ class Towers(nn.Module):
         self.reads = reads
 
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
-        # the captions and, made of them, what AsCL's head would give
-        made = {"text": text, "coder_noised": text + 0.3, "coder_positive": 0.9 * text - 0.1}
-        made["coder_noised_positive"] = text - 0.4
-        outputs = {f"{name}_features": normalize(self.text(each), dim=-1) for name, each in made.items()}
+        # the captions, and texts derived from them as AsCL's head gives
+        texts = {"text": text, "coder_noised": text + 0.3, "coder_positive": 0.9 * text - 0.1}
+        texts["coder_noised_positive"] = text - 0.4
+        outputs = {f"{name}_features": normalize(self.text(each), dim=-1) for name, each in texts.items()}
         outputs["image_features"] = normalize(self.image(image), dim=-1)
-        for name in made:  # scores of this rank's images and all texts, as a fusion head computes them in forward
+        for name in texts:  # scores of this rank's images and all texts, as a fusion head computes them in forward
             score = outputs["image_features"] @ distributed.gather(outputs[f"{name}_features"]).T
             outputs["coder_fusion" + name.removeprefix("coder").removeprefix("text")] = score.pow(3)
         outputs = {key: value for key, value in outputs.items() if key in self.reads}
@@ -116,8 +116,8 @@ def step(name: str, local_loss: bool, dtype_name: str, ranks: int) -> tuple[floa
     loss = CoderLoss(objective, resolve(objective, KEYS).bindings, {})
     images, texts, ids = joint_batch(ranks, dtype)
     if distributed.world_size() > 1:
-        own = slice(distributed.rank() * PAIRS, (distributed.rank() + 1) * PAIRS)
-        images, texts, ids = images[own], texts[own], ids[own]
+        rows_of_rank = slice(distributed.rank() * PAIRS, (distributed.rank() + 1) * PAIRS)
+        images, texts, ids = images[rows_of_rank], texts[rows_of_rank], ids[rows_of_rank]
     # kept in a variable until after backward: gradients are averaged only as long as the wrapper lives
     wrapped = DistributedDataParallel(model) if distributed.world_size() > 1 else model
     outputs = wrapped(images, texts)
@@ -149,36 +149,36 @@ def coefficients(rank: int, ranks: int) -> Tensor:
 
 def check_gather() -> dict[str, Any]:
     rank, ranks = distributed.rank(), distributed.world_size()
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     rows = local_rows(rank).requires_grad_()
     gathered = distributed.gather(rows)
-    found["value"] = gathered.detach().clone()
+    collected["value"] = gathered.detach().clone()
     (gathered * coefficients(rank, ranks)).sum().backward()
-    found["gradient"] = rows.grad
+    collected["gradient"] = rows.grad
 
     # a gradient that two branches share must reach the other one as it was
-    rows, beside = local_rows(rank).requires_grad_(), torch.zeros(2 * ranks, 3, dtype=torch.float64, requires_grad=True)
-    doubled = 2 * beside  # before the gather, so that its turn in backward comes after
+    rows, other = local_rows(rank).requires_grad_(), torch.zeros(2 * ranks, 3, dtype=torch.float64, requires_grad=True)
+    doubled = 2 * other  # before the gather, so that its turn in backward comes after
     total = distributed.gather(rows) + doubled
     (total * coefficients(rank, ranks)).sum().backward()
-    found["shared gradient"], found["gradient beside"] = rows.grad, beside.grad
+    collected["shared gradient"], collected["other gradient"] = rows.grad, other.grad
 
     # neither rows nor their gradient lie one after the other in memory
     rows = local_rows(rank).T.contiguous().requires_grad_()
     gathered = distributed.gather(rows.T)
-    found["transposed value"] = gathered.detach().clone()
+    collected["transposed value"] = gathered.detach().clone()
     (gathered.T * coefficients(rank, ranks).T).sum().backward()
-    found["transposed gradient"] = rows.grad.T
+    collected["transposed gradient"] = rows.grad.T
     rows = local_rows(rank).requires_grad_()
     distributed.gather(rows).sum().backward()
-    found["expanded gradient"] = rows.grad
+    collected["expanded gradient"] = rows.grad
 
-    found["integers"] = distributed.gather(torch.tensor([2**62 + rank, rank]))
-    found["booleans"] = distributed.gather(torch.tensor([rank == 0]))
+    collected["integers"] = distributed.gather(torch.tensor([2**62 + rank, rank]))
+    collected["booleans"] = distributed.gather(torch.tensor([rank == 0]))
     with torch.no_grad():
-        found["no grad"] = distributed.gather(local_rows(rank).requires_grad_()).requires_grad
-    found["constant"] = distributed.gather(local_rows(rank)).requires_grad
-    return found
+        collected["no grad"] = distributed.gather(local_rows(rank).requires_grad_()).requires_grad
+    collected["constant"] = distributed.gather(local_rows(rank)).requires_grad
+    return collected
 
 
 def check_reduce() -> dict[str, Any]:
@@ -218,12 +218,12 @@ def test_ranks_equal_one_process_with_the_joint_batch(results, name: str, local_
     ranks = len(results)
     tolerance = {"float32": 1e-5, "float64": 1e-10}[dtype]
     value, gradients = expected(name, dtype, ranks)
-    found = [result["steps"][name, local_loss, dtype] for result in results]
+    collected = [result["steps"][name, local_loss, dtype] for result in results]
     # what the trainers print is the mean over ranks
-    assert sum(each for each, _ in found) / ranks == pytest.approx(value, rel=tolerance, abs=tolerance)
-    whole = not local_loss and "siglip" not in name
-    for each, gradient in found:
-        if whole:  # every rank computes the whole matrix
+    assert sum(each for each, _ in collected) / ranks == pytest.approx(value, rel=tolerance, abs=tolerance)
+    all_rows = not local_loss and "siglip" not in name
+    for each, gradient in collected:
+        if all_rows:  # every rank computes the whole matrix
             assert each == pytest.approx(value, rel=tolerance, abs=tolerance)
         assert gradient.keys() == gradients.keys()
         for key, wanted in gradients.items():
@@ -252,26 +252,26 @@ def test_gather_and_its_gradient(results) -> None:
     value = torch.cat([local_rows(rank) for rank in range(ranks)])
     total = sum(coefficients(rank, ranks) for rank in range(ranks))
     for rank, result in enumerate(results):
-        found = result["gather"]
-        own = slice(2 * rank, 2 * rank + 2)
-        assert torch.equal(found["value"], value) and torch.equal(found["transposed value"], value)
+        collected = result["gather"]
+        rows_of_rank = slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(collected["value"], value) and torch.equal(collected["transposed value"], value)
         for name in ("gradient", "shared gradient", "transposed gradient"):  # the sum over the ranks' losses
-            torch.testing.assert_close(found[name], total[own], rtol=1e-12, atol=1e-12, msg=name)
-        assert torch.equal(found["expanded gradient"], torch.full((2, 3), float(ranks), dtype=torch.float64))
-        assert torch.equal(found["gradient beside"], 2 * coefficients(rank, ranks))
-        assert found["integers"].tolist() == [each for r in range(ranks) for each in (2**62 + r, r)]
-        assert found["booleans"].tolist() == [r == 0 for r in range(ranks)]
-        assert not found["no grad"] and not found["constant"]
+            torch.testing.assert_close(collected[name], total[rows_of_rank], rtol=1e-12, atol=1e-12, msg=name)
+        assert torch.equal(collected["expanded gradient"], torch.full((2, 3), float(ranks), dtype=torch.float64))
+        assert torch.equal(collected["other gradient"], 2 * coefficients(rank, ranks))
+        assert collected["integers"].tolist() == [each for r in range(ranks) for each in (2**62 + r, r)]
+        assert collected["booleans"].tolist() == [r == 0 for r in range(ranks)]
+        assert not collected["no grad"] and not collected["constant"]
 
 
 def test_reductions_over_ranks(results) -> None:
     ranks = len(results)
     for rank, result in enumerate(results):
-        found = result["reduce"]
-        assert found["max"].tolist() == [ranks - 1, 0, 0.5] and not found["max"].requires_grad
-        assert found["mean"].tolist() == [(ranks - 1) / 2, -(ranks - 1) / 2, 0.5] and not found["mean"].requires_grad
-        assert found["untouched"].tolist() == [rank, -rank, 0.5]
-        assert found["any"] == [True, True, False, True]
+        collected = result["reduce"]
+        assert collected["max"].tolist() == [ranks - 1, 0, 0.5] and not collected["max"].requires_grad
+        assert collected["mean"].tolist() == [(ranks - 1) / 2, -(ranks - 1) / 2, 0.5] and not collected["mean"].requires_grad
+        assert collected["untouched"].tolist() == [rank, -rank, 0.5]
+        assert collected["any"] == [True, True, False, True]
         assert result["objects"] == [{"rank": r, "name": "x" * (r + 1)} for r in range(ranks)]
 
 

@@ -242,6 +242,29 @@ def test_a_masked_caption_changes_nothing_and_ids_are_only_compared() -> None:
     close(directed_dcl(rows[None, keep], rows[:1], alone[:, keep], scalar(1.0)[None], **PAPER), one)
 
 
+# Anchors of one process
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_of_the_anchors_average_to_the_whole_batch(kind: str) -> None:
+    images, texts = features(6, 5, seed=4)
+    ids = torch.tensor([1, 2, 3, 1, 4, 5])
+    similarity, halves = images @ texts.T, (slice(0, 3), slice(3, 6))
+    raw = [raw_diversity(rows, ids[:, None] != ids, kind=kind) for rows in (similarity, similarity.T)]
+    shares = []
+    for anchors in halves:
+        weights = iter(raw)  # what a gather over processes returns: the weights of all anchors, direction by direction
+        shares.append(dcl(images, texts, image_ids=ids, diversity=kind, anchors=anchors, gather=lambda _, w=weights: next(w)))
+    close(sum(shares) / 2, dcl(images, texts, image_ids=ids, diversity=kind))
+    rows = [
+        triplet(similarity[half], image_ids=ids, text_to_image=similarity.T[half], anchors=half, reduction="sum")
+        for half in halves
+    ]
+    close(sum(rows), triplet(similarity, image_ids=ids, reduction="sum"))
+    with pytest.raises(ValueError, match=r"text_to_image must have similarity's shape \(3, 6\)"):
+        triplet(similarity[:3], anchors=halves[0])
+
+
 # Precision
 
 
@@ -317,10 +340,10 @@ def test_gradcheck_of_dcl(kind: str, gradient: bool) -> None:
             close(one, other)
         return
 
-    def whole(v: Tensor, w: Tensor) -> Tensor:
+    def loss(v: Tensor, w: Tensor) -> Tensor:
         return dcl(v, w, image_ids=ids, diversity=kind, bank_diversity=bank, diversity_gradient=gradient)
 
-    assert torch.autograd.gradcheck(whole, (images, texts))
+    assert torch.autograd.gradcheck(loss, (images, texts))
 
 
 def test_stopped_gradient_equals_differences_of_the_reference_with_its_weights_held() -> None:
@@ -509,11 +532,11 @@ def test_compiled_equals_eager(backend: str) -> None:
     def both(v: Tensor, w: Tensor) -> Tensor:
         return dcl(v, w, image_ids=ids) + triplet(cosine(v, w), image_ids=ids)
 
-    found = []
+    results = []
     for function in (both, torch.compile(both, backend=backend, fullgraph=True)):
         leaves = [side.requires_grad_() for side in features(6, 5)]
         loss = function(*leaves)
         loss.backward()
-        found.append((loss.detach(), *(leaf.grad for leaf in leaves)))
-    for eager, compiled in zip(*found, strict=True):
+        results.append((loss.detach(), *(leaf.grad for leaf in leaves)))
+    for eager, compiled in zip(*results, strict=True):
         close(compiled, eager)

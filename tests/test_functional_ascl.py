@@ -28,8 +28,8 @@ def reference(similarity: Tensor, noise: Tensor | None, temperature: float, ids:
         others = [j for j in range(n) if ids[j] != ids[i]]
         texts = sum(math.exp(similarity[i, j] / temperature) for j in others)
         images = sum(math.exp(similarity[j, i] / temperature) for j in others)
-        made = [] if noise is None else [s.item() for s in noise[i] if s <= similarity[i, i]]
-        generated = sum(math.exp(s / temperature) for s in made)
+        noised = [] if noise is None else [s.item() for s in noise[i] if s <= similarity[i, i]]
+        generated = sum(math.exp(s / temperature) for s in noised)
         total += -math.log(positive / (positive + images)) - math.log(positive / (positive + texts + generated))
     return total / n
 
@@ -74,9 +74,9 @@ def test_noised_texts_that_do_not_count_are_as_if_they_were_not_there():
     valid = torch.tensor([True, False, True, False, True])
     temperature = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     negatives = ~torch.eye(4, dtype=torch.bool)
-    given = similarity, similarity.diagonal(), negatives
-    some = directed_ascl(*given, noise, noise_valid=valid, temperature=temperature)
-    torch.testing.assert_close(some, directed_ascl(*given, noise[:, valid], temperature=temperature))
+    inputs = similarity, similarity.diagonal(), negatives
+    some = directed_ascl(*inputs, noise, noise_valid=valid, temperature=temperature)
+    torch.testing.assert_close(some, directed_ascl(*inputs, noise[:, valid], temperature=temperature))
     assert torch.isfinite(torch.autograd.grad(some.sum(), temperature)[0])
 
 

@@ -100,7 +100,7 @@ def test_m_dcl_gradients(reverse, through):
     options = {"image_ids": IDS, "bank_ids": BANK_IDS, "bank_valid": VALID, "reverse": reverse}
     options |= {"diversity_gradient": True} if through else {"diversity": "none"}
     live = [part.requires_grad_() for part in live]
-    assert torch.autograd.gradcheck(lambda *given: m_dcl(*given, *rest, **options), live)
+    assert torch.autograd.gradcheck(lambda *features: m_dcl(*features, *rest, **options), live)
 
 
 def test_m_dcl_ignores_what_is_not_valid_and_masks_its_own_image():
@@ -126,15 +126,15 @@ def test_effective_negatives_keep_the_scale(function):
 
         def loss(n: int | None, doubled: bool) -> float:
             pair = twice if doubled else (images, texts)
-            given = {"image_ids": ids} if doubled else {}
-            return dcl(*pair, **given, effective_negatives=n, diversity="none").item()
+            extra = {"image_ids": ids} if doubled else {}
+            return dcl(*pair, **extra, effective_negatives=n, diversity="none").item()
     else:
         ids = torch.arange(6)
 
         def loss(n: int | None, doubled: bool) -> float:
             bank = [torch.cat([part, part]) if doubled else part for part in parts[4:]]
-            given = {"effective_negatives": n, "diversity": "none", "reverse": "none"}
-            return m_dcl(*parts[:4], *bank, image_ids=ids.new_ones(6), bank_ids=ids.new_zeros(len(bank[0])), **given).item()
+            extra = {"effective_negatives": n, "diversity": "none", "reverse": "none"}
+            return m_dcl(*parts[:4], *bank, image_ids=ids.new_ones(6), bank_ids=ids.new_zeros(len(bank[0])), **extra).item()
 
     assert loss(None, True) > loss(None, False) + 0.01
     assert loss(5, True) == pytest.approx(loss(5, False), rel=1e-9)
@@ -205,7 +205,7 @@ def test_concept_embedding_of_a_sharp_query_is_its_concept():
     torch.testing.assert_close(embedding, torch.eye(4, dtype=torch.float64)[[2]])
     assert attention[0, 2] == pytest.approx(1)
     assert torch.autograd.gradcheck(
-        lambda *given: concept_embedding(*given)[0],
+        lambda *inputs: concept_embedding(*inputs)[0],
         [unit(2, 3).requires_grad_(), torch.randn(3, 3, dtype=torch.float64).requires_grad_(), unit(5, 3).requires_grad_()],
     )
 

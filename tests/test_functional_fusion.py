@@ -123,12 +123,12 @@ def test_both_ways_to_a_norm_are_equal_forward_and_backward():
     images, texts = (grouped(each, 1) for each in case.sides())
     assert images.gram is not None and texts.gram is not None
     upstream = torch.randn(1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    found = []
+    results = []
     for one, two in ((images, texts), (images._replace(gram=None), texts), (images, texts._replace(gram=None))):
         score = case.score(one, two)
-        found.append([score, *torch.autograd.grad(score, case.leaves, upstream, retain_graph=True)])
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
+        results.append([score, *torch.autograd.grad(score, case.leaves, upstream, retain_graph=True)])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
             torch.testing.assert_close(one, two)
 
 

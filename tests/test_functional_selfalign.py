@@ -34,7 +34,7 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
 
 
 def valid(padded: Tensor, mask: Tensor) -> list[list[list[float]]]:
-    return [each[kept].tolist() for each, kept in zip(padded, mask, strict=True)]
+    return [each[valid_row].tolist() for each, valid_row in zip(padded, mask, strict=True)]
 
 
 def pairs(fill: float = 0.0, extra: int = 0) -> tuple[Tensor, ...]:
@@ -59,9 +59,9 @@ def test_expected_values():
     names = ("words", "word_mask", "regions", "region_mask", "prototypes")
     for how in ASSIGNMENTS:
         same(lca(*(z[name] for name in names), assignment=how), z[f"lca_{how}"], 1e-9)
-    given = z["global_context"], z["regions"], z["region_mask"]
-    same(cra(*given, hard_negatives=8), z["cra_hard8"], 1e-9)
-    same(cra(*given, hard_negatives=10**6), z["cra_all"], 1e-9)
+    inputs = z["global_context"], z["regions"], z["region_mask"]
+    same(cra(*inputs, hard_negatives=8), z["cra_hard8"], 1e-9)
+    same(cra(*inputs, hard_negatives=10**6), z["cra_all"], 1e-9)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=5)
@@ -170,14 +170,14 @@ def test_sinkhorns_marginals(extreme):
 def test_balance_is_of_the_whole_batch_however_it_is_parted():
     scores, mask = rows(4, 6, K).tanh(), torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) < 0.7
     wanted = sinkhorn_bias(scores, mask, iterations=3)
-    seen: list[Tensor] = []
+    sums: list[Tensor] = []
 
     def total(part: Tensor) -> Tensor:  # as another rank with the same features would add
-        seen.append(part)
+        sums.append(part)
         return 2 * part
 
     got = sinkhorn_bias(scores, mask, iterations=3, total=total)
-    assert len(seen) == 3 and all(part.shape == (K,) for part in seen)
+    assert len(sums) == 3 and all(part.shape == (K,) for part in sums)
     torch.testing.assert_close(got.softmax(0), wanted.softmax(0))  # a constant for all prototypes is no difference
     flat = sinkhorn_bias(scores.flatten(0, 1), mask.flatten(), iterations=3)
     torch.testing.assert_close(flat, wanted)
@@ -200,9 +200,9 @@ def test_gradient_of_lca(assignment):
 
     assert torch.autograd.gradcheck(loss, (words, prototypes))
     regions = regions.requires_grad_()
-    whole = lca(words, word_mask, regions, region_mask, prototypes, assignment=assignment)
-    same(whole, loss(words, prototypes).detach())
-    got = torch.autograd.grad(whole, [words, prototypes, regions], allow_unused=True)
+    value = lca(words, word_mask, regions, region_mask, prototypes, assignment=assignment)
+    same(value, loss(words, prototypes).detach())
+    got = torch.autograd.grad(value, [words, prototypes, regions], allow_unused=True)
     for one, other in zip(got, torch.autograd.grad(loss(words, prototypes), [words, prototypes]), strict=False):
         same(one, other)
     assert got[2] is None
@@ -248,8 +248,8 @@ def test_finite_gradients_at_zero_vectors_and_single_pairs(dtype, pairs_kept):
 def test_padding_counts_nowhere(assignment, fill):
     """Neither what it holds nor how much there is of it, in value and gradient."""
 
-    def run(given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        words, word_mask, regions, region_mask, prototypes = given
+    def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        words, word_mask, regions, region_mask, prototypes = inputs
         prototypes, words = prototypes.requires_grad_(), words.requires_grad_()
         value = lca(words, word_mask, regions, region_mask, prototypes, assignment=assignment)
         of_words, of_prototypes = torch.autograd.grad(value, [words, prototypes])
@@ -266,8 +266,8 @@ def test_padding_counts_nowhere(assignment, fill):
         for got, wanted in zip(run(pairs(fill, extra)), run(pairs()), strict=True):
             same(got, wanted.detach())
         for count in (3, 512):
-            found, wanted = run_cra(*contexts(fill, extra), count), run_cra(*contexts(), count)
-            for one, other in zip(found, wanted, strict=True):
+            got, wanted = run_cra(*contexts(fill, extra), count), run_cra(*contexts(), count)
+            for one, other in zip(got, wanted, strict=True):
                 same(one, other.detach())
 
 
@@ -371,9 +371,9 @@ def test_half_precision_is_raised(dtype):
     ],
 )
 def test_lca_names_mistakes(change, message):
-    given = dict(zip(("words", "word_mask", "regions", "region_mask", "prototypes"), pairs(), strict=True))
+    inputs = dict(zip(("words", "word_mask", "regions", "region_mask", "prototypes"), pairs(), strict=True))
     with pytest.raises(ValueError, match=message):
-        lca(**{**given, **change})
+        lca(**{**inputs, **change})
 
 
 @pytest.mark.parametrize(
@@ -391,9 +391,9 @@ def test_lca_names_mistakes(change, message):
     ],
 )
 def test_cra_names_mistakes(change, message):
-    given = dict(zip(("global_context", "local_context", "local_mask"), contexts(), strict=True))
+    inputs = dict(zip(("global_context", "local_context", "local_mask"), contexts(), strict=True))
     with pytest.raises(ValueError, match=message):
-        cra(**{**given, **change})
+        cra(**{**inputs, **change})
 
 
 def test_an_empty_batch_is_refused():

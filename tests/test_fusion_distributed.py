@@ -28,10 +28,10 @@ class Model(nn.Module):
         self.head = Fusion(BackboneInfo(embed_dim=8, image_tokens=8, text_tokens=5), heads=2, pairs_per_tile=4)
         self.double()
 
-    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         towers = {"image": self.image, "text": self.text, "noised": self.text}
         return self.head(
-            **{key: towers[key.split("_")[0]](value) if key.endswith("tokens") else value for key, value in given.items()}
+            **{key: towers[key.split("_")[0]](value) if key.endswith("tokens") else value for key, value in batch.items()}
         )
 
 
@@ -40,11 +40,11 @@ def batches() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     each: list[dict[str, Tensor]] = []
     for rank in range(2):
-        given = {}
+        batch = {}
         for name, length, channels in (("image", 4, 4), *((name, WORDS[name][rank], 3) for name in WORDS)):
-            given[f"{name}_tokens"] = torch.randn(PAIRS, length, channels, generator=generator, dtype=torch.float64)
-            given[f"{name}_mask"] = torch.arange(length) < torch.tensor([length, 1, 2])[:, None]
-        each.append(given)
+            batch[f"{name}_tokens"] = torch.randn(PAIRS, length, channels, generator=generator, dtype=torch.float64)
+            batch[f"{name}_mask"] = torch.arange(length) < torch.tensor([length, 1, 2])[:, None]
+        each.append(batch)
     return each
 
 

@@ -7,10 +7,13 @@ import torch
 from torch.nn.functional import normalize
 
 from coder_plugin import recipes, registry
+from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.training.prepare import make_objective
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip"]
@@ -331,3 +334,56 @@ def test_recipes_that_inherit_in_a_circle(register):
     register("zz-two", {"base": "zz-one"})
     with pytest.raises(CoderError, match="recipes inherit from each other: zz-one -> zz-two -> zz-one"):
         recipes.load("zz-one")
+
+
+def test_the_command_lists_and_prints(capsys, tmp_path):
+    assert main(["recipes"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("AsCL: ") and "\nCODER: " in printed and "\nSelfAlign: " in printed
+    lines = printed.splitlines()
+    for name in recipes.names():
+        assert any(line.split()[:2] == ["recipe", name] for line in lines), name
+    for name in OBJECTIVES:
+        assert any(line.split()[:2] == ["objective", name] for line in lines), name
+    assert main(["recipes", "coder-clip"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("[objectives.coder-clip]\n") and "[recipes.coder-clip]\n" in printed
+    assert "dcl.effective_negatives = 255\n" in printed and "lr = 1e-05" in printed
+    assert main(["recipes", "coder-f3k"]) == 2
+    assert "did you mean 'coder-f30k'" in capsys.readouterr().err
+
+
+# --recipe
+
+
+def test_flags_win_over_a_recipe():
+    """``--dry-run`` shows these origins."""
+    config = resolve_config({"recipe": "coder-f30k", "train_data": "x.tar", "lr": 0.5, "set": ["dcl.mu=0.2"]})
+    assert (config.model.name, config.loss.expression) == ("region-bert", "coder")
+    assert (config.optim.lr, config.optim.epochs) == (0.5, 30)
+    assert config.loss.set == ["prototypes.clusters=10000", "dcl.mu=0.2"]
+    assert config.origins["lr"] == "flag" and config.origins["epochs"] == "recipe coder-f30k"
+    objective = make_objective(config)
+    assert objective == objective_of("coder-f30k").with_options({"dcl.mu": 0.2})
+    assert resolve_config(config.to_dict()) == config
+
+
+def test_a_loss_replaces_the_recipes_with_its_options():
+    config = resolve_config({"recipe": "ascl-f30k", "train_data": "x.tar", "loss": "clip"})
+    assert (config.loss.expression, config.loss.set, config.optim.lr) == ("clip", [], 2e-4)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_makes_its_configuration(name):
+    recipe = recipes.load(name)
+    model = {} if "model" in recipe.settings else {"model": "ViT-B-32"}
+    config = resolve_config({"recipe": name, "train_data": "x.tar", **model})
+    flat = config.to_flat()
+    assert {option: flat[option] for option in recipe.settings} == recipe.settings
+    assert make_objective(config) == objective_of(name)
+
+
+def test_a_recipe_is_no_loss():
+    config = resolve_config({"loss": "ascl-f30k + 0.1*clip", "train_data": "x.tar", "model": "ViT-B-32"})
+    with pytest.raises(CoderError, match="'ascl-f30k' is a recipe, a whole set-up: use --recipe ascl-f30k"):
+        make_objective(config)

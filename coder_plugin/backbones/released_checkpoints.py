@@ -1,20 +1,23 @@
-"""Checkpoints that VSE-infinity, CAMERA and VSRN have released, in the names of :class:`RegionText`.
+"""Checkpoints released by the authors of VSE-infinity, CAMERA and VSRN, in the names of :class:`RegionText`.
 
-The three save ``{"model": [image encoder, text encoder], "opt": …}``. Which of them a file is, and which options fit it, its
-names and shapes tell; nothing in it is run (``safe_pickle``).
+All three save ``{"model": [image encoder, text encoder], "opt": …}``. The names and shapes of the tensors say which of the
+three a file is, and which options fit it. Nothing in a file is run: ``torch.load(weights_only=True)`` reads it.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from coder_plugin.backbones.safe_pickle import read_pickle, tensors
 from coder_plugin.errors import CoderError
 
 if TYPE_CHECKING:
@@ -24,13 +27,13 @@ log = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
 
-#: Their names -> ours, matched at the start, for the image encoder and the text encoder; "" drops a tensor.
+#: Patterns of their names, matched at the start -> our names, for the image and the text encoder; "" drops a tensor.
 _IMAGE = (
     (r"fc\.", r"visual.fc."),
     (r"mlp\.layers\.0\.", r"visual.mlp.hidden."),
     (r"mlp\.bns\.0\.", r"visual.mlp.norm."),
     (r"mlp\.layers\.1\.", r"visual.mlp.out."),
-    (r"mlp\.bns\.1\.", r""),  # VSE-infinity makes it and never calls it
+    (r"mlp\.bns\.1\.", r""),  # VSE-infinity creates it and never calls it
     (r"gpool\.gru\.", r"visual.pool.gru."),
     (r"gpool\.linear\.", r"visual.pool.score."),
     (r"Rs_GCN_(\d)\.(g|theta|phi)\.", r"visual.graph.\1.\2."),
@@ -44,7 +47,7 @@ _IMAGE = (
     (r"mvs\.convs_fc\.", r"visual.pool.score."),
 )
 _TEXT = (
-    (r"bert\.pooler\.", r""),  # no feature comes from it
+    (r"bert\.pooler\.", r""),  # unused
     (r"bert\.embeddings\.position_ids$", r""),  # 0, 1, 2 …
     (r"bert\.(.*LayerNorm)\.gamma$", r"text.transformer.\1.weight"),
     (r"bert\.(.*LayerNorm)\.beta$", r"text.transformer.\1.bias"),
@@ -59,7 +62,7 @@ _TEXT = (
     (r"embed\.", r"text.embed."),
     (r"rnn\.", r"text.rnn."),
 )
-#: Inside both of CAMERA's attentions.
+#: Names inside CAMERA's two attentions.
 _ATTENTION = {
     "att_layers.0.linears.0.": "query.",
     "att_layers.0.linears.1.": "key.",
@@ -81,29 +84,32 @@ class _Release:
 
 
 def describe_released(path: str) -> tuple[str, dict[str, Any]]:
-    """The backbone's name and the options with which a released file's model is made; a BiGRU's vocabulary, which the files
-    do not hold, has to be added.
+    """The name of the backbone of a released file, and its options.
+
+    The vocabulary of a BiGRU is not in the files: give it as the further option ``vocabulary``.
 
     Raises:
-        CoderError: no such file, or of none of the three.
+        CoderError: no such file, or of none of the three authors.
     """
-    release = _read(path)
+    release = _read_release(path)
     return release.preset, dict(release.options)
 
 
 def read_released(path: str, model: Backbone) -> State:
-    """A released file's tensors in the names of ``model``, whole; the temperature, which is ours alone, stays the model's.
+    """A released file's tensors in the names of ``model``: a complete state dict.
+
+    The temperature, which the files do not have, stays that of the model.
 
     Raises:
-        CoderError: a file of none of the three, or of a model with other options than this one's.
+        CoderError: a file of none of the three authors, or of a model with other options.
     """
     from coder_plugin.backbones.region_text import RegionText
 
-    release = _read(path)
+    release = _read_release(path)
     if not isinstance(model, RegionText):
         raise CoderError(f"{path} is {release.title}'s; it fits a region model: --model {release.preset}")
-    made = asdict(model.options)
-    wrong = {name: value for name, value in release.options.items() if made[name] != value}
+    current = asdict(model.options)
+    wrong = {name: value for name, value in release.options.items() if current[name] != value}
     if wrong:
         options = " ".join(f"{name}={str(value).lower()}" for name, value in wrong.items())
         raise CoderError(
@@ -132,19 +138,58 @@ def read_released(path: str, model: Backbone) -> State:
             "so short texts have other features than its authors computed",
             path,
         )
-    log.info("%s: %s's, %d tensors read", path, release.title, len(weights) - len(ours))
+    log.info("%s: read %d tensors of %s", path, len(weights) - len(ours), release.title)
     return weights
 
 
-def _read(path: str) -> _Release:
-    content = read_pickle(path)
+def read_checkpoint(path: str | Path) -> Any:
+    """The content of a ``torch.save`` file: plain data, tensors on the CPU, and ``argparse.Namespace``; nothing else.
+
+    Both of torch's formats can be read, also those that Python 2 wrote.
+
+    Raises:
+        CoderError: not such a file, not complete, or with objects of other types, which loading would have to run.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols
+            return torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
+    except Exception as error:  # malformed bytes make torch, pickle and zipfile raise almost anything
+        if unsafe := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
+            raise CoderError(
+                f"{path} cannot be read as a PyTorch checkpoint: it contains {unsafe[1]}, and loading that could run code. If "
+                "you trust the file, save its weights alone: "
+                "torch.save({'model': torch.load(FILE, weights_only=False)['model']}, NEW)"
+            ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CoderError(f"{path} cannot be read as a PyTorch checkpoint; is it complete? ({reason})") from error
+
+
+def check_tensors(mapping: Any) -> State:
+    """A state dict without gradients.
+
+    Raises:
+        ValueError: not a dict from names to tensors, or a tensor that is larger than its values in the file.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ValueError("it is no dict of tensors")
+    for name, value in mapping.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(f"its entry {str(name)[:60]!r} is no tensor")
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"its entry {name[:60]!r} is no complete tensor")  # a stride of 0 could fill the memory
+    return {name: value.detach() for name, value in mapping.items()}
+
+
+def _read_release(path: str) -> _Release:
+    content = read_checkpoint(path)
     states = content.get("model") if isinstance(content, dict) else None
     if not isinstance(states, (list, tuple)) or len(states) < 2:
         raise CoderError(
             f"{path} is no checkpoint of VSE-infinity, CAMERA or VSRN: it has no 'model' of an image and a text encoder"
         )
     try:
-        image, text = (_bare(tensors(state)) for state in states[:2])
+        image, text = (_without_prefix(check_tensors(state)) for state in states[:2])
     except ValueError as error:
         raise CoderError(f"{path}: {error}, where 'model' should hold the encoders' tensors") from error
     try:
@@ -155,8 +200,8 @@ def _read(path: str) -> _Release:
         raise CoderError(f"{path} has not the tensors of the model that it seems to be: {error}") from error
 
 
-def _bare(state: State) -> State:
-    """Without the prefix that DataParallel adds."""
+def _without_prefix(state: State) -> State:
+    """Names without the prefix that DataParallel adds."""
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
@@ -207,19 +252,18 @@ def _identify(path: str, image: State, text: State) -> _Release:
 def _renamed(path: str, state: State, table: tuple[tuple[str, str], ...]) -> State:
     out, dropped = {}, []
     for name, value in state.items():
-        place = next(((pattern, ours) for pattern, ours in table if re.match(pattern, name)), None)
-        if place is None:
+        rule = next(((pattern, replacement) for pattern, replacement in table if re.match(pattern, name)), None)
+        if rule is None:
             raise CoderError(f"{path} has a tensor {name!r} that none of the released models has")
-        if not place[1]:
+        if not rule[1]:
             dropped.append(name)
             continue
-        ours = re.sub(*place, name, count=1)
-        ours = re.sub(
-            r"^visual\.graph\.(\d)", lambda found: f"visual.graph.{int(found[1]) - 1}", ours
-        )  # theirs count from 1
-        for theirs, inside in _ATTENTION.items():
-            ours = ours.replace(f"attention.{theirs}", f"attention.{inside}")
+        ours = re.sub(*rule, name, count=1)
+        # their layers count from 1
+        ours = re.sub(r"^visual\.graph\.(\d)", lambda match: f"visual.graph.{int(match[1]) - 1}", ours)
+        for theirs, replacement in _ATTENTION.items():
+            ours = ours.replace(f"attention.{theirs}", f"attention.{replacement}")
         out[ours] = value
     if dropped:
-        log.info("%s: %d tensors that no feature comes from are left out: %s", path, len(dropped), ", ".join(dropped))
+        log.info("%s: left out %d unused tensors: %s", path, len(dropped), ", ".join(dropped))
     return out

@@ -99,7 +99,7 @@ def _extract(arguments: argparse.Namespace) -> int:
 
     config = _reading_config(arguments)
     bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
-    reading = {} if bare else reading_options(config, arguments.images)
+    reading = {} if bare else reading_options(config.data, arguments.images)
     print(extract_command(arguments, **reading))
     return 0
 
@@ -136,7 +136,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     captions = None
     if arguments.captions_data is not None:
-        captions = make_captions(_reading_config(arguments), arguments.captions_data, split=arguments.split)
+        captions = make_captions(_reading_config(arguments).data, arguments.captions_data, split=arguments.split)
     report = convert(
         arguments.source,
         arguments.destination,

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from coder_plugin.errors import CoderError
-
-_SHOWN = 10
 _DETECTOR = {  # option of a detector: its flag's type and help
     "model": (str, "the detector's model: a Faster-RCNN of torchvision, any model of timm"),
     "weights": (str, "a .pth or .safetensors file, or default: the model's own, downloaded"),
@@ -59,79 +53,25 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
 
     ``reading`` are options of :func:`coder_plugin.data.open_source`: ``kind``, ``images`` …
     """
-    import torch
-
-    from coder_plugin.detectors.extract import extract
-    from coder_plugin.detectors.job import Job
+    from coder_plugin.data.pictures import open_images
+    from coder_plugin.detectors.extract import extract_regions
 
     options = {name: getattr(arguments, name) for name in (*_DETECTOR, "image_mean", "image_std")}
-    options["allow_random"] = arguments.allow_random or None
-    given = {name: value for name, value in options.items() if value is not None}
-    whole = _whole(arguments)
-    detector = partial(build, arguments.detector, given, whole)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    source = open_images(arguments.images, split=arguments.split, **reading)
-    job = Job(
-        source=source,
-        detector=detector,
-        folder=Path(arguments.output),
+    report = extract_regions(
+        open_images(arguments.images, split=arguments.split, **reading),
+        arguments.output,
+        detector=arguments.detector,
+        options={**options, "allow_random": arguments.allow_random or None},
+        global_model=arguments.whole,
+        global_weights=arguments.whole_weights,
+        device=arguments.device,
+        processes=arguments.processes,
         to=arguments.to,
         split=arguments.to_split or arguments.split,
-        settings={
-            "detector": arguments.detector,
-            **{name: value for name, value in given.items() if name != "weights"},
-            "whole": None if whole is None else whole[0],
-            "source": source.name,
-            "images": source.num_images,
-        },
         shard_size=arguments.shard_size,
         batch_size=arguments.batch_size,
         workers=arguments.workers,
-        device=device,
         max_bad=arguments.max_bad_images,
         captions_per_image=arguments.captions_per_image,
     )
-    report = extract(job, processes=arguments.processes)
-    lines = [f"images: {report.images}, {report.new} of them now, in {report.seconds:.1f} s"]
-    if report.new:
-        lines[0] += f" ({report.new / report.seconds:.1f} images/s)"
-    if report.bad:
-        lines.append(f"undecodable: {len(report.bad)}")
-        lines += [f"  {key}: {reason}" for key, reason in report.bad[:_SHOWN]]
-        if len(report.bad) > _SHOWN:
-            lines.append(f"  … and {len(report.bad) - _SHOWN} more: {job.notes}")
-    return "\n".join([*lines, f"written: {arguments.output}, settings in {job.notes / 'extraction.json'}"])
-
-
-def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
-    """A folder of pictures, or any data set of :func:`coder_plugin.data.open_source`."""
-    from coder_plugin.data import open_source
-    from coder_plugin.data.pictures import Pictures
-
-    if os.path.isdir(spec) and not {name: value for name, value in reading.items() if value not in (None, "auto")}:
-        return Pictures(spec)
-    return open_source(spec, split=split, **reading)
-
-
-def build(name: str, options: dict[str, Any], whole: tuple[str, str | None, bool] | None, *, device: str) -> Any:
-    """A detector by name, with a second network for the whole picture where ``whole`` is (model, weights, random)."""
-    from coder_plugin.detectors.base import WithWhole, make_detector
-
-    detector = make_detector(name, device=device, **options)
-    if whole is None:
-        return detector
-    from coder_plugin.detectors.timm_ import Trunk
-
-    model, weights, allow_random = whole
-    return WithWhole(detector, Trunk(model, weights=weights, allow_random=allow_random, device=device))
-
-
-def _whole(arguments: argparse.Namespace) -> tuple[str, str | None, bool] | None:
-    if arguments.whole is None:
-        if arguments.whole_weights is not None:
-            raise CoderError("--whole-weights without --whole: give --whole timm:MODEL, too")
-        return None
-    kind, _, model = arguments.whole.partition(":")
-    if kind != "timm" or not model:
-        raise CoderError(f"--whole is {arguments.whole!r}; it must be timm:MODEL, such as timm:resnet152")
-    return model, arguments.whole_weights, arguments.allow_random
+    return str(report)

@@ -1,6 +1,6 @@
-"""The concept vocabulary (METHODS 4): which words are concepts, how often they meet, and their word vectors.
+"""CODER's concept vocabulary: which words are concepts, how often they co-occur, and their word vectors.
 
-Importing this loads torch and no more: spaCy is imported where a spaCy tagger is made.
+See ``docs/concepts.md``. spaCy is imported only when a spaCy tagger is created.
 """
 
 from coder_plugin.concepts.build import build_vocabulary, scenes_vocabulary

@@ -1,6 +1,6 @@
-"""From captions to concepts: the most frequent words of each type, which of them meet, and their vectors.
+"""Build a vocabulary from captions: the most frequent words of each type, their co-occurrences, and their vectors.
 
-C captions, g concepts, d dimensions of a word vector.
+Shapes: g concepts, d dimensions of a word vector.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coder_plugin.errors import CoderError
 
 RATIO = (7, 2, 1)
 _PAIRS_AT_ONCE = 1 << 22
-_NAMED = 10  # words in a warning
+_EXAMPLES = 10  # words in a warning
 log = logging.getLogger(__name__)
 
 
@@ -40,13 +40,34 @@ def build_vocabulary(
     seed: int = 0,
     source: str = "",
 ) -> Vocabulary:
-    """The ``size`` most frequent words of ``captions`` as concepts, Object : Motion : Property in ``ratio`` (METHODS 4).
+    """The most frequent words of the captions as concepts (CODER, section 3.3; ``docs/equations.md#concepts``).
 
-    Captions are streamed. A word is its lemma, or its lower-case surface with ``lemmas=False``; its type is what it
-    mostly is in the corpus; a token whose lemma or surface is in ``stop_words`` does not count. A type that has fewer
-    words than its share leaves the rest to the most frequent words of the others. A word without a vector gets that of
-    its most frequent surface form that has one, else a draw from N(0, sigma of the file); without a file all are drawn
-    from N(0, 1) in ``dim`` dimensions. Whatever falls short is logged as a warning and stands in ``settings``.
+    A word has the type that most of its tokens have. If a type has fewer words than its share, the most frequent words of
+    the other types fill the rest. A word without a vector gets that of its most frequent surface form with one, else a draw
+    from N(0, sigma of the file). Shortfalls are logged as warnings and recorded in ``settings``.
+
+    Args:
+        captions: read once as a stream.
+        tagger: see :class:`~coder_plugin.concepts.tagging.Tagger`.
+        size: g, number of concepts, from 1.
+        ratio: shares of Object (nouns), Motion (verbs) and Property (adjectives); three numbers of 0 or more.
+        lemmas: count lemmas; otherwise each lower-case surface form is a word of its own.
+        stop_words: lemmas or surface forms that are not counted.
+        vectors: file of word vectors; None draws all vectors from N(0, 1) in ``dim`` dimensions.
+        seed: of drawn vectors.
+        source: name of the captions, for ``settings`` and messages.
+
+    Raises:
+        CoderError: a size or ratio out of range, no word of the wanted types, or vectors for none of the words.
+
+    Example:
+        >>> from coder_plugin.concepts.tagging import lexicon_tagger
+        >>> captions = ["A red dog runs", "dogs and a red ball"]
+        >>> types = {"dog": "NOUN", "ball": "NOUN", "run": "VERB", "red": "ADJ"}
+        >>> tagger = lexicon_tagger(types, {"dogs": "dog", "runs": "run"})
+        >>> vocabulary = build_vocabulary(captions, tagger=tagger, size=3, ratio=(1, 1, 1), vectors=None, dim=4)
+        >>> vocabulary.words, vocabulary.counts.tolist()
+        (('dog', 'run', 'red'), [2, 1, 2])
     """
     shares = largest_remainder(size, ratio)
     tally = count_words(captions, tagger, lemmas=lemmas, stop_words=stop_words)
@@ -59,24 +80,30 @@ def build_vocabulary(
 
 @lru_cache(maxsize=4)
 def scenes_vocabulary(seed: int = 0) -> Vocabulary:
-    """All concepts of the built-in training scenes: there are far fewer than 400, and no motions among them. The vectors
-    are drawn from N(0, 1), 300 dimensions."""
+    """All concepts of the built-in training scenes, far fewer than 400 and none of them motions; vectors are drawn from
+    N(0, 1) in 300 dimensions."""
     from coder_plugin.data.scenes import open_scenes
 
     tagger = scenes_tagger()
     captions = (caption for item in open_scenes("train") for caption in item.captions)
     stop_words = {"be"}
     tally = count_words(captions, tagger, lemmas=True, stop_words=stop_words)
-    found = [len(tally.candidates(kind)) for kind in TYPES]
+    sizes = [len(tally.candidates(kind)) for kind in TYPES]
     more = {"lemmas": True, "stop_words": sorted(stop_words), "tagger": tagger.name}
-    return _assemble(tally, size=sum(found), ratio=found, vectors=None, dim=300, seed=seed, source="scenes", more=more)
+    return _assemble(tally, size=sum(sizes), ratio=sizes, vectors=None, dim=300, seed=seed, source="scenes", more=more)
 
 
 def largest_remainder(size: int, ratio: Sequence[float]) -> tuple[int, ...]:
-    """``size`` shared out in ``ratio``: whole numbers that add up to it, each within one of its exact share. What
-    rounding down leaves goes to the largest remainders, the first of equal ones."""
+    """Divide ``size`` in ``ratio`` into whole numbers, each within one of its exact share.
+
+    What rounding down leaves goes to the largest remainders, of equal ones to the first.
+
+    Example:
+        >>> largest_remainder(8, (7, 2, 1))
+        (5, 2, 1)
+    """
     if size < 1:
-        raise CoderError(f"size is {size}; there must be at least one concept")
+        raise CoderError(f"size is {size}; it must be 1 or more")
     if len(ratio) != len(TYPES) or not all(math.isfinite(part) and part >= 0 for part in ratio) or not sum(ratio):
         raise CoderError(
             f"ratio is {tuple(ratio)}; it must be three numbers of 0 or more ({', '.join(TYPES)}), not all 0"
@@ -90,8 +117,10 @@ def largest_remainder(size: int, ratio: Sequence[float]) -> tuple[int, ...]:
 
 
 def choose(tally: Tally, size: int, ratio: Sequence[float]) -> list[int]:
-    """The concepts: of each type its share of ``size``, the most frequent first. What a type cannot fill goes to the
-    most frequent words left of the types that have a share; if even these do not suffice there are fewer."""
+    """The words that become concepts: of each type its share of ``size``, the most frequent first.
+
+    What a type cannot fill goes to the most frequent remaining words of the types with a share; there may be fewer in all.
+    """
     ranked = [tally.candidates(kind) if part else [] for kind, part in zip(TYPES, ratio, strict=True)]
     shares = [min(len(words), share) for words, share in zip(ranked, largest_remainder(size, ratio), strict=True)]
     left = [number for words, share in zip(ranked, shares, strict=True) for number in words[share:]]
@@ -103,7 +132,7 @@ def choose(tally: Tally, size: int, ratio: Sequence[float]) -> list[int]:
 
 
 def cooccurrence(tally: Tally, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Captions that hold each concept, int64 [g], and each two of them, int64 [g, g] with a zero diagonal."""
+    """The numbers of captions with each concept, int64 [g], and with each pair, int64 [g, g], zero diagonal."""
     g = len(chosen)
     concept_of = np.full(len(tally.words), -1)
     concept_of[list(chosen)] = np.arange(g)
@@ -112,7 +141,7 @@ def cooccurrence(tally: Tally, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
     lengths = np.bincount(captions, minlength=tally.captions)
     starts = np.cumsum(lengths) - lengths
     both = np.zeros(g * g, np.int64)
-    for length in np.unique(lengths[lengths > 1]):  # captions of one length make a matrix, and its columns pairs
+    for length in np.unique(lengths[lengths > 1]):  # as a matrix of captions; its columns give the pairs
         first, second = np.triu_indices(length, 1)
         rows = starts[lengths == length]
         step = max(1, _PAIRS_AT_ONCE // len(first))
@@ -136,8 +165,8 @@ def _assemble(
 ) -> Vocabulary:
     chosen = choose(tally, size, ratio)
     if not chosen:
-        wanted = " or ".join(kind for kind, part in zip(TYPES, ratio, strict=True) if part)
-        raise CoderError(f"{source or 'captions'}: no {wanted} word in {tally.captions} captions (after the stop list)")
+        types = " or ".join(kind for kind, part in zip(TYPES, ratio, strict=True) if part)
+        raise CoderError(f"{source or 'captions'}: no {types} word in {tally.captions} captions (after the stop list)")
     counts, both = cooccurrence(tally, chosen)
     words = [tally.words[number] for number in chosen]
     forms = [tally.forms[number] for number in chosen]
@@ -148,9 +177,9 @@ def _assemble(
         "captions": tally.captions,
         "size": size,
         "ratio": list(ratio),
-        "asked": dict(zip(TYPES, largest_remainder(size, ratio), strict=True)),
-        "there": {kind: len(tally.candidates(kind)) for kind in TYPES},
-        "found": {kind: kinds.count(kind) for kind in TYPES},
+        "requested": dict(zip(TYPES, largest_remainder(size, ratio), strict=True)),
+        "available": {kind: len(tally.candidates(kind)) for kind in TYPES},
+        "selected": {kind: kinds.count(kind) for kind in TYPES},
         **more,
         "vectors": vectors.name if vectors is not None else None,
         "sigma": sigma,
@@ -163,24 +192,24 @@ def _assemble(
 def _vectors(
     words: list[str], forms: list[list[str]], file: WordVectors | None, dim: int, seed: int
 ) -> tuple[Tensor, list[str], dict[str, str], float]:
-    """The vectors, [g, d]; the words without one; whose surface form's vector was taken; sigma of the draws."""
-    found: dict[str, Tensor] = {}
+    """The vectors [g, d]; the words without one; surface forms used instead of words; sigma of the draws."""
+    file_vectors: dict[str, Tensor] = {}
     sigma = 1.0
     if file is not None:
-        read = file.read({*words, *(form for its in forms for form in its)})
-        found, dim, sigma = read.vectors, read.dim, read.sigma
-        if not found:
-            raise CoderError(f"{file.path}: has a vector for none of the {len(words)} concepts, such as {words[0]!r}")
+        read = file.read({*words, *(form for each in forms for form in each)})
+        file_vectors, dim, sigma = read.vectors, read.dim, read.sigma
+        if not file_vectors:
+            raise CoderError(f"{file.path}: has no vector for any of the {len(words)} concepts, such as {words[0]!r}")
     table = torch.empty(len(words), dim)
     generator = torch.Generator().manual_seed(seed)
     missing, borrowed = [], {}
-    for row, word, its in zip(table, words, forms, strict=True):
-        form = next((each for each in (word, *its) if each in found), None)
+    for row, word, surface_forms in zip(table, words, forms, strict=True):
+        form = next((each for each in (word, *surface_forms) if each in file_vectors), None)
         if form is None:
             missing.append(word)
             row.copy_(sigma * torch.randn(dim, generator=generator))
         else:
-            row.copy_(found[form])
+            row.copy_(file_vectors[form])
             if form != word:
                 borrowed[word] = form
     return table, missing, borrowed, sigma
@@ -189,17 +218,17 @@ def _vectors(
 def _warn(vocabulary: Vocabulary, shares: Sequence[int], ratio: Sequence[float]) -> None:
     settings = vocabulary.settings
     for kind, share, part in zip(TYPES, shares, ratio, strict=True):
-        there = settings["there"][kind]
-        if part and not there:
-            log.warning("concepts: the captions have no %s word at all (asked for: %d)", kind, share)
-        elif there < share:
-            log.warning("concepts: asked for %d %s words, found %d", share, kind, there)
+        available = settings["available"][kind]
+        if part and not available:
+            log.warning("concepts: the captions have no %s word (requested: %d)", kind, share)
+        elif available < share:
+            log.warning("concepts: requested %d %s words, found %d", share, kind, available)
     if len(vocabulary) < settings["size"]:
-        log.warning("concepts: asked for %d words, found %d", settings["size"], len(vocabulary))
+        log.warning("concepts: requested %d words, found %d", settings["size"], len(vocabulary))
     if settings["vectors"] is None:
         log.warning("concepts: no word vectors: all %d are random, drawn from N(0, 1)", len(vocabulary))
     elif missing := vocabulary.missing:
-        names = ", ".join(missing[:_NAMED]) + (" …" if len(missing) > _NAMED else "")
+        names = ", ".join(missing[:_EXAMPLES]) + (" …" if len(missing) > _EXAMPLES else "")
         log.warning(
             "concepts: no vector in %s for %d of %d words, random instead: %s",
             settings["vectors"], len(missing), len(vocabulary), names,

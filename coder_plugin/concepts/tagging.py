@@ -1,7 +1,7 @@
-"""Parts of speech and lemmas of captions: by a spaCy pipeline, or by a word list where the language is small and known.
+"""Parts of speech and lemmas of captions, from a spaCy pipeline or a fixed word list.
 
-A tagger is called with texts and gives for each its words as (surface, lemma, part of speech), the latter in Universal
-Dependencies' names: NOUN, PROPN, VERB, AUX, ADJ, ADP …
+A tagger yields for each text its words as (surface form, lemma, part of speech), the latter in Universal Dependencies' names:
+NOUN, PROPN, VERB, AUX, ADJ, ADP …
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DOUBLES = re.compile(r"(^|[^aeiou])[aeiou][^aeiouwxy]$")
 
 
 class Tagger(Protocol):
-    """Anything that tags a stream of texts in order, without holding it."""
+    """Tags a stream of texts in order, without holding it in memory."""
 
     name: str
 
@@ -30,19 +30,33 @@ class Tagger(Protocol):
 
 
 def clean(text: str) -> str:
-    """A caption as taggers get it: compatible Unicode forms and straight apostrophes, single spaces, lower case."""
+    """A caption normalised for taggers: compatible Unicode forms, straight apostrophes, single spaces, lower case.
+
+    Example:
+        >>> clean("The  dog’s Ball")
+        "the dog's ball"
+    """
     plain = unicodedata.normalize("NFKC", text).replace("\u2019", "'").replace("\u2010", "-").replace("\u2011", "-")
     return " ".join(plain.lower().split())
 
 
 def is_word(text: str) -> bool:
-    """Whether ``text`` is made of letters alone, with hyphens or apostrophes inside: numbers and signs are no concepts."""
+    """Whether ``text`` consists of letters, with hyphens or apostrophes inside; numbers and punctuation are not concepts."""
     return _WORD.fullmatch(text) is not None
 
 
 class lexicon_tagger:
-    """A tagger of a known small language: ``types`` gives a lemma's part of speech (X where it has none), ``lemmas`` the
-    lemma of a surface form that is not its own."""
+    """A tagger with a fixed word list.
+
+    Args:
+        types: lemmas to parts of speech; other words are X.
+        lemmas: surface forms to lemmas; other words are their own lemma.
+
+    Example:
+        >>> tagger = lexicon_tagger({"dog": "NOUN"}, {"dogs": "dog"})
+        >>> next(tagger(["two dogs"]))
+        [('two', 'two', 'X'), ('dogs', 'dog', 'NOUN')]
+    """
 
     def __init__(self, types: Mapping[str, str], lemmas: Mapping[str, str], name: str = "lexicon") -> None:
         self.types, self.lemmas, self.name = dict(types), dict(lemmas), name
@@ -55,25 +69,34 @@ class lexicon_tagger:
 
 
 def scenes_tagger() -> lexicon_tagger:
-    """Tags the captions of the built-in scenes. They hold no verbs but "is" and "are"."""
+    """A tagger for the captions of the built-in scenes, whose only verbs are "is" and "are"."""
     from coder_plugin.data import scenes
 
-    def worded(words: Iterable[str]) -> list[str]:
+    def with_synonyms(words: Iterable[str]) -> list[str]:
         return [each for word in words for each in scenes.SYNONYMS.get(word, (word,))]
 
-    things = worded((*scenes.SHAPES, "shape", "background"))
+    things = with_synonyms((*scenes.SHAPES, "shape", "background"))
     nouns = [*things, "picture", "corner", "middle", "top", "bottom", "left", "right"]
-    looks = worded((*scenes.COLOURS, *scenes.BACKGROUNDS, *scenes.LOOKS, *scenes.RADII))
+    looks = with_synonyms((*scenes.COLOURS, *scenes.BACKGROUNDS, *scenes.LOOKS, *scenes.RADII))
     types = {**dict.fromkeys(nouns, "NOUN"), **dict.fromkeys([*looks, "alone"], "ADJ"), "be": "AUX"}
     lemmas = {"is": "be", "are": "be", **{scenes._plural(noun): noun for noun in things}}
     return lexicon_tagger(types, lemmas, name="scenes")
 
 
-class spacy_tagger:
-    """A spaCy pipeline without its parser and entity recogniser, which nothing here reads.
+def make_tagger(name: str, *, processes: int = 1) -> Tagger:
+    """The tagger ``scenes``, or a spaCy pipeline by name or folder; see :class:`spacy_tagger`."""
+    return scenes_tagger() if name == "scenes" else spacy_tagger(name, processes=processes)
 
-    ``model`` is a pipeline's name, a folder that holds ``config.cfg``, or an installed package whose folder holds one
-    inside. Hyphenated words stay whole ("t-shirt"), as word vectors have them.
+
+class spacy_tagger:
+    """A spaCy pipeline without parser and entity recogniser. Hyphenated words ("t-shirt") are kept, as in word vectors.
+
+    Args:
+        model: a pipeline's name, a folder with ``config.cfg``, or an installed package with such a folder inside.
+        processes: spaCy's processes; -1 for one per core.
+
+    Raises:
+        CoderError: spaCy or the pipeline is missing.
     """
 
     def __init__(self, model: str = "en_core_web_sm", batch_size: int = 1000, processes: int = 1) -> None:
@@ -92,10 +115,10 @@ class spacy_tagger:
         try:
             self._pipeline: Any = spacy.load(home or model, exclude=["parser", "ner"])
         except (OSError, ValueError, ImportError) as error:
-            known = ", ".join(sorted(spacy.util.get_installed_models())) or "none"
+            installed = ", ".join(sorted(spacy.util.get_installed_models())) or "none"
             raise CoderError(
-                f"spaCy pipeline {model!r} cannot be loaded ({' '.join(str(error).split())[:200]}); installed: {known}. "
-                f"Get one with python -m spacy download en_core_web_sm, or name a folder that holds config.cfg"
+                f"spaCy pipeline {model!r} cannot be loaded ({' '.join(str(error).split())[:200]}); installed: {installed}. "
+                f"Get one with python -m spacy download en_core_web_sm, or name a folder with config.cfg"
             ) from error
         self._keep_hyphens()
         self._verbs = _english_verbs(self._pipeline)
@@ -105,8 +128,11 @@ class spacy_tagger:
             yield [(token.text, self._lemma(token), token.pos_) for token in doc]
 
     def _lemma(self, token: Any) -> str:
-        """spaCy's lemma, but for three of its guesses at English verbs: it makes "rid" of rides, which would be rids,
-        and of riding, which would be ridding; and it shortens forms of words that it does not know (wooded: "woode")."""
+        """spaCy's lemma, with corrections for English verbs.
+
+        spaCy lemmatises "rides" and "riding" as "rid" (whose forms are "rids" and "ridding"), and shortens forms of unknown
+        words ("wooded" to "woode").
+        """
         lemma, form = token.lemma_, token.lower_
         if token.pos_ != "VERB" or not self._verbs:
             return lemma
@@ -126,7 +152,7 @@ class spacy_tagger:
 
 
 def _english_verbs(pipeline: Any) -> Collection[str]:
-    """The verbs that the rules of an English pipeline know; empty for other lemmatizers."""
+    """The verbs of a rule-based English lemmatizer; empty for others."""
     lemmatizer: Any = pipeline.get_pipe("lemmatizer") if pipeline.has_pipe("lemmatizer") else None
     if pipeline.lang != "en" or getattr(lemmatizer, "mode", None) != "rule":
         return ()
@@ -134,8 +160,8 @@ def _english_verbs(pipeline: Any) -> Collection[str]:
 
 
 def _pipeline_folder(model: str) -> Path | None:
-    """Where the pipeline lies, if ``model`` is a folder or a package with ``config.cfg`` in it or in its one subfolder;
-    None leaves the name to spaCy."""
+    """The pipeline's folder, if ``model`` is a folder or package with ``config.cfg`` in it or in one subfolder; else None,
+    and spaCy resolves the name."""
     folder = Path(model)
     if not folder.is_dir():
         if not model.isidentifier():
@@ -149,6 +175,6 @@ def _pipeline_folder(model: str) -> Path | None:
     inside = sorted(path.parent for path in folder.glob("*/config.cfg"))
     if len(inside) > 1:
         raise CoderError(
-            f"{folder}: holds {len(inside)} pipelines ({', '.join(path.name for path in inside)}); name one"
+            f"{folder}: has {len(inside)} pipelines ({', '.join(path.name for path in inside)}); name one"
         )
     return inside[0] if inside else None

@@ -1,6 +1,6 @@
-"""Word vectors from a text file: GloVe's format, or word2vec's and fastText's with its first line "rows dimensions".
+"""Read word vectors from text files of GloVe, word2vec or fastText.
 
-Only the words asked for are kept, so a file of millions of rows needs little memory; one pass serves all words.
+Only the requested words are kept, so a file of millions of rows needs little memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 from coder_plugin.errors import CoderError
 
 SIGMA_ROWS = 100_000
-_LONGEST = 1 << 20  # bytes of a line; a binary file may have none for gigabytes
+_MAX_LINE = 1 << 20  # bytes; a binary file may have no line end for gigabytes
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What a file has of the words asked for, and the standard deviation ``sigma`` of its values."""
+class FileVectors:
+    """The vectors (float32 [d]) of the requested words that a file has, and the standard deviation ``sigma`` of its values."""
 
     vectors: dict[str, Tensor]
     dim: int
@@ -38,7 +38,21 @@ class Found:
 
 
 class WordVectors:
-    """A file of rows ``word v1 … vd``, plain, in gzip, or alone in a zip archive; nothing is read before :meth:`read`."""
+    """A file of rows ``word v1 … vd``: plain, in gzip, or the only file in a zip archive.
+
+    Args:
+        path: the file; it is read by :meth:`read`. A first line "rows dimensions" (word2vec, fastText) is allowed.
+
+    Raises:
+        CoderError: the file does not exist; from :meth:`read`, it is not such a file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "glove.txt"
+        >>> _ = path.write_text("dog 1 0\\ncat 0 1\\n")
+        >>> WordVectors(path).read({"cat", "unicorn"}).vectors
+        {'cat': tensor([0., 1.])}
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -49,15 +63,15 @@ class WordVectors:
     def name(self) -> str:
         return self.path.name
 
-    def read(self, words: Collection[str]) -> Found:
-        """The vectors (float32 [d]) of those of ``words`` that the file has; of repeated rows the first counts.
+    def read(self, words: Collection[str]) -> FileVectors:
+        """The vectors of those of ``words`` that the file has; of repeated rows the first counts.
 
-        ``sigma`` is over all values of the first 100,000 rows, which in GloVe and word2vec files are the most frequent
-        words. Later rows are checked for their number of columns; their values are parsed only where asked for.
+        ``sigma`` is computed from the first 100,000 rows, the most frequent words in GloVe and word2vec files. Later rows
+        are checked for their number of columns, and parsed only if requested.
         """
-        wanted = {word.encode(): word for word in words}
-        heads = {word.split(b" ")[0] for word in wanted}
-        found: dict[str, Tensor] = {}
+        requested = {word.encode(): word for word in words}
+        heads = {word.split(b" ")[0] for word in requested}
+        vectors: dict[str, Tensor] = {}
         moments = np.zeros(3)  # values, their sum, the sum of their squares
         dim, rows, announced = 0, 0, None
         for number, line in self._lines():
@@ -71,25 +85,25 @@ class WordVectors:
             word, values = self._row(number, line, dim)
             if rows < SIGMA_ROWS:
                 moments += (dim, values.sum(), np.square(values).sum())
-            if word in wanted and wanted[word] not in found:
-                found[wanted[word]] = torch.from_numpy(values.astype(np.float32))
+            if word in requested and requested[word] not in vectors:
+                vectors[requested[word]] = torch.from_numpy(values.astype(np.float32))
             rows += 1
         if not rows:
             raise CoderError(f"{self.path}: no word vectors in it")
         if announced is not None and announced != rows:
-            log.warning("%s: its first line announces %d words, it holds %d", self.path, announced, rows)
+            log.warning("%s: its first line says %d words, but it has %d", self.path, announced, rows)
         number_of, total, squares = moments
-        return Found(found, dim, math.sqrt(max(squares / number_of - (total / number_of) ** 2, 0.0)))
+        return FileVectors(vectors, dim, math.sqrt(max(squares / number_of - (total / number_of) ** 2, 0.0)))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Lines that are not blank, with their numbers. As bytes: some files hold words that are no valid UTF-8, and
-        Unicode knows ends of lines and spaces that are part of words here."""
+        """Numbered lines that are not blank, as bytes: some files have words that are not valid UTF-8, or contain characters
+        that Unicode counts as spaces or line ends."""
         number = 0
         try:
             with self._open() as file:
-                while line := file.readline(_LONGEST):
+                while line := file.readline(_MAX_LINE):
                     number += 1
-                    if len(line) == _LONGEST or (number == 1 and b"\0" in line):
+                    if len(line) == _MAX_LINE or (number == 1 and b"\0" in line):
                         raise CoderError(f"{self.path}: line {number} is not text{_HINT}")
                     line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                     if line := line.rstrip():
@@ -110,14 +124,14 @@ class WordVectors:
                 with zipfile.ZipFile(file) as archive:
                     members = [each.filename for each in archive.infolist() if not each.is_dir()]
                     if len(members) != 1:
-                        raise CoderError(f"{self.path}: holds {len(members)} files ({', '.join(members)}); unpack one")
+                        raise CoderError(f"{self.path}: has {len(members)} files ({', '.join(members)}); unpack one")
                     with archive.open(members[0]) as unpacked:
                         yield unpacked
             else:
                 yield file
 
     def _first(self, line: bytes) -> tuple[int | None, int]:
-        """What the first line says: the rows announced, if it is word2vec's, and the dimensions."""
+        """The number of rows, if this is word2vec's first line, and the dimensions."""
         fields = line.split()
         if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]) > 0:
             return int(fields[0]), int(fields[1])
@@ -133,23 +147,23 @@ class WordVectors:
         short = len(fields) <= dim
         if not short and len(numbers) == dim and (len(fields) == dim + 1 or _number(fields[-dim - 1]) is None):
             return b" ".join(fields[:-dim]), np.array(numbers)
-        there = _trailing(fields)
-        if there in (0, dim):
+        numbers_present = _trailing(fields)
+        if numbers_present in (0, dim):
             raise CoderError(f"{self.path}: line {number} is not 'word v1 … v{dim}' with finite numbers{_HINT}")
-        raise CoderError(f"{self.path}: line {number} has {there} dimensions, the lines before it say {dim}")
+        raise CoderError(f"{self.path}: line {number} has {numbers_present} dimensions, but the lines before it have {dim}")
 
 
-_HINT = " (GloVe or word2vec text is needed; gensim turns a binary file into text)"
+_HINT = " (a text file of GloVe or word2vec is needed; gensim converts binary files)"
 
 
 def _trailing(fields: list[bytes]) -> int:
-    """How many numbers a line ends in, finite or not; its first field is a word whatever it looks like."""
-    there = 0
+    """How many numbers a line ends in, finite or not; its first field is always a word."""
+    count = 0
     with suppress(ValueError):
         for field in fields[:0:-1]:
             float(field)
-            there += 1
-    return there
+            count += 1
+    return count
 
 
 def _number(field: bytes) -> float | None:

@@ -1,4 +1,4 @@
-"""What every reader gives: an image, its captions, and an id that outlives epochs, workers and ranks."""
+"""An image with its captions, as every reader yields it, and its stable id."""
 
 from __future__ import annotations
 
@@ -14,21 +14,41 @@ if TYPE_CHECKING:
 
 
 def stable_hash(*parts: object) -> int:
-    """A 63-bit integer that depends on the text of ``parts`` alone: the same in every process, version and machine."""
+    """A 63-bit integer from the text of ``parts``: the same in every process, version and machine.
+
+    Example:
+        >>> stable_hash("COCO_val2014_000000000042.jpg")
+        3731315159786330287
+        >>> stable_hash("a", 1) == stable_hash("a", "1") != stable_hash("a1")
+        True
+    """
     text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & (2**63 - 1)
+
+
+#: The kind of a positive caption where no generator could make one: the caption itself.
+NO_POSITIVE = "none"
+#: The kind of a positive whose tokens equal the caption's, since the context length cut what was added. Where a tokenizer
+#: drops words at random, equal texts rarely have equal tokens, so only few of these are counted.
+SAME_TOKENS = "same tokens"
 
 
 @dataclass(frozen=True)
 class Item:
     """One image of a data set with all its captions.
 
-    ``key`` names the image within its data set (a file name, a WebDataset key); ``load()`` gives its RGB picture or its
-    regions, and raises ``OSError`` or ``ValueError`` where that is impossible. ``names`` are others that it is known by,
-    such as its number in COCO: a file of regions may have it under any of them. A place in ``names`` holds the same kind of
-    name for all images of a data set, and None where an image has none. ``caption_names`` are those of the captions, such as
-    their numbers in COCO, one each, or empty where the data set has none. A sample of training has one caption, without its
-    name, and the image's ``others`` beside it, in their order.
+    Args:
+        key: the image's name in its data set: a file name or a WebDataset key.
+        captions: all captions; in a training sample the one that was drawn.
+        load: ``load()`` returns the RGB picture or the regions; it raises ``OSError`` or ``ValueError`` where it cannot.
+        names: other names, such as the image's number in COCO, by which a file of regions may list it. A position holds the
+            same kind of name for all images of a data set, None where an image has none.
+        others: in a training sample, the image's other captions in their order.
+        caption_names: the captions' names, such as their numbers in COCO, one each; or empty.
+
+    Example:
+        >>> Item("a.jpg", ("a dog", "a brown dog"), lambda: None).image_id == stable_hash("a.jpg")
+        True
     """
 
     key: str
@@ -40,5 +60,5 @@ class Item:
 
     @property
     def image_id(self) -> int:
-        """Stable id in [0, 2**63): all captions of one image share it (DESIGN, data flow)."""
+        """Stable id in [0, 2**63), shared by all captions of the image."""
         return stable_hash(self.key)

@@ -1,8 +1,8 @@
-"""Chunks in, batches out: decoding in workers, full batches in front, and a position to continue from bit for bit.
+"""Batches for training and evaluation, decoded in workers, with a position from which training resumes bit for bit.
 
-A worker gives chunks: batches less their bad images. The main process hands a full chunk on as it is and closes the
-gaps with rows of the next chunk, so a batch always has its size. Nothing in a worker remembers anything: a position
-says which chunks were used up, and that is enough to begin again behind them.
+A worker yields chunks: batches without their undecodable images. The main process yields full chunks unchanged and fills
+others with rows of the next chunk, so a batch always has its size. Workers keep no state: a position lists how many chunks of
+each worker were used, which is enough to continue after them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,44 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from coder_plugin.data.item import Item
+from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
 from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
-from coder_plugin.data.spans import locator
-from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
-from coder_plugin.negatives.positives import NONE, SAME_TOKENS, Positives
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+#: ``positives(caption, others)`` -> a positive caption and its kind; see :class:`coder_plugin.negatives.positives.Positives`.
+MakePositive = Callable[[str, tuple[str, ...]], tuple[str, str]]
+
+
+class TagWords(Protocol):
+    """Adds word classes to token ids, such as :class:`coder_plugin.concepts.tags.Tags`."""
+
+    tagger: str
+
+    def __call__(self, captions: list[str], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and classes, both int64 [B, T]."""
+
+    def check(self, tokenizer: Any) -> None:
+        """Raise ``CoderError`` if the tokenizer cannot be used."""
+
+    def take(self) -> Any:
+        """What this process has computed since the last call: ``counts`` and the ``classes`` of captions."""
+
+    def add(self, classes: Any) -> None:
+        """Cache the classes that another process has computed."""
+
 
 @dataclass(kw_only=True)
 class _Position:
-    """All that decides which batch comes next. ``leftover`` rows are the last ones of the last chunk of worker
-    ``last``: a batch is never larger than a chunk, so they cannot reach further back."""
+    """What decides which batch comes next. ``leftover`` counts the unused rows at the end of the last chunk, which worker
+    ``last`` made; a batch is never larger than a chunk, so there are none before it."""
 
     epoch: int
     batches: int = 0
@@ -41,17 +59,44 @@ class _Position:
 
 
 class TrainLoader:
-    """Batches of exactly ``batch_size`` rows, the same ones for the same arguments, on one rank of ``world_size``.
+    """Batches of exactly ``batch_size`` rows on one rank of ``world_size``; equal arguments give equal batches.
 
-    Every rank has a position of its own (bad images fall on one rank): save and hand back each rank's. A rank may end
-    an epoch before ``steps_per_epoch``, when shards are unequal or images bad, so ranks have to agree on each step.
+    A batch is a dict of ``image`` (a tensor or a dict of them), ``image_id`` int64 [B] and ``text`` int64 [B, T].
 
-    With ``positives`` batches also have the tokens of a positive caption for each row, ``text_positive`` [B, T] int64; all
-    else in them stays as it is. ``positives_made`` counts the rows decoded so far by what made their positive: names of
-    generators, and the kinds of :mod:`coder_plugin.negatives.positives` for those that have none.
+    Each rank has its own position (undecodable images fall on one rank), to be saved and restored by rank. A rank may end an
+    epoch before ``steps_per_epoch`` if shards are unequal or images undecodable, so ranks must agree on each step.
 
-    With ``tags`` they have ``text_tags`` [B, T] int64, the class of each token's word (:mod:`coder_plugin.data.tags`); the
-    ids stay as they are. ``tagged`` counts the tokens so far by class, the captions, and those that are ``unmatched``.
+    Args:
+        source: the data.
+        batch_size: B, rows of a batch on this rank, from 1.
+        transform: from a picture or regions to a tensor or a dict of tensors.
+        tokenizer: from n captions to int64 ids [n, T].
+        seed: of order, drawn captions and augmentation.
+        workers: decoding processes; 0 decodes in this process.
+        captions: ``draw`` (each image once an epoch with one caption) or ``all`` (every caption is a sample).
+        max_bad: number of undecodable images allowed.
+        num_samples: samples of an epoch over all ranks, for data that cannot be counted.
+        pin_memory: copy batches to pinned memory if CUDA is available.
+        shuffle_buffer: samples from which a stream of shards is shuffled.
+        positives: adds ``text_positive`` [B, T] int64, the tokens of a positive caption for each row; everything else stays
+            the same. ``positives_made`` counts the rows by the kind of their positive.
+        tags: adds ``text_tags`` [B, T] int64, the class of each token's word; ids stay the same. ``tagged`` counts tokens by
+            class, captions, and ``unmatched`` captions.
+
+    Raises:
+        CoderError: a value out of range, a batch larger than the data, or a tokenizer that ``tags`` cannot use.
+
+    Example:
+        >>> import torch
+        >>> from coder_plugin.data import open_source
+        >>> def tokenizer(captions):
+        ...     return torch.tensor([[len(caption)] for caption in captions])
+        >>> loader = TrainLoader(
+        ...     open_source("scenes"), batch_size=4, transform=lambda picture: torch.zeros(3), tokenizer=tokenizer
+        ... )
+        >>> batch = next(loader.epoch(0))
+        >>> sorted(batch), batch["image_id"].shape
+        (['image', 'image_id', 'text'], torch.Size([4]))
     """
 
     def __init__(
@@ -70,8 +115,8 @@ class TrainLoader:
         num_samples: int | None = None,
         pin_memory: bool = False,
         shuffle_buffer: int = 2000,
-        positives: Positives | None = None,
-        tags: Tags | None = None,
+        positives: MakePositive | None = None,
+        tags: TagWords | None = None,
     ) -> None:
         for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0), ("max_bad", max_bad, 0)):
             if number < least:
@@ -89,7 +134,7 @@ class TrainLoader:
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
         self._transform, self._tokenizer, self._positives = transform, tokenizer, positives
         if tags is not None:
-            locator(tokenizer)  # a tokenizer that will not do is told of now
+            tags.check(tokenizer)
         self._tags = tags
         self.positives_made: Counter[str] = Counter()
         self.tagged: Counter[str] = Counter()
@@ -106,16 +151,20 @@ class TrainLoader:
         self._at = _Position(epoch=0, consumed=[0] * self._plan.workers)
 
     def epoch(self, epoch: int, position: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """The batches of an epoch, or those that follow ``position`` in it."""
+        """The batches of an epoch, or those after ``position`` in it.
+
+        Raises:
+            CoderError: a position of another epoch or, within an epoch, of another setting.
+        """
         start = _Position(epoch=epoch, consumed=[0] * self._plan.workers)
         if position is not None:
-            start = self._checked(epoch, position)
+            start = self._resume(epoch, position)
             self.bad.restore(position["bad"])
         self._at = start
         return self._batches(start)
 
     def position(self) -> dict[str, Any]:
-        """Where the last batch left off, for JSON; ``epoch`` of an equal loader goes on from there."""
+        """The position after the last batch, as JSON values, from which :meth:`epoch` of an equal loader continues."""
         at = asdict(self._at)
         return {**at, "setting": self._setting(), "rank": self._plan.rank, "bad": list(self.bad.keys)}
 
@@ -142,7 +191,7 @@ class TrainLoader:
             consumed[chunk.worker] += 1
             if again:
                 if len(chunk) < again:
-                    raise CoderError(f"{self.source.name}: images that could be read before cannot be read now")
+                    raise CoderError(f"{self.source.name}: images that were readable before can no longer be read")
                 chunk, again = chunk.rows(len(chunk) - again), 0
             if left:
                 chunk = chunk.after(left)
@@ -153,7 +202,7 @@ class TrainLoader:
                 self._at = _Position(
                     epoch=start.epoch, batches=batches, consumed=list(consumed), last=chunk.worker, leftover=rest
                 )
-                # Cloned: what is left would hold on to the memory of the batch.
+                # Cloned, so that it does not keep the whole batch in memory.
                 left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
                 yield (chunk.rows(0, size) if rest else chunk).tensors
                 if batches == self.steps_per_epoch:
@@ -182,7 +231,7 @@ class TrainLoader:
             **({} if self._tags is None else {"tagger": self._tags.tagger}),
         }
 
-    def _checked(self, epoch: int, position: dict[str, Any]) -> _Position:
+    def _resume(self, epoch: int, position: dict[str, Any]) -> _Position:
         if position["epoch"] != epoch:
             raise CoderError(f"the position to resume from is in epoch {position['epoch']}, not in epoch {epoch}")
         if position["batches"]:
@@ -191,10 +240,10 @@ class TrainLoader:
             wrong = [f"{name} was {then.get(name)} and is {now[name]}" for name in now if then.get(name) != now[name]]
             if wrong:
                 raise CoderError(
-                    f"cannot resume in the middle of epoch {epoch}: {'; '.join(wrong)}; set it as it was, "
+                    f"cannot resume in the middle of epoch {epoch}: {'; '.join(wrong)}; use the old value, "
                     "or resume from the start of an epoch"
                 )
-        else:  # nothing used up yet: any setting may begin the epoch
+        else:  # at the start of an epoch any setting may be used
             return _Position(epoch=epoch, consumed=[0] * self._plan.workers)
         names = ("epoch", "batches", "consumed", "last", "leftover")
         return _Position(**{name: position[name] for name in names})
@@ -211,9 +260,13 @@ def evaluation_batches(
     max_bad: int = 100,
     bad: BadImages | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Every image of the data set once over all ranks, with its key, all its captions as text and its position as ``index``.
+    """Batches of every image once over all ranks, in order on each rank.
 
-    On one rank the batches come in order. Images that do not decode are left out and counted, in ``bad`` where given.
+    A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
+    Undecodable images are left out and counted, in ``bad`` if given.
+
+    Raises:
+        CoderError: more than ``max_bad`` undecodable images.
     """
     bad = BadImages(source.name, max_bad) if bad is None else bad
     stream = _EvaluationStream(source, rank, world_size, batch_size, transform)
@@ -225,8 +278,7 @@ def evaluation_batches(
 
 
 class _Stream(IterableDataset):
-    """Runs inside a worker. An exception would reach the user as two pages of traceback, so what a user can put right
-    travels as an exception object that the main process raises; a bug still shows its traceback."""
+    """Runs in a worker. A ``CoderError`` is sent as an object for the main process to raise, without a worker's traceback."""
 
     def __iter__(self) -> Iterator[Chunk | CoderError]:
         info = get_worker_info()
@@ -241,7 +293,7 @@ class _Stream(IterableDataset):
 
 @dataclass
 class _TrainStream(_Stream):
-    """Physical worker 0 plays logical worker ``first``: the DataLoader always begins its round with worker 0."""
+    """Physical worker 0 acts as logical worker ``first``, since a DataLoader always starts with worker 0."""
 
     source: Source
     plan: Plan
@@ -249,8 +301,8 @@ class _TrainStream(_Stream):
     first: int
     transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
-    positives: Positives | None = None
-    tags: Tags | None = None
+    positives: MakePositive | None = None
+    tags: TagWords | None = None
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         worker = (worker + self.first) % workers
@@ -270,26 +322,26 @@ class _TrainStream(_Stream):
                     chunk = replace(chunk, learned=self.tags.take())
             yield chunk
 
-    def _add_positives(self, chunk: Chunk, items: list[Item], plan: Plan, positives: Positives) -> None:
+    def _add_positives(self, chunk: Chunk, items: list[Item], plan: Plan, positives: MakePositive) -> None:
         texts, kinds = [], []
         for item in items:
             caption = item.captions[0]
-            # by sample, so that neighbours and workers change nothing
+            # seeded by sample, independent of neighbours and workers
             with isolated_rng("positive", plan.seed, plan.epoch, item.image_id, caption):
                 text, kind = positives(caption, item.others)
             texts.append(text)
             kinds.append(kind)
-        # a call of its own: drawing for both at once would change what the captions' words lose
+        # a separate call, so that word dropout of the captions stays the same
         with isolated_rng("positive text", plan.seed, plan.epoch, *texts):
             tokens = self.tokenizer(texts)
-        for own, made, kind in zip(chunk.tensors["text"], tokens, kinds, strict=True):
-            chunk.positives[SAME_TOKENS if kind != NONE and torch.equal(own, made) else kind] += 1
+        for ids, positive_ids, kind in zip(chunk.tensors["text"], tokens, kinds, strict=True):
+            chunk.positives[SAME_TOKENS if kind != NO_POSITIVE and torch.equal(ids, positive_ids) else kind] += 1
         chunk.tensors["text_positive"] = tokens
 
 
 @dataclass
 class _EvaluationStream(_Stream):
-    """Blocks of images in the order of the data set, dealt in turn to ranks, and within a rank to workers."""
+    """Blocks of images in the order of the data set, dealt in turn to ranks and, within a rank, to workers."""
 
     source: Source
     rank: int
@@ -299,8 +351,8 @@ class _EvaluationStream(_Stream):
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         part, parts = worker * self.world_size + self.rank, self.world_size * workers
-        found = self.source.items(part, parts, block=self.batch_size)
-        for _, block in groupby(found, key=lambda pair: pair[0] // self.batch_size):
+        indexed = self.source.items(part, parts, block=self.batch_size)
+        for _, block in groupby(indexed, key=lambda pair: pair[0] // self.batch_size):
             index, items = zip(*block, strict=True)
             chunk, good = decode(list(items), self.transform, worker=worker)
             if good:
@@ -311,7 +363,7 @@ class _EvaluationStream(_Stream):
 
 
 def _load(stream: _Stream, workers: int, pin_memory: bool) -> Iterator[Chunk]:
-    """A DataLoader that passes chunks through and draws nothing from the global generator."""
+    """The chunks of a DataLoader that does not use the global random generator."""
     loader: DataLoader[Any] = DataLoader(
         stream,
         batch_size=None,

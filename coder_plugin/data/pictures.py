@@ -1,4 +1,4 @@
-"""A folder of pictures as a source without captions, for extraction and for an index."""
+"""A folder of pictures as a source without captions, for region extraction and search indexes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import decode_image
@@ -15,7 +16,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def is_pictures(spec: str) -> bool:
-    """Whether a name is that of a plain folder, none of a layout that a reader knows."""
+    """Whether ``spec`` is a folder that no reader of data sets recognises."""
     from coder_plugin.data import guess_kind
 
     if not os.path.isdir(spec):
@@ -27,18 +28,30 @@ def is_pictures(spec: str) -> bool:
     return False
 
 
+def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
+    """A folder of pictures, or any data set of :func:`coder_plugin.data.open_source` with its options ``reading``."""
+    from coder_plugin.data import open_source
+
+    if os.path.isdir(spec) and all(value in (None, "auto") for value in reading.values()):
+        return Pictures(spec)
+    return open_source(spec, split=split, **reading)
+
+
 class Pictures:
-    """Every picture below a folder, in the order of their paths; a picture's key is its path from the folder.
+    """All pictures in a folder and its subfolders, ordered by path; a picture's key is its path from the folder.
 
     Args:
-        folder: whose files with the endings in ``ENDINGS`` are taken, in any case of letters.
+        folder: its files with the endings in ``ENDINGS``, in upper or lower case, are the pictures.
+
+    Raises:
+        CoderError: there are none.
     """
 
     def __init__(self, folder: str) -> None:
         self.name = folder
         root = Path(folder)
-        found = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
-        self._keys = sorted(path.relative_to(root).as_posix() for path in found)
+        files = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
+        self._keys = sorted(path.relative_to(root).as_posix() for path in files)
         if not self._keys:
             raise CoderError(f"{folder}: no pictures ({', '.join(ENDINGS)})")
 

@@ -1,7 +1,7 @@
-"""What a trainer asks of a data set: samples in chunks for training, every image once for evaluation.
+"""The interface of data sets: samples in chunks for training, every image once for evaluation.
 
-A chunk is a batch before decoding. Sources deal chunks to *logical* workers by a rule that depends on the plan alone,
-so an epoch can be entered again at any chunk without decoding what came before, and no worker needs to know of another.
+A chunk is a batch before decoding. Which chunks a logical worker gets depends on the plan alone, so an epoch can be resumed at
+any chunk without decoding the ones before, and workers need not communicate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coder_plugin.errors import CoderError
 CAPTIONS = ("draw", "all")
 #: Endings of picture files, and of the fields of shards that hold one.
 PICTURES = ("jpg", "png", "jpeg", "webp")
-#: Under which name a picture's ``info`` says the mode that its file has, such as CMYK.
+#: The key of a picture's ``info`` for the mode of its file, such as CMYK.
 STORED = "stored mode"
 _SHOWN = 10
 log = logging.getLogger(__name__)
@@ -36,10 +36,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which chunks of which epoch one worker of one rank is to give.
+    """Which chunks of an epoch one worker of one rank yields.
 
-    ``captions="draw"`` shows each image once an epoch with one of its captions, so that a batch holds no siblings;
-    ``"all"`` makes every caption a sample. ``skip`` chunks of this worker are passed over without decoding.
+    Args:
+        captions: ``draw`` uses each image once an epoch with one of its captions, so that no two captions in a batch share
+            an image; ``all`` makes every caption a sample.
+        skip: number of this worker's chunks to skip without decoding.
     """
 
     seed: int
@@ -55,26 +57,38 @@ class Plan:
 
 
 class Source(Protocol):
-    """A data set that a :class:`~coder_plugin.data.loader.TrainLoader` can train on and evaluation can walk through."""
+    """A data set for :class:`~coder_plugin.data.loader.TrainLoader` and ``evaluation_batches``."""
 
     name: str
 
     @property
     def num_images(self) -> int | None:
-        """How many images there are, or None where only reading everything would tell."""
+        """The number of images, or None where counting would need reading all data."""
 
     def samples(self, captions: str, num_samples: int | None = None) -> int:
-        """Samples in an epoch of all ranks, ``num_samples`` being what the user asked for."""
+        """Samples of an epoch over all ranks; ``num_samples`` is the user's option."""
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """Chunks of ``plan.batch_size`` items as :func:`one_caption` makes them; only the last may be smaller."""
+        """Chunks of ``plan.batch_size`` items with one caption each (:func:`one_caption`); the last may be smaller."""
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """Every image once over all ranks, with its position in the data set; ranks take turns block by block."""
+        """Every image once over all ranks, with its position in the data set; blocks of images are dealt to ranks in turn."""
 
 
 class ItemSource:
-    """A data set whose items fit in memory (not their pictures): tables, the built-in scenes, anyone's list."""
+    """A data set whose items (not their pictures) fit in memory: tables, the built-in scenes, any list.
+
+    Raises:
+        CoderError: no items, an image without captions, or an empty caption.
+
+    Example:
+        >>> from coder_plugin.data.item import Item
+        >>> source = ItemSource([Item(f"{n}.jpg", ("a dog", "a cat"), lambda: None) for n in range(3)])
+        >>> source.samples("draw"), source.samples("all")
+        (3, 6)
+        >>> [[item.key for item in chunk] for chunk in source.chunks(Plan(seed=0, epoch=0, batch_size=2))]
+        [['2.jpg', '1.jpg'], ['0.jpg']]
+    """
 
     def __init__(self, items: Sequence[Item], *, name: str = "items") -> None:
         self.name = name
@@ -90,12 +104,14 @@ class ItemSource:
         return len(self._items)
 
     def samples(self, captions: str, num_samples: int | None = None) -> int:
-        there = len(self._items) if check_mode(captions) == "draw" else self._ends[-1]
-        return min(there, num_samples or there)
+        total = len(self._items) if check_mode(captions) == "draw" else self._ends[-1]
+        return min(total, num_samples or total)
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """One permutation an epoch, dealt sample by sample to ranks and chunk by chunk to workers: the batches of a
-        rank are the same for every number of workers."""
+        """One permutation an epoch, dealt sample by sample to ranks and chunk by chunk to workers.
+
+        A rank's batches do not depend on the number of workers.
+        """
         rng = torch.Generator().manual_seed(stable_hash("order", plan.seed, plan.epoch))
         order = torch.randperm(self.samples(plan.captions), generator=rng)[plan.rank :: plan.world_size].tolist()
         size = plan.batch_size
@@ -116,7 +132,7 @@ class ItemSource:
 
 
 def draw_caption(item: Item, *, seed: int, epoch: int) -> Item:
-    """The caption an image shows in an epoch: a function of its key, so that no order of reading can change it."""
+    """The item with the caption drawn for an epoch: a function of seed, epoch and key, not of the reading order."""
     return one_caption(item, stable_hash("caption", seed, epoch, item.key) % len(item.captions))
 
 
@@ -132,7 +148,7 @@ def check_mode(captions: str) -> str:
 
 
 def check_captions(name: str, key: str, captions: Sequence[str]) -> tuple[str, ...]:
-    """Refuse an image without captions and a caption without text: both would train on nothing, unseen."""
+    """Refuse images without captions and empty captions, which would silently train on nothing."""
     if not len(captions):
         raise CoderError(f"{name}: image {key!r} has no captions")
     for number, caption in enumerate(captions):
@@ -144,15 +160,18 @@ def check_captions(name: str, key: str, captions: Sequence[str]) -> tuple[str, .
 
 
 def decode_image(data: bytes | str) -> Image.Image:
-    """A file's content, or its path, as an RGB picture. Pillow's decoders raise nearly anything on damaged input; here
-    it becomes the one ``ValueError`` that means: skip this image."""
+    """A file's content or path as an RGB picture.
+
+    Raises:
+        OSError, ValueError: a damaged file, whatever Pillow raises; the image is then skipped.
+    """
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
             converted = picture.convert("RGB")
             converted.info[STORED] = picture.mode
             return converted
-    except UnidentifiedImageError:  # its own message shows the address of a buffer
-        raise ValueError("not an image that Pillow knows") from None
+    except UnidentifiedImageError:  # its message shows the address of a buffer
+        raise ValueError("not an image that Pillow can read") from None
     except OSError:
         raise
     except Exception as exc:
@@ -161,8 +180,11 @@ def decode_image(data: bytes | str) -> Image.Image:
 
 @contextmanager
 def isolated_rng(*parts: object) -> Iterator[None]:
-    """Randomness inside depends on ``parts`` alone and leaves no trace outside: augmentation must not change with the
-    number of workers, nor disturb training when there are none. (``torch.manual_seed`` would reseed CUDA as well.)"""
+    """Seed torch's, Python's and NumPy's CPU generators from ``parts`` and restore their states afterwards.
+
+    So augmentation does not depend on the number of workers, nor change training's random state.
+    (``torch.manual_seed`` would also reseed CUDA.)
+    """
     seed = stable_hash(*parts)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
@@ -177,11 +199,11 @@ def isolated_rng(*parts: object) -> Iterator[None]:
 
 
 class Unusable(ValueError):
-    """What a transform raises of an image that could be read and cannot be used: it is left out and counted."""
+    """Raised by a transform for an image that was read but cannot be used; it is left out and counted."""
 
 
 def map_tensors(function: Callable[..., Any], *values: Any) -> Any:
-    """``function`` of a tensor, or of each tensor of a dict: an image may be one or the other."""
+    """``function`` of tensors, or of each entry of dicts of tensors; an image may be either."""
     if isinstance(values[0], dict):
         return {name: map_tensors(function, *(value[name] for value in values)) for name in values[0]}
     return function(*values)
@@ -189,15 +211,15 @@ def map_tensors(function: Callable[..., Any], *values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk decoded: its rows, and the images that could not be. Without a row there are no tensors."""
+    """A decoded chunk: its rows and its undecodable images. Without rows there are no tensors."""
 
     worker: int
     bad: list[tuple[str, str]] = field(default_factory=list)
     tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and text_positive) or index
     captions: list[tuple[str, ...]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    positives: Counter[str] = field(default_factory=Counter)  # how many of its rows have which kind
-    learned: Any = None  # what tagging has found (data/tags.py), where captions are tagged
+    positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
+    learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0
@@ -206,7 +228,7 @@ class Chunk:
         return replace(self, tensors=map_tensors(lambda each: each[start:stop], self.tensors))
 
     def after(self, rows: dict[str, Any]) -> Chunk:
-        """This chunk with ``rows`` put before its own."""
+        """This chunk with ``rows`` before its own."""
         if not len(self):
             return replace(self, tensors=rows)
         return replace(self, tensors=map_tensors(lambda *both: torch.cat(both), rows, self.tensors))
@@ -218,9 +240,11 @@ class Chunk:
 def decode(
     items: list[Item], transform: Callable[[Any], Any], *, seed: int = 0, epoch: int = 0, worker: int = 0
 ) -> tuple[Chunk, list[int]]:
-    """The images of ``items`` as tensors (or dicts of them), and which of the items these are: an image that does not
-    decode, or that the transform finds :class:`Unusable`, is left out and told of in ``bad``. Any other exception of a
-    transform is a bug, and goes its way."""
+    """The images of ``items`` as tensors (or dicts of them), and the indices of these items.
+
+    Images that do not decode or that the transform finds :class:`Unusable` are left out and listed in ``bad``. Any other
+    exception of a transform is a bug and is not caught.
+    """
     good, images, bad = [], [], []
     for number, item in enumerate(items):
         try:
@@ -243,18 +267,18 @@ def decode(
 
 
 class BadImages:
-    """Images that did not decode: each counted once, however often it is met, and too many of them end the run."""
+    """Counts undecodable images, each once; more than ``limit`` raise a ``CoderError``."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.name, self.limit = name, limit
         self.keys: list[str] = []
-        self._known: set[str] = set()
+        self._seen: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def add(self, key: str, reason: str) -> None:
-        if key in self._known:
+        if key in self._seen:
             return
         self.restore([key])
         if len(self) > self.limit:
@@ -268,6 +292,6 @@ class BadImages:
 
     def restore(self, keys: list[str]) -> None:
         for key in keys:
-            if key not in self._known:
-                self._known.add(key)
+            if key not in self._seen:
+                self._seen.add(key)
                 self.keys.append(key)

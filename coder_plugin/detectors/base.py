@@ -1,6 +1,6 @@
-"""What turns pictures into regions, and what every such thing shares: weights from a file, their checksum.
+"""The interface of detectors, which turn pictures into regions, and what they share: devices, weights, checksums.
 
-Shapes: L regions of a picture, R channels of a region, G of a whole picture.
+Shapes: L regions of a picture, R channels of a region, G channels of the whole picture.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from coder_plugin.errors import CoderError
 
 
 class Prepared(NamedTuple):
-    """A picture as a loader's worker hands it over, and its own (width, height) in pixels.
+    """A preprocessed picture from a loader worker, and its original (width, height) in pixels.
 
-    Bytes instead of tensors: a tensor that crosses processes holds an open file, and 1,024 of these are a usual limit.
+    An array instead of a tensor: a tensor sent between processes holds an open file, whose number is limited.
     """
 
     pixels: Any
@@ -34,10 +34,10 @@ class Prepared(NamedTuple):
 
 
 class Detector(ABC):
-    """Pictures in, regions out. ``preprocess`` runs in workers, ``detect`` where the model is.
+    """Turns pictures into regions. ``preprocess`` runs in workers, ``detect`` on the model's device.
 
-    Regions have float32 features [L, ``width``] and boxes in pixels of the picture as it was given, by falling score
-    where there are scores. The same batch gives the same numbers on the same machine.
+    Regions have float32 features [L, ``width``] and boxes in pixels of the original picture, ordered by falling score if
+    there are scores. The same batch gives the same numbers on the same machine.
     """
 
     width: int
@@ -51,7 +51,7 @@ class Detector(ABC):
 
     @abstractmethod
     def detect(self, pictures: Sequence[Prepared]) -> list[Regions]:
-        """The regions of prepared pictures, in their order."""
+        """The regions of preprocessed pictures, in their order."""
 
     def __call__(self, pictures: Sequence[Image]) -> list[Regions]:
         return self.detect([self.preprocess(picture) for picture in pictures])
@@ -72,46 +72,65 @@ def pixels(picture: Image) -> Prepared:
 
 
 def make_detector(name: str, *, device: str = "cpu", **options: Any) -> Detector:
-    """The detector ``name`` of the entry points; options that are None count as not given, unknown ones are errors."""
+    """The detector ``name`` of the entry points; options that are None are ignored.
+
+    Raises:
+        CoderError: an unknown detector or option.
+    """
     from coder_plugin.registry import load
 
     kind: Any = load("detectors", name)
-    given = {key: value for key, value in options.items() if value is not None}
+    options = {key: value for key, value in options.items() if value is not None}
     parameters = inspect.signature(kind).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        known = [each.name for each in parameters]
-        for key in given:
-            if key not in known:
-                raise CoderError(f"detector {name!r} has no option {key!r}; it has: {', '.join(sorted(known))}")
-    return kind(device=device, **given)
+        allowed = [each.name for each in parameters]
+        for key in options:
+            if key not in allowed:
+                raise CoderError(f"detector {name!r} has no option {key!r}; it has: {', '.join(sorted(allowed))}")
+    return kind(device=device, **options)
+
+
+def make_detector_with_global(
+    name: str, options: dict[str, Any], global_model: str | None, global_weights: str | None, *, device: str
+) -> Detector:
+    """A detector, with a second network of timm for a feature of the whole picture if ``global_model`` names one."""
+    detector = make_detector(name, device=device, **options)
+    if global_model is None:
+        return detector
+    from coder_plugin.detectors.timm_ import Trunk
+
+    allow_random = bool(options.get("allow_random"))
+    return WithGlobal(detector, Trunk(global_model, weights=global_weights, allow_random=allow_random, device=device))
 
 
 def make_device(name: str) -> torch.device:
-    """A device by name; one that this machine or this torch lacks is a CoderError."""
+    """A device by name; ``CoderError`` where this machine or this build of torch lacks it."""
     try:
         device = torch.device(name)
     except RuntimeError as exc:
-        raise CoderError(f"device {name!r} is none that torch knows: {exc}") from exc
+        raise CoderError(f"device {name!r} is unknown to torch: {exc}") from exc
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise CoderError(f"device {name!r}: this machine, or this torch, has no CUDA; give cpu")
+        raise CoderError(f"device {name!r}: this machine or this build of torch has no CUDA; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise CoderError(f"device {name!r}: this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
 
 
 def need_weights(what: str, weights: str | None, allow_random: bool) -> None:
-    """Features of an untrained network are noise that looks like features: they have to be asked for."""
+    """Refuse an untrained network unless it is allowed explicitly: its features look real but are noise."""
     if weights is None and not allow_random:
         raise CoderError(
-            f"{what}: no weights; give --weights FILE or --weights default (downloads them), "
-            "or --allow-random for untrained ones"
+            f"{what}: no weights; give --weights FILE, --weights default (a download), or --allow-random (untrained)"
         )
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """The tensors of a ``.safetensors`` file or of a torch file with a state dict, bare or under ``state_dict`` or ``model``.
+    """The state dict of a ``.safetensors`` file or a torch file, there also under ``state_dict`` or ``model``.
 
-    Nothing is unpickled but tensors.
+    Only tensors are unpickled.
+
+    Raises:
+        CoderError: a missing or damaged file, or one without a state dict.
     """
     if not Path(path).is_file():
         raise CoderError(f"weights {path!r}: no such file")
@@ -122,29 +141,29 @@ def read_weights(path: str) -> dict[str, Tensor]:
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch and safetensors raise nearly anything on a damaged file
+    except Exception as exc:  # torch and safetensors raise many kinds of errors on damaged files
         raise CoderError(f"weights {path!r} cannot be read: {' '.join(str(exc).split())[:300]}") from exc
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not content or not all(isinstance(each, Tensor) for each in content.values()):
-        raise CoderError(f"weights {path!r}: not a state dict: names to tensors are expected")
+        raise CoderError(f"weights {path!r}: not a state dict (names to tensors)")
     return dict(content)
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], path: str) -> None:
-    """Fill a module whose names and shapes must all be in ``weights``; anything else is told of by name."""
+    """Load a state dict whose names and shapes must be exactly the module's; a ``CoderError`` lists the differences."""
     expected = module.state_dict()
-    counters = {name for name in expected if name.endswith("num_batches_tracked")}  # evaluation does not read them
-    lacking = sorted(set(expected) - set(weights) - counters)
-    foreign = sorted(set(weights) - set(expected))
-    if lacking or foreign:
-        told = [
+    counters = {name for name in expected if name.endswith("num_batches_tracked")}  # not used in evaluation
+    missing = sorted(set(expected) - set(weights) - counters)
+    unexpected = sorted(set(weights) - set(expected))
+    if missing or unexpected:
+        differences = [
             f"{len(names)} {what} ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"
-            for what, names in (("missing", lacking), ("unknown", foreign))
+            for what, names in (("missing", missing), ("unknown", unexpected))
             if names
         ]
-        raise CoderError(f"weights {path!r} do not fit the model: {' and '.join(told)}")
+        raise CoderError(f"weights {path!r} do not fit the model: {' and '.join(differences)}")
     for name, value in weights.items():
         if value.shape != expected[name].shape:
             raise CoderError(
@@ -156,27 +175,27 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], path: str) -> No
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """Initial weights inside are the same in every process, and the caller's randomness is left as it was."""
+    """Initialise weights identically in every process, without changing the caller's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
-class WithWhole(Detector):
-    """A detector's regions with a feature of the whole picture beside them, from a second network."""
+class WithGlobal(Detector):
+    """A detector's regions with a feature of the whole picture from a second network."""
 
-    def __init__(self, detector: Detector, whole: Any) -> None:
-        self.detector, self.whole = detector, whole
+    def __init__(self, detector: Detector, trunk: Any) -> None:
+        self.detector, self.trunk = detector, trunk
         self.width = detector.width
-        self.preprocess = _Both(detector.preprocess, whole.preprocess)
+        self.preprocess = _Both(detector.preprocess, trunk.preprocess)
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [*self.detector.modules, *self.whole.modules]
+        return [*self.detector.modules, *self.trunk.modules]
 
     def detect(self, pictures: Sequence[Prepared]) -> list[Regions]:
         regions = self.detector.detect([Prepared(each.pixels[0], each.size) for each in pictures])
-        features = self.whole.pooled([Prepared(each.pixels[1], each.size) for each in pictures])
+        features = self.trunk.pooled([Prepared(each.pixels[1], each.size) for each in pictures])
         return [replace(each, global_feature=feature) for each, feature in zip(regions, features, strict=True)]
 
 

@@ -1,14 +1,14 @@
-"""A ResNet-101 C4 Faster-RCNN in the shape of bottom-up-attention's, whose 2048 channels the field's region files hold.
+"""A ResNet-101 C4 Faster-RCNN like bottom-up-attention's, whose 2048-channel features the field's region files hold.
 
-Facts from its ``test.prototxt`` and ``generate_tsv.py``: BGR pixels less their means, the short side 600 and the long
-one at most 1000; strides in the 1x1 convolutions; proposals on res4 (12 anchors, 300 kept); RoI max pooling to 14x14;
-res5 of stride 1 and dilation 2 on each; the mean of that is the feature. Scores have class 0 for the background; the
-boxes given, and those that suppression compares, are the proposals, not regressed.
+From its ``test.prototxt`` and ``generate_tsv.py``: BGR pixels minus their means, short side 600 and long side at most 1000;
+strides in the 1x1 convolutions; proposals on res4 (12 anchors, 300 kept); RoI max pooling to 14x14; res5 with stride 1 and
+dilation 2 on each; the feature is the mean of its output. Class 0 is the background. The boxes of the regions, and those that
+suppression compares, are the proposals themselves, without box regression.
 
 State-dict names are torchvision's of a ResNet: ``trunk.conv1`` … ``trunk.layer3``, ``res5.0`` … ``res5.2`` for layer4's
 blocks, and ``rpn.head.conv.0.0``, ``rpn.head.cls_logits`` (12 logits of objectness), ``rpn.head.bbox_pred`` (48),
-``cls_score`` (classes with the background), and where attributes are, ``cls_embed``, ``attr_linear1``, ``attr_linear2``.
-The names of bottom-up-attention.pytorch's checkpoints (converted Caffe models) are understood as well.
+``cls_score`` (classes with the background), and, with attributes, ``cls_embed``, ``attr_linear1``, ``attr_linear2``.
+The names of bottom-up-attention.pytorch's checkpoints (converted Caffe models) are translated.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from coder_plugin.detectors.base import (
     read_weights,
     seeded,
 )
-from coder_plugin.detectors.c4_names import translated
-from coder_plugin.detectors.select import Choice, or_whole, select, to_regions
+from coder_plugin.detectors.c4_names import translate_names
+from coder_plugin.detectors.select import Choice, at_least_one, select, to_regions
 
 _MEANS = (102.9801, 115.9465, 122.7717)  # blue, green, red
 _STRIDE = 16
 
 
 class Network(nn.Module):
-    """Trunk, proposals and heads. ``forward`` is left to :class:`C4`, which needs what lies between."""
+    """Trunk, proposal network and heads. :class:`C4` runs them, since it needs intermediate results."""
 
     def __init__(self, *, classes: int, attributes: int, proposals: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Network(nn.Module):
         self.rpn = RegionProposalNetwork(grid, head, 0.7, 0.3, 256, 0.5, first, keep, 0.7)
         self.rpn.min_size = 16
         self.cls_score = nn.Linear(2048, classes)
-        for layer in (head.cls_logits, head.bbox_pred, self.cls_score):  # untrained, they see inputs in the hundreds
+        for layer in (head.cls_logits, head.bbox_pred, self.cls_score):  # untrained, their inputs are in the hundreds
             nn.init.normal_(layer.weight, std=1e-4)
             nn.init.zeros_(layer.bias)
         if attributes:
@@ -78,14 +78,15 @@ class Network(nn.Module):
 
 
 class C4(Detector):
-    """Regions of :class:`Network`, chosen as bottom-up-attention does, with ``attrs_id`` and ``attrs_conf`` where the weights
-    have attributes.
+    """Regions of :class:`Network`, selected as in bottom-up-attention.
+
+    They have ``attrs_id`` and ``attrs_conf`` if the weights have attributes.
 
     Args:
-        weights: a state dict (names: see the module); None for random ones, with ``allow_random``.
+        weights: file of a state dict (names: see the module); None for random ones, with ``allow_random``.
         regions, nms, min_score, min_regions: see :class:`~coder_plugin.detectors.select.Choice`.
-        image_size, max_size: pixels of the resized picture's short side, and the most of its long one.
-        proposals: of a picture.
+        image_size, max_size: length in pixels of the resized picture's short side, and maximum of its long side.
+        proposals: number of proposals a picture.
     """
 
     width = 2048
@@ -108,7 +109,7 @@ class C4(Detector):
         need_weights("detector c4", weights, allow_random)
         self.choice = Choice(regions, nms, min_score, min_regions)
         self.device = make_device(device)
-        content = None if weights is None else translated(read_weights(weights))
+        content = None if weights is None else translate_names(read_weights(weights))
         classes, attributes = 1601, 0
         if content is not None:
             classes, attributes = (len(content.get(name, ())) for name in ("cls_score.weight", "attr_linear2.weight"))
@@ -129,25 +130,25 @@ class C4(Detector):
         images, _ = self.transform(tensors)
         net: Any = self.model
         maps = net.trunk(images.tensors)
-        proposals = or_whole(net.rpn(images, {"0": maps})[0], images.image_sizes)
+        proposals = at_least_one(net.rpn(images, {"0": maps})[0], images.image_sizes)
         return [
             self._regions(maps[number : number + 1], proposals[number], images.image_sizes[number], each.size)
-            for number, each in enumerate(pictures)  # one by one: 300 proposals are batch enough, and memory
+            for number, each in enumerate(pictures)  # one by one: 300 proposals are a large enough batch
         ]
 
     def _regions(self, maps: Tensor, boxes: Tensor, inside: tuple[int, int], size: tuple[int, int]) -> Regions:
         net: Any = self.model
         features = net.res5(roi_pool(maps, [boxes], 14, 1 / _STRIDE)).mean((2, 3))
         logits = net.cls_score(features)
-        chosen, classes, conf = select(logits.softmax(-1)[:, 1:], boxes, self.choice)
+        selected, classes, conf = select(logits.softmax(-1)[:, 1:], boxes, self.choice)
         extras = {}
         if hasattr(net, "cls_embed"):
-            joined = torch.cat([features[chosen], net.cls_embed(logits[chosen].argmax(-1))], -1)
+            joined = torch.cat([features[selected], net.cls_embed(logits[selected].argmax(-1))], -1)
             odds = net.attr_linear2(F.relu(net.attr_linear1(joined))).softmax(-1)[:, 1:]
             extras["attrs_conf"], extras["attrs_id"] = odds.max(-1)
         return to_regions(
-            features[chosen],
-            boxes[chosen],
+            features[selected],
+            boxes[selected],
             classes=classes,
             conf=conf,
             inside=inside,
@@ -157,8 +158,10 @@ class C4(Detector):
 
 
 def anchors() -> Tensor:
-    """[12, 4] py-faster-rcnn's anchors of a cell: around 7.5, sides rounded, and, since its right and bottom pixels belong
-    to a box, one more there: so torchvision's arithmetic gives the same proposals."""
+    """py-faster-rcnn's anchors of a cell, [12, 4]: centred at 7.5, with rounded sides.
+
+    Its boxes include their right and bottom pixels; one more pixel there gives the same proposals in torchvision.
+    """
     rows = []
     for width, height in ((23, 12), (16, 16), (11, 22)):  # 256 pixels in proportions 1:2, 1:1 and 2:1
         for scale in (4, 8, 16, 32):

@@ -1,6 +1,6 @@
-"""bottom-up-attention.pytorch's state-dict names (a Caffe model in detectron2's modules) as those of ``c4``.
+"""Translate the state-dict names of bottom-up-attention.pytorch (a Caffe model in detectron2's modules) to those of ``c4``.
 
-Derived from that project's module definitions; its files themselves were not at hand to try.
+Derived from that project's module definitions, not tried on its files.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PREFIXES = (
 )
 
 
-def translated(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` under our names; without detectron2's names in them, as they are."""
+def translate_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under our names; unchanged if they do not have detectron2's names."""
     if not any(name.startswith("proposal_generator.") for name in weights):
         return weights
     return {
@@ -46,6 +46,6 @@ def _name(name: str) -> str:
 
 
 def _objectness(value: Tensor) -> Tensor:
-    """Twelve logits of background and then twelve of foreground: their softmax is the sigmoid of the difference."""
+    """Of twelve background and twelve foreground logits, the difference: its sigmoid is their softmax."""
     half = len(value) // 2
     return value[half:] - value[:half] if len(value) == 24 else value

@@ -1,6 +1,6 @@
-"""Grid features: the cells of the final feature map of any timm model, as regions that tile the picture.
+"""Grid features: the cells of the final feature map of any timm model as regions that tile the picture.
 
-Shapes: N pictures, R channels, h and w the map's cells.
+Shapes: N pictures, R channels, h and w rows and columns of the map.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coder_plugin.errors import CoderError
 
 @dataclass(frozen=True)
 class Squash:
-    """Resize to (width, height) without regard to proportions, so that cells of the map are cells of the picture."""
+    """Resize to (width, height) regardless of proportions, so that cells of the map are cells of the picture."""
 
     width: int
     height: int
@@ -43,12 +43,12 @@ class Squash:
 
 
 class Trunk:
-    """A timm model up to its final feature map, with the preprocessing that its pretrained configuration names.
+    """A timm model up to its final feature map, with the preprocessing of its pretrained configuration.
 
     Args:
         model: timm's name.
-        weights: a file in timm's names, or one whose tensors follow the model's in order and shape; ``default`` for
-            timm's own (a download); None for random ones, with ``allow_random``.
+        weights: a file with timm's names, or with tensors in the model's order and shapes; ``default`` for timm's own (a
+            download); None for random ones, with ``allow_random``.
         image_size: side in pixels of the square that pictures are squashed to (default: the model's).
         image_mean, image_std: of the input in [0, 1], three numbers each (default: the model's).
     """
@@ -71,13 +71,13 @@ class Trunk:
         try:
             with seeded():
                 network: Any = timm.create_model(model, pretrained=weights == "default")
-        except Exception as exc:  # unknown names, but also whatever a download raises
-            raise CoderError(f"timm model {model!r} cannot be made: {' '.join(str(exc).split())[:300]}") from exc
+        except Exception as exc:  # unknown names, and errors of a download
+            raise CoderError(f"timm model {model!r} cannot be built: {' '.join(str(exc).split())[:300]}") from exc
         config = network.pretrained_cfg
         if weights not in (None, "default"):
             _load(network, str(weights), config.get("classifier"))
         height, width = (image_size, image_size) if image_size else config["input_size"][1:]
-        if image_size and hasattr(network, "set_input_size"):  # transformers have a position for each cell
+        if image_size and hasattr(network, "set_input_size"):  # transformers have a position embedding for each cell
             network.set_input_size(img_size=(height, width))
         self.preprocess = Squash(width, height, config.get("interpolation") or "bicubic")
         self.model = network.eval().requires_grad_(False).to(self.device, memory_format=torch.channels_last)
@@ -89,13 +89,13 @@ class Trunk:
         return [self.model]
 
     def tokens(self, pictures: Sequence[Prepared]) -> Tensor:
-        """The model's own final map or tokens, in whatever layout it has."""
+        """The model's final map or tokens, in its own layout."""
         batch = torch.from_numpy(np.stack([each.pixels for each in pictures])).to(self.device)
         batch = batch.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.channels_last)
         return self.model.forward_features(batch.div_(255).sub_(self._mean).div_(self._std))
 
     def map(self, pictures: Sequence[Prepared]) -> Tensor:
-        """[N, R, h, w]: what the model's global pooling averages."""
+        """The input of the model's global pooling, [N, R, h, w]."""
         features = self.tokens(pictures)
         if features.ndim == 4:
             last = getattr(self.model, "output_fmt", "NCHW") == "NHWC"
@@ -104,24 +104,24 @@ class Trunk:
         height, width = getattr(getattr(self.model, "patch_embed", None), "grid_size", (0, 0))
         if features.ndim != 3 or cells.shape[1] != height * width:
             raise CoderError(
-                f"{type(self.model).__name__} gives features of shape {list(features.shape)}, which are no grid of cells"
+                f"{type(self.model).__name__} gives features of shape {list(features.shape)}, which are not a grid of cells"
             )
         return cells.transpose(1, 2).unflatten(2, (height, width))
 
     @torch.inference_mode()
     def pooled(self, pictures: Sequence[Prepared]) -> np.ndarray:
-        """[N, G] float32: the model's own pooled representation, which its classifier would read."""
+        """The model's own pooled representation, the input of its classifier: [N, G] float32."""
         features = self.model.forward_head(self.tokens(pictures), pre_logits=True)
         return features.float().cpu().numpy()
 
 
 class Timm(Detector):
-    """Each cell of the final map is a region; rows from the top, left to right.
+    """Each cell of the final map is a region, row by row from the top left.
 
     Args:
-        model, weights, image_size, image_mean, image_std, allow_random: as :class:`Trunk`.
-        grid: cells a side, by adaptive average pooling (default: the map as it is). Boxes are the even cells; where the
-            map's side is no multiple of ``grid``, averages reach over their borders by less than a cell of the map.
+        model, weights, image_size, image_mean, image_std, allow_random: see :class:`Trunk`.
+        grid: cells a side, by adaptive average pooling (default: the map's). Boxes are even cells; where the map's side is
+            not a multiple of ``grid``, averages extend over their borders by less than a cell of the map.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Timm(Detector):
         allow_random: bool = False,
     ) -> None:
         if model is None:
-            raise CoderError("detector timm: which model? Give --detector-model, such as resnet50")
+            raise CoderError("detector timm needs a model: give --detector-model, such as resnet50")
         if grid is not None and grid < 1:
             raise CoderError(f"--grid is {grid}; it must be 1 or more")
         self.trunk = Trunk(
@@ -174,7 +174,7 @@ class Timm(Detector):
 
 
 def boxes(rows: int, columns: int, size: tuple[int, int]) -> np.ndarray:
-    """[rows · columns, 4] float32: the corners of even cells in pixels of a picture of ``size`` (width, height)."""
+    """The boxes of even cells, [rows · columns, 4] float32, in pixels of a picture of ``size`` (width, height)."""
     across = np.linspace(0, size[0], columns + 1, dtype=np.float32)
     down = np.linspace(0, size[1], rows + 1, dtype=np.float32)
     left, top = np.meshgrid(across[:-1], down[:-1])
@@ -189,7 +189,7 @@ def _three(flag: str, numbers: Sequence[float]) -> Tensor:
 
 
 def _load(network: nn.Module, path: str, classifier: Any) -> None:
-    """By name, the classifier left out (no feature comes from it); else by order, where every shape agrees."""
+    """Load weights by name, without the classifier (no feature depends on it); or by order, if all shapes agree."""
     weights = read_weights(path)
     heads = tuple(f"{name}." for name in ([classifier] if isinstance(classifier, str) else classifier or ()))
     expected = network.state_dict()
@@ -197,6 +197,6 @@ def _load(network: nn.Module, path: str, classifier: Any) -> None:
         names = [n for n in expected if len(weights) == len(expected) or not n.endswith("num_batches_tracked")]
         if [tuple(expected[n].shape) for n in names] == [tuple(each.shape) for each in weights.values()]:
             weights = dict(zip(names, weights.values(), strict=True))
-    kept = {name: value for name, value in weights.items() if not name.startswith(heads)} if heads else weights
-    own = {name: value for name, value in expected.items() if name.startswith(heads)} if heads else {}
-    load_weights(network, {**kept, **own}, path)
+    features = {name: value for name, value in weights.items() if not name.startswith(heads)} if heads else weights
+    classifiers = {name: value for name, value in expected.items() if name.startswith(heads)} if heads else {}
+    load_weights(network, {**features, **classifiers}, path)

@@ -1,7 +1,7 @@
 """Regions from torchvision's Faster-RCNNs.
 
-Features are the box head's output, 1024 channels in all of torchvision's models: *not* the 2048 of
-bottom-up-attention, whose detector has another shape, classes and training data (see ``c4``).
+Features are the box head's output, 1024 channels in all of torchvision's models: *not* the 2048 of bottom-up-attention,
+whose detector has another network, classes and training data (see ``c4``).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from coder_plugin.detectors.base import (
     read_weights,
     seeded,
 )
-from coder_plugin.detectors.select import Choice, or_whole, select, to_regions
+from coder_plugin.detectors.select import Choice, at_least_one, select, to_regions
 from coder_plugin.errors import CoderError
 
 _CLASSIFIER = "roi_heads.box_predictor.cls_score.weight"
 
 
 class TorchVision(Detector):
-    """Proposals that :func:`~coder_plugin.detectors.select.select` chooses by their class scores; the box of each is the
-    regressed one of its best class.
+    """Proposals selected by their class scores (:func:`~coder_plugin.detectors.select.select`), with the regressed box of
+    the best class.
 
     Args:
         model: a Faster-RCNN builder of ``torchvision.models.detection``.
-        weights: a state dict of that model, of any number of classes; ``default`` for torchvision's (a download); None
-            for random ones, with ``allow_random``.
+        weights: file of a state dict of that model, with any number of classes; ``default`` for torchvision's (a download);
+            None for random ones, with ``allow_random``.
         regions, nms, min_score, min_regions: see :class:`~coder_plugin.detectors.select.Choice`.
     """
 
@@ -57,9 +57,9 @@ class TorchVision(Detector):
     ) -> None:
         from torchvision.models import detection, list_models
 
-        known = [name for name in list_models(module=detection) if name.startswith("fasterrcnn_")]
-        if model not in known:
-            raise CoderError(f"detector torchvision has no model {model!r}; it has: {', '.join(known)}")
+        models = [name for name in list_models(module=detection) if name.startswith("fasterrcnn_")]
+        if model not in models:
+            raise CoderError(f"detector torchvision has no model {model!r}; it has: {', '.join(models)}")
         need_weights(f"torchvision {model}", weights, allow_random)
         self.choice = Choice(regions, nms, min_score, min_regions)
         self.device = make_device(device)
@@ -76,7 +76,7 @@ class TorchVision(Detector):
         images, _ = self.model.transform(tensors)
         maps = self.model.backbone(images.tensors)
         heads = self.model.roi_heads
-        proposals = or_whole(self.model.rpn(images, maps)[0], images.image_sizes)
+        proposals = at_least_one(self.model.rpn(images, maps)[0], images.image_sizes)
         features = heads.box_head(heads.box_roi_pool(maps, proposals, images.image_sizes))
         logits, shifts = heads.box_predictor(features)
         boxes = heads.box_coder.decode(shifts, proposals)
@@ -97,9 +97,9 @@ class TorchVision(Detector):
         self, features: Tensor, scores: Tensor, boxes: Tensor, inside: tuple[int, int], size: tuple[int, int]
     ) -> Regions:
         boxes = clip_boxes_to_image(boxes, inside)[:, 1:]  # class 0 is the background
-        chosen, classes, conf = select(scores[:, 1:], boxes, self.choice)
+        selected, classes, conf = select(scores[:, 1:], boxes, self.choice)
         return to_regions(
-            features[chosen], boxes[chosen, classes], classes=classes, conf=conf, inside=inside, size=size
+            features[selected], boxes[selected, classes], classes=classes, conf=conf, inside=inside, size=size
         )
 
 
@@ -109,7 +109,7 @@ def _build(name: str, weights: str | None) -> Any:
     if weights == "default":
         try:
             return get_model(name, weights="DEFAULT")
-        except Exception as exc:  # urllib's, the hub's and torch's
+        except Exception as exc:  # of urllib, the hub or torch
             raise CoderError(
                 f"weights of {name} cannot be downloaded: {' '.join(str(exc).split())[:300]}; give --weights FILE"
             ) from exc

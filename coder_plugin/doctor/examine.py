@@ -105,7 +105,7 @@ def _read_split(splits: dict[str, Split], name: str, config: TrainConfig, check_
 
 
 def _check_recipe(config: TrainConfig, splits: Mapping[str, Split], facts: recipe.ModelFacts) -> Iterator[Finding]:
-    full_source = source = make_source(config, split="train") if config.data.on_scenes else None
+    full_source = source = make_source(config.data, split="train") if config.data.on_scenes else None
     train = splits.get("train")
     if train is not None and train.items and not train.shards and not train.samples:
         full_source, source = train.full_source, train.source

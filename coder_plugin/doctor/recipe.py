@@ -56,9 +56,8 @@ def check_recipe(config: Any, full_source: Any, source: Any, facts: ModelFacts) 
     if model is None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    facts.tokenizer = yield from _unless_absent(
-        f"the tokenizer of {config.model.name}", build.make_tokenizer, offline, model
-    )
+    subject = f"the tokenizer of {config.model.name}"
+    facts.tokenizer = yield from _unless_absent(subject, build.make_tokenizer, offline.model, model)
     if isinstance(model, Backbone):
         facts.region_dim = getattr(model.transform(), "region_dim", None)
         reads = "regions" if facts.region_dim is None else f"regions of {facts.region_dim} channels"
@@ -72,7 +71,7 @@ def check_recipe(config: Any, full_source: Any, source: Any, facts: ModelFacts) 
     )
     create_loss(objective, model=model)
     prepare.check_accumulation(model, config)
-    build.make_transforms(model, config)
+    prepare.make_train_transform(model, config)
     yield from _check_tagger(model, config)
     if trains:
         yield from _sizes(model, config, trains)
@@ -91,9 +90,9 @@ def _unless_absent(what: str, make: Callable[..., Any], *arguments: Any) -> Gene
 
 
 def _names_model(config: Any) -> bool:
-    from coder_plugin.objective import Objective
+    from coder_plugin import recipes
 
-    return "model" in dict(Objective.parse(config.loss.expression).training)
+    return config.run.recipe is not None and "model" in recipes.load(config.run.recipe).settings
 
 
 def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:

@@ -31,11 +31,11 @@ def checks_for(folder: Path) -> list[tuple[str, Callable[[Path], Iterator[Findin
     Raises:
         CoderError: the folder is not a run's, an export's or an index's.
     """
-    from coder_plugin.pretrained.export import exported
+    from coder_plugin.pretrained.export import export_files
 
     if is_index(folder):
         return [("index", check_index)]
-    if exported(folder)[0] is not None:
+    if export_files(folder)[0] is not None:
         return [("run", check_exports)]
     if any((folder / name).exists() for name in ("config.json", "plan.json", "checkpoints", "metrics.jsonl")):
         return [("run", check) for check in (check_checkpoints, check_exports, check_log)]
@@ -56,7 +56,7 @@ def is_index(folder: Path) -> bool:
 
 def check_index(folder: Path) -> Iterator[Finding]:
     """Whether the files match the manifest's checksums, and FAISS reads them."""
-    from coder_plugin.index.index import Index
+    from coder_plugin.index.search import Index
 
     try:
         index = Index(folder, gpu=False)
@@ -95,29 +95,23 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
 
 def check_exports(folder: Path) -> Iterator[Finding]:
     """Whether the exports open, encode a text, and hold finite numbers."""
-    from coder_plugin.pretrained.export import exported
+    from coder_plugin.pretrained.export import export_files
 
-    if exported(folder)[0] is not None:
-        yield from _check_export(folder, {})
-        return
-    exports = [folder / "export" / tag for tag in ("best", "last") if exported(folder / "export" / tag)[0] is not None]
+    folders = [folder] if export_files(folder)[0] is not None else [folder / "export" / tag for tag in ("best", "last")]
+    exports = [each for each in folders if export_files(each)[0] is not None]
     if not exports:
         yield note("run.exports", f"no export in {folder / 'export'} yet", "wait: one is written after each epoch")
     for export in exports:
-        yield from _check_export(export, {"run": folder})
+        yield from _check_export(export)
 
 
-def _check_export(export: Path, place: Mapping[str, Path]) -> Iterator[Finding]:
+def _check_export(export: Path) -> Iterator[Finding]:
     import torch
 
-    from coder_plugin.pretrained.open import open_trained, trained_config
+    from coder_plugin.pretrained.open import open_pretrained
 
     try:
-        if "run" in place:
-            config = trained_config(place["run"], {"precision": "fp32"}, export=export.name)
-        else:
-            config = trained_config(export, {})
-        trained = open_trained(config, device=torch.device("cpu"))
+        trained = open_pretrained(export, {"precision": "fp32"}, device="cpu")
     except CoderError as error:
         if is_absent(error):
             text = f"{export}: not checked: its configuration or tokenizer is on a hub, and not in the cache here"

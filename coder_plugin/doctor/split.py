@@ -74,14 +74,14 @@ class Split:
 
 def read_split(name: str, config: TrainConfig, *, most: int | None = MOST) -> Split:
     """Open and read a split as configured, without the shards that are not on this machine."""
-    source: Any = make_source(config, split=name, join=False)
+    source: Any = make_source(config.data, split=name, join=False)
     full_source, remote = source, 0
     if isinstance(full_source, ShardSource):
         source = full_source.local()
         remote = len(full_source.shards) - len(source.shards)
     if config.data.regions is not None and not (remote and not source.shards):
-        source = join_regions(source, config, split=name)
-    reader = reading_options(config, getattr(config.data, name))["kind"]
+        source = join_regions(source, config.data, split=name)
+    reader = reading_options(config.data, getattr(config.data, name))["kind"]
     return replace(read_source(name, source, reader, most=most), full_source=full_source, remote=remote)
 
 

@@ -173,7 +173,7 @@ class ReadsTags(Head):
     """May read ``text_tags`` [B, T], the classes of the captions' words."""
 
     def tag_classes(self) -> tuple[int, ...]:
-        """Codes of the classes that it reads (:mod:`coder_plugin.data.tags`); empty if it reads no tags as it is set."""
+        """Codes of the classes that it reads (:mod:`coder_plugin.concepts.tags`); empty if it reads no tags as it is set."""
         raise NotImplementedError
 
 

@@ -11,14 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
+from coder_plugin.data.item import NO_POSITIVE
 from coder_plugin.errors import CoderError
 from coder_plugin.negatives.expression import make_parts
 
-#: The kind of a caption that none of the generators had a positive for: it is its own.
-NONE = "none"
-#: The kind of a positive with its caption's tokens, which the loader finds: the context cut what was added. Where the
-#: tokenizer drops words at random, equal texts have equal tokens by chance alone, and few of these are found.
-SAME_TOKENS = "same tokens"
 _PIECE = re.compile(r"\S+")
 
 
@@ -88,7 +84,7 @@ class Positives:
         self._makers: Sequence[tuple[str, Positive]] = make_parts("positives", expression)
 
     def __call__(self, caption: str, others: tuple[str, ...]) -> tuple[str, str]:
-        """The positive and the name of what made it; without a possible one the caption itself and :data:`NONE`."""
+        """The positive and the name of its generator; where none is possible, the caption and ``"none"``."""
         # the first possible one in a random order is each of the possible ones equally often
         for name, make in random.sample(self._makers, len(self._makers)):
             if (made := make(caption, others)) is None:
@@ -96,7 +92,7 @@ class Positives:
             if not isinstance(made, str):
                 raise CoderError(f"{name!r} in coder_plugin.positives is at fault: of a caption it made {made!r}, no text")
             return made, name
-        return caption, NONE
+        return caption, NO_POSITIVE
 
 
 def _normal(text: str) -> str:

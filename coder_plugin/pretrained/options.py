@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from coder_plugin import recipes
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.config import SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
-from coder_plugin.objective import Objective
+from coder_plugin.expression import format_value
 from coder_plugin.pretrained.export import weights_named
 
 #: Options that only region models have.
@@ -22,7 +23,11 @@ def resolve_config(
 
     Args:
         flags: options, flat (``{"lr": 1e-3}``) or nested by subject (``{"optim": {"lr": 1e-3}}``). None: none.
-        file: options of a configuration file, likewise. file_name: what ``origins`` calls it.
+        file: options of a configuration file, in the same forms.
+        file_name: what ``origins`` calls the file.
+
+    Returns:
+        The configuration, with the recipe's settings if an option ``recipe`` names one.
 
     Raises:
         CoderError: unknown options, values of the wrong type or range, or options that do not go together.
@@ -35,19 +40,8 @@ def resolve_config(
         ('flag', 'scenes')
     """
     layers = [(file_name, flatten(file or {})), ("flag", flatten(flags or {}))]
-    options = resolve(layers)
-    name = options.loss.expression
-    recipe = dict(Objective.parse(name).training)
-    try:
-        recipe = flatten(recipe)
-    except CoderError as error:
-        raise CoderError(f"the recipe {name!r} sets an unknown training option: {error}") from error
-    return _resolve(layers, (f"recipe {name}", recipe))
-
-
-def _resolve(layers: list[tuple[str, dict[str, Any]]], recipe: tuple[str, dict[str, Any]]) -> TrainConfig:
-    recipe_name, settings = recipe[0], dict(recipe[1])
     options, _ = merge(layers)
+    recipe_name, settings = _recipe_layer(options)
     data = resolve(layers).data
     if data.train is None and not data.on_scenes:
         raise CoderError(f"--dataset-type {data.dataset_type} needs --train-data")
@@ -73,3 +67,19 @@ def _resolve(layers: list[tuple[str, dict[str, Any]]], recipe: tuple[str, dict[s
     )
     weights = weights_named(config.model.pretrained)
     return config if weights == config.model.pretrained else config.with_options(pretrained=weights)
+
+
+def _recipe_layer(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The layer of ``--recipe``: its settings, its loss, and the options of the loss's terms and heads as ``--set``.
+
+    A loss that is given besides the recipe replaces the recipe's, with its options.
+    """
+    if (name := options.get("recipe")) is None:
+        return "recipe", {}
+    recipe = recipes.load(name)
+    settings = dict(recipe.settings)
+    if "loss" not in options:
+        settings["loss"] = recipe.loss
+        if recipe.options:
+            settings["set"] = [f"{option}={format_value(value)}" for option, value in recipe.options.items()]
+    return f"recipe {name}", settings

@@ -57,6 +57,10 @@ class NamedObjective:
     description: str = ""
     origin: str = ""
 
+    def to_toml(self) -> str:
+        """The objective as a table of a TOML file."""
+        return _table("objectives", self.name, {"description": self.description, "loss": self.loss}, self.options)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -78,10 +82,8 @@ class Recipe:
 
     def to_toml(self) -> str:
         """The recipe as a table of a TOML file, with everything that it inherits."""
-        options = {"options": self.options} if self.options else {}
-        fields = {"description": self.description, "loss": self.loss, **options, **self.settings}
-        rows = [f"{_toml_key(name)} = {_toml(value)}" for name, value in fields.items()]
-        return "\n".join([f"[recipes.{_toml_key(self.name)}]", *rows])
+        fields = {"description": self.description, "loss": self.loss, **self.settings}
+        return _table("recipes", self.name, fields, self.options)
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,7 @@ def _flat_options(options: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 def _checked_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Settings by the names of their flags; a file may also group them by subject, ``[recipes.NAME.optim]``."""
-    known = [name for name in options_by_name() if name not in ("loss", "set")]
+    known = [name for name in options_by_name() if name not in ("loss", "set", "recipe")]
     for name, value in settings.items():
         if name == "set":
             raise CoderError(f"{where}: options of terms and heads belong into the table options, not into set")
@@ -303,13 +305,19 @@ def _checked_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]
         raise CoderError(f"{where}: {error}") from error
 
 
+def _table(kind: str, name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    lines = [f"[{kind}.{_toml_key(name)}]", *(f"{key} = {_toml(value)}" for key, value in fields.items())]
+    if options:
+        lines += ["", f"[{kind}.{_toml_key(name)}.options]"]
+        lines += [f"{'.'.join(map(_toml_key, key.split('.')))} = {_toml(value)}" for key, value in options.items()]
+    return "\n".join(lines)
+
+
 def _toml_key(name: str) -> str:
     return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else json.dumps(name)
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{name} = {_toml(each)}" for name, each in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if value is None:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from coder_plugin.backbones.spans import locator
 from coder_plugin.backbones.tokenizers import WordTokenizer
-from coder_plugin.data.spans import locator
 
 #: Letters and digits, with hyphens or apostrophes inside: "t-shirt" is one word, though tokenizers split it.
 _WORD = re.compile(r"[^\W_]+(?:[-'\u2019][^\W_]+)*")

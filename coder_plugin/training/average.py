@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Average of a model's trainable parameters; accumulating state (``leave_out``) has no part in it.
+    """Average of a model's trainable parameters, without those in ``leave_out`` (accumulating state).
 
-    BatchNorm's statistics are averages already: the model's current ones are used.
+    BatchNorm's statistics are averages already, so the model's current ones are used.
     """
 
     def __init__(self, model: nn.Module, decay: float, leave_out: Collection[str] = ()) -> None:
@@ -25,14 +25,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Once after every performed optimizer step."""
+        """Update the average; call once after every performed optimizer step."""
         parameters = dict(model.named_parameters())
         for name, average in self.weights.items():
             average.lerp_(parameters[name].detach().to(average.dtype), 1 - self.decay)
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """The model with the averaged weights, put back on leaving."""
+        """A context in which the model has the averaged weights; its own are restored on leaving."""
         current = {name: p.detach().clone() for name, p in model.named_parameters() if name in self.weights}
         self._copy(model, self.weights)
         try:

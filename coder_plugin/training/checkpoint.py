@@ -1,14 +1,15 @@
 """Checkpoints that never unpickle: safetensors and JSON files under a manifest that holds their checksums.
 
-Loading somebody's pickle runs their code, so no file here is one (see `tree`). A run can be killed at any instruction,
-so a checkpoint is written aside, flushed, and renamed: what bears a checkpoint's name is whole, and damage done later
-is found by checksum before anything is used. Hidden neighbours of a checkpoint `last`, put right at the next save:
+Loading a pickle runs its code, so no file is a pickle (see :mod:`coder_plugin.training.serialization`). A run can be killed
+at any moment. So a checkpoint is written to a temporary folder, flushed to the disk and renamed: a folder with a
+checkpoint's name is complete. Later damage is detected by checksum before anything is used. Hidden folders next to a
+checkpoint ``last``, which the next save cleans up:
 
     .last.writing        not finished
-    .last.old            the copy being replaced; stands in for `last` if a kill fell between the two renames
-    .last-….removing     half removed
+    .last.old            the copy being replaced; used as ``last`` if the run was killed between the two renames
+    .last-….removing     partly removed
 
-One run at a time writes into a directory; all its ranks see the same file system.
+One run at a time writes into a directory, and all its ranks see the same file system.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ State = dict[str, Any]
 StrPath = str | os.PathLike[str]
 FORMAT = 1
 _MANIFEST = "manifest.json"
-_RESERVED = frozenset({"format", "world_size", "saved_at", "files", "seal"})  # manifest fields that `save` writes
+_RESERVED = frozenset({"format", "world_size", "saved_at", "files", "manifest_sha256"})  # manifest fields that `save` writes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 _PART = re.compile(r"(?!manifest$)(?!.*-rank\d+$)[A-Za-z0-9_][A-Za-z0-9_-]*")
 _FILE = re.compile(r"(?P<part>[A-Za-z0-9_][A-Za-z0-9_-]*)\.(json|safetensors)")
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest can be read; its other files have not been looked at."""
+    """A checkpoint whose manifest has been read; its other files have not been checked."""
 
     path: Path
     manifest: State
@@ -61,43 +62,56 @@ def save(
     world_size: int = 1,
     barrier: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Write `directory/name`; every rank calls this, and every rank raises if any failed.
+    """Write ``directory/name``. Every rank calls this, and every rank raises if one of them fails.
 
-    `common` maps part names to trees that are the same everywhere (rank 0 writes them), `own` to this rank's (random
-    states, loader positions), written as `{part}-rank{rank}`. `manifest` is plain JSON with an integer `step`. A
-    checkpoint that already has this name is replaced.
+    A checkpoint that already has this name is replaced.
+
+    Args:
+        manifest: plain JSON with an integer ``step``.
+        common: state that is equal on all ranks, by part name; rank 0 writes it.
+        own: this rank's state (random states, loader position), by part name; written as ``{part}-rank{rank}``.
+        barrier: waits for all ranks.
+
+    Raises:
+        CoderError: a name or a state that cannot be saved, or another rank's failure.
     """
     directory = Path(directory)
-    faults: list[Exception] = []
+    errors: list[Exception] = []
 
     def phase(work: Callable[[], object]) -> None:
-        """A rank that fails still meets the others at every barrier; none is left waiting for it."""
+        """Run ``work`` unless something failed, and reach the barrier in any case: no rank waits for one that failed."""
         try:
-            if not faults:
+            if not errors:
                 work()
         except Exception as error:
-            faults.append(error)
+            errors.append(error)
         barrier()
 
-    aside = directory / f".{name}.writing"
+    temporary = directory / f".{name}.writing"
     parts = dict(common or {}) if rank == 0 else {}
-    # After this first barrier no rank is still looking at the outcome of the save before.
+    # after this first barrier no rank still reads the result of the previous save
     phase(lambda: _check_request(name, manifest, [*(common or {}), *(own or {})], rank, world_size))
     phase(lambda: _prepare(directory, name) if rank == 0 else None)
-    phase(lambda: _write(aside, parts | {f"{part}-rank{rank}": tree for part, tree in (own or {}).items()}, rank))
+    phase(lambda: _write(temporary, parts | {f"{part}-rank{rank}": tree for part, tree in (own or {}).items()}, rank))
     phase(lambda: _commit(directory, name, manifest, world_size) if rank == 0 else None)
-    if faults:
-        raise faults[0]
-    if aside.exists():
+    if errors:
+        raise errors[0]
+    if temporary.exists():
         raise CoderError(f"the checkpoint {name!r} was not written; another rank's error says why")
     return directory / name
 
 
 def load(path: StrPath, *, rank: int = 0, verify: bool = True) -> tuple[State, State, State | None]:
-    """(manifest, common parts, own parts). All files are checked before one is used; `verify=False` skips checksums.
+    """Read a checkpoint: (manifest, common parts, this rank's parts). All files are checked before any is used.
 
-    Own parts are None for a rank that the saving run did not have. Fewer ranks than then is for the caller to judge:
-    `manifest["world_size"]` says how many there were.
+    Args:
+        verify: compare checksums; otherwise only names and sizes.
+
+    Returns:
+        This rank's parts are None if the saving run had no such rank. ``manifest["world_size"]`` says how many ranks it had.
+
+    Raises:
+        CoderError: a file is missing or damaged.
     """
     path = Path(path)
     if not path.exists() and (old := path.parent / f".{path.name}.old").is_dir():
@@ -115,32 +129,35 @@ def load(path: StrPath, *, rank: int = 0, verify: bool = True) -> tuple[State, S
 
 
 def verify(path: StrPath) -> State:
-    """The manifest of a checkpoint, whose files have been held against their checksums; CoderError where one is damaged."""
+    """The manifest of a checkpoint, after comparing all files with their checksums; CoderError if one is damaged."""
     manifest = _read_manifest(Path(path))
     _verify(Path(path), manifest, True)
     return manifest
 
 
 def checkpoints(directory: StrPath, *, problems: list[str] | None = None) -> list[Checkpoint]:
-    """Latest step first (then epoch, then time); what has no readable manifest is left out with a warning, or an entry of ``problems``."""
-    directory, found = Path(directory), []
+    """All checkpoints, latest step first (then epoch, then time).
+
+    For each without a readable manifest a warning is logged or, if a list is given, an entry added to ``problems``.
+    """
+    directory, readable = Path(directory), []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         hidden = _HIDDEN.fullmatch(path.name)
-        standing_in = hidden and hidden["state"] == "old" and not (directory / hidden["name"]).exists()
-        if not path.is_dir() or (path.name.startswith(".") and not standing_in):
+        stands_in = hidden and hidden["state"] == "old" and not (directory / hidden["name"]).exists()
+        if not path.is_dir() or (path.name.startswith(".") and not stands_in):
             continue
         try:
-            found.append(Checkpoint(path, _read_manifest(path)))
+            readable.append(Checkpoint(path, _read_manifest(path)))
         except (CoderError, OSError) as error:
             if problems is None:
                 _log.warning("skipped a checkpoint: %s", error)
             else:
                 problems.append(str(error))
-    return sorted(found, key=_age, reverse=True)
+    return sorted(readable, key=_age, reverse=True)
 
 
 def newest(directory: StrPath, *, verify: bool = True) -> Path | None:
-    """The latest whole checkpoint; damaged ones are skipped with a warning that says what is wrong."""
+    """The latest complete checkpoint. Damaged ones are skipped, with a warning that says what is wrong."""
     for checkpoint in checkpoints(directory):
         try:
             _verify(checkpoint.path, checkpoint.manifest, verify)
@@ -151,16 +168,16 @@ def newest(directory: StrPath, *, verify: bool = True) -> Path | None:
 
 
 def prune(directory: StrPath, keep: Iterable[str]) -> list[str]:
-    """Remove all other checkpoints that this version can read, and say which; call it on one rank, between saves."""
+    """Remove all checkpoints but those in ``keep``, and return their names. Call it on one rank, between saves."""
     if isinstance(keep, str):
-        raise CoderError(f"keep takes several names, such as [{keep!r}]; a bare string would be read letter by letter")
+        raise CoderError(f"keep takes several names, such as [{keep!r}]; a string would be read letter by letter")
     kept = {Path(name).name for name in keep}
     _tidy(Path(directory))
-    paths = [found.path for found in checkpoints(directory)]
-    doomed = [path for path in paths if path.name not in kept and not path.is_symlink()]
-    for path in doomed:
+    paths = [each.path for each in checkpoints(directory)]
+    removed = [path for path in paths if path.name not in kept and not path.is_symlink()]
+    for path in removed:
         _remove(path, path.name)
-    return [path.name for path in doomed]
+    return [path.name for path in removed]
 
 
 def _age(checkpoint: Checkpoint) -> list[float]:
@@ -194,47 +211,48 @@ def _prepare(directory: Path, name: str) -> None:
     (directory / f".{name}.writing").mkdir()
 
 
-def _write(aside: Path, parts: Mapping[str, Any], rank: int) -> None:
-    if not aside.is_dir():
-        raise CoderError(f"{aside} was not made; rank 0's own error says why")
-    packed = {part: pack(tree, root=part) for part, tree in parts.items()}  # a refusal comes before the first byte
+def _write(temporary: Path, parts: Mapping[str, Any], rank: int) -> None:
+    if not temporary.is_dir():
+        raise CoderError(f"{temporary} does not exist; rank 0's error says why")
+    packed = {part: pack(tree, root=part) for part, tree in parts.items()}  # raises before anything is written
     sums = {}
     for part, (tensors, skeleton) in packed.items():
-        weights, description = aside / f"{part}.safetensors", aside / f"{part}.json"
+        weights, description = temporary / f"{part}.safetensors", temporary / f"{part}.json"
         save_file(tensors, weights)
         description.write_text(json.dumps(skeleton, allow_nan=False), encoding="utf-8")
-        shutil.copymode(description, weights)  # safetensors makes its files private, against the user's umask
+        shutil.copymode(description, weights)  # safetensors ignores the user's umask
         for file in (weights, description):
             fsync_path(file)
             sums[file.name] = {"sha256": sha256_file(file), "bytes": file.stat().st_size}
-    (aside / f"rank{rank}.sums.json").write_text(json.dumps(sums), encoding="utf-8")
+    (temporary / f"rank{rank}.sums.json").write_text(json.dumps(sums), encoding="utf-8")
 
 
 def _commit(directory: Path, name: str, user: Mapping[str, Any], world_size: int) -> None:
-    """The manifest is the last file, the rename the last act: before it no new checkpoint, after it a whole one."""
-    aside, final, old = directory / f".{name}.writing", directory / name, directory / f".{name}.old"
+    """Write the manifest last, then rename: before the rename there is no new checkpoint, after it a complete one."""
+    temporary, final, old = directory / f".{name}.writing", directory / name, directory / f".{name}.old"
     files: dict[str, Any] = {}
     for rank in range(world_size):
-        sums = aside / f"rank{rank}.sums.json"
+        sums = temporary / f"rank{rank}.sums.json"
         if not sums.is_file():
             raise CoderError(f"rank {rank} did not finish its files of {name!r}; its own error says why")
         files |= _read_json(sums)
         sums.unlink()
     manifest = {"format": FORMAT, **user, "world_size": world_size, "saved_at": time.time(), "files": files}
-    manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as a reader will see it: tuples are lists
-    (aside / _MANIFEST).write_text(json.dumps(manifest | {"seal": sha256_json(manifest)}, indent=1), encoding="utf-8")
-    fsync_path(aside / _MANIFEST)
-    fsync_path(aside)
+    manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as it will be read: tuples become lists
+    content = json.dumps(manifest | {"manifest_sha256": sha256_json(manifest)}, indent=1)
+    (temporary / _MANIFEST).write_text(content, encoding="utf-8")
+    fsync_path(temporary / _MANIFEST)
+    fsync_path(temporary)
     if final.exists():
         os.replace(final, old)
-    os.replace(aside, final)
+    os.replace(temporary, final)
     fsync_path(directory)
     if old.exists():
         _remove(old, name)
 
 
 def _tidy(directory: Path) -> None:
-    """What a killed run left: a moved-aside copy without its successor gets its name back, all else goes."""
+    """Clean up after a killed run: a replaced copy without its successor gets its name back, the rest is removed."""
     for path in sorted(directory.glob(".*")):
         hidden = _HIDDEN.fullmatch(path.name)
         if not hidden or not path.is_dir() or path.is_symlink():
@@ -248,36 +266,37 @@ def _tidy(directory: Path) -> None:
 
 
 def _remove(path: Path, name: str) -> None:
-    """Rename first: a kill inside rmtree must not leave half a checkpoint under a name that counts."""
-    doomed = path.parent / f".{name}-{time.time_ns()}.removing"
-    os.replace(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Rename before removing: a kill during the removal must not leave half a checkpoint under a valid name."""
+    temporary = path.parent / f".{name}-{time.time_ns()}.removing"
+    os.replace(path, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / _MANIFEST
     if not file.is_file():
-        raise CoderError(f"{file} is missing: {path} is not a whole checkpoint")
+        raise CoderError(f"{file} is missing: {path} is not a complete checkpoint")
     manifest = _read_json(file)
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if type(version) is int and version > FORMAT:
         raise CoderError(f"{file} has format {version}, from a newer coder_plugin; this one reads up to {FORMAT}")
-    kinds = {"format": int, "step": int, "world_size": int, "saved_at": float, "files": dict, "seal": str}
+    kinds = {"format": int, "step": int, "world_size": int, "saved_at": float, "files": dict, "manifest_sha256": str}
     if version != FORMAT or any(type(manifest.get(field)) is not kind for field, kind in kinds.items()):
         raise CoderError(f"{file} is not the manifest of a coder_plugin checkpoint")
-    if sha256_json({field: value for field, value in manifest.items() if field != "seal"}) != manifest["seal"]:
+    content = {field: value for field, value in manifest.items() if field != "manifest_sha256"}
+    if sha256_json(content) != manifest["manifest_sha256"]:
         raise CoderError(f"{file} was altered after it was written")
     return manifest
 
 
 def _verify(path: Path, manifest: dict[str, Any], hashes: bool) -> None:
-    """Every listed file, before one is used. Names are matched whole: a manifest cannot point elsewhere."""
+    """Check every listed file before one is used. Names are matched in full, so a manifest cannot point outside its folder."""
     files = manifest["files"]
     for name, expected in files.items():
         matched, file = _FILE.fullmatch(name), path / name
         pair = {f"{matched['part']}.json", f"{matched['part']}.safetensors"} if matched else {""}
         if not pair <= files.keys() or not isinstance(expected, dict) or not {"sha256", "bytes"} <= expected.keys():
-            raise CoderError(f"{path / _MANIFEST} lists {name!r}, which is not half of a part with its checksum")
+            raise CoderError(f"{path / _MANIFEST} lists {name!r}, which is not a part's file with its checksum")
         if not file.is_file():
             raise CoderError(f"{file} is missing")
         if (size := file.stat().st_size) != expected["bytes"]:
@@ -289,7 +308,7 @@ def _verify(path: Path, manifest: dict[str, Any], hashes: bool) -> None:
 def _read(path: Path, part: str) -> Any:
     weights, description = path / f"{part}.safetensors", path / f"{part}.json"
     try:
-        # Copied out of the memory map: this directory may be replaced while the run goes on.
+        # copied from the memory map, because the directory may be replaced during the run
         tensors = {name: tensor.clone() for name, tensor in load_file(weights, device="cpu").items()}
     except Exception as error:
         raise CoderError(f"{weights} is not a safetensors file: {error}") from error

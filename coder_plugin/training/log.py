@@ -1,4 +1,4 @@
-"""What a run says: lines on the console, ``metrics.jsonl``, a progress bar, TensorBoard and W&B."""
+"""A run's log: console lines, ``metrics.jsonl``, a progress bar, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _log = logging.getLogger(__name__)
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
-    found = {"python": sys.version.split()[0]}
+    """Versions of the packages that a result depends on."""
+    numbers = {"python": sys.version.split()[0]}
     for name in ("coder-plugin", "torch", "open_clip_torch", "timm", "transformers", "accelerate", "webdataset"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            numbers[name] = version(name)
+    return numbers
 
 
 def machine(device: torch.device) -> str:
-    """What one rank runs on, in words."""
+    """The hardware of one rank, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device} of {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 
 class RunLog:
-    """Rank 0's voice; silent elsewhere."""
+    """Writes a run's files and console lines on rank 0, and nothing on the others."""
 
     def __init__(self, folder: Path, accelerator: Any, config: TrainConfig) -> None:
         self.folder, self.accelerator, self.config = folder, accelerator, config
@@ -89,7 +89,7 @@ class RunLog:
 
     def bad_images(self, bad: Any) -> None:
         if len(bad):
-            _log.warning("%d images did not decode and were skipped, such as %s", len(bad), ", ".join(bad.keys[:3]))
+            _log.warning("%d images could not be decoded and were skipped, such as %s", len(bad), ", ".join(bad.keys[:3]))
 
     @contextlib.contextmanager
     def progress(self, epoch: int, done: int, total: int) -> Iterator[Progress]:
@@ -101,7 +101,7 @@ class RunLog:
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """A progress bar on a terminal; elsewhere a line every ``every`` steps."""
 
     def __init__(self, epoch: int, done: int, total: int, *, enabled: bool, every: int) -> None:
         from tqdm import tqdm
@@ -116,8 +116,8 @@ class Progress:
         self.bar.update()
         if self.done % self.every and self.done != self.total:
             return
-        shown = {key: value for key, value in metrics.items() if key == "loss" or key.endswith("_loss")}
-        text = ", ".join(f"{key} {value:.4f}" for key, value in shown.items())
+        losses = {key: value for key, value in metrics.items() if key == "loss" or key.endswith("_loss")}
+        text = ", ".join(f"{key} {value:.4f}" for key, value in losses.items())
         if self.terminal:
             self.bar.set_postfix_str(text)
         elif self.enabled:

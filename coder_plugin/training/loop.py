@@ -22,18 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.coder import CoderLoss
+from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
-from coder_plugin.data.tags import NAMES, WORDS
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
-from coder_plugin.model import CoderLoss, create_loss
+from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import checkpoint, prepare, resume
 from coder_plugin.training.average import WeightAverage
@@ -55,7 +56,7 @@ class Trainer:
             :func:`coder_plugin.create_model`; or a plain open_clip model, to which the loss's heads are added (give its name
             as ``config={"model": NAME}``: its tokenizer goes by that name).
         loss: a loss expression, a list of terms (names and objects), an
-            :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.model.CoderLoss` of the given model.
+            :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.coder.CoderLoss` of the given model.
         train: training data: a path, ``"scenes"``, a data source, or a list of :class:`~coder_plugin.data.item.Item`.
         val: validation data, in the same forms. None: no evaluation.
         config: all other options: a :class:`~coder_plugin.config.TrainConfig`, or a mapping of options, flat
@@ -64,6 +65,7 @@ class Trainer:
 
     Attributes:
         step: optimizer steps taken so far. epoch: epochs completed so far.
+        stop: set it to True to end the run after the current step, as if it were the last (on all ranks alike).
         model, loss, loader, optimizer, schedule, accelerator: what a step works with; optimizer and schedule exist once
             :meth:`run` has begun.
 
@@ -109,13 +111,14 @@ class Trainer:
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(self.objective, model=self.model)
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
-        self.tokenizer = build.make_tokenizer(config, self.model)
-        train_transform, val_transform = build.make_transforms(self.model, config)
+        self.tokenizer = build.make_tokenizer(config.model, self.model)
+        train_transform = prepare.make_train_transform(self.model, config)
+        val_transform = build.make_transform(self.model, max_regions=data.max_regions)
         self.loader = TrainLoader(
             source,
             batch_size=optim.batch_size,
             transform=train_transform,
-            tokenizer=build.make_tokenizer(config, self.model, training=True),
+            tokenizer=build.make_tokenizer(config.model, self.model, word_dropout=data.word_dropout),
             positives=prepare.make_positives(self.model),
             tags=prepare.make_tags(self.model, config),
             seed=config.run.seed,
@@ -148,7 +151,7 @@ class Trainer:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
-        self.caption_stats_logged = False
+        self.stop = self.caption_stats_logged = False
         self.position: dict[str, Any] | None = None
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
@@ -206,10 +209,10 @@ class Trainer:
             every = config.evaluation.val_frequency if self.val is not None else 0
             if self.step == 0 and every:
                 self._evaluate("before the first step")
-            while self.epoch < config.optim.epochs:
+            while self.epoch < config.optim.epochs and not self.stop:
                 self._train_epoch()
                 self.epoch, self.position = self.epoch + 1, None
-                if every and (self.epoch == config.optim.epochs or self.epoch % every == 0):
+                if every and (self.is_last_epoch or self.epoch % every == 0):
                     self._evaluate(f"after epoch {self.epoch}")
                 self._save()
             results = {"last": self.last, "best": self.best, "folder": str(self.folder)}
@@ -240,7 +243,7 @@ class Trainer:
                 started = time.perf_counter()
                 group = list(itertools.islice(batches, accum_freq))
                 # a rank with undecodable images may run out of batches first: then all ranks stop
-                if distributed.any_rank(len(group) < accum_freq, self.device):
+                if distributed.any_rank(self.stop or len(group) < accum_freq, self.device):
                     break
                 waited = time.perf_counter() - started
                 logged = self.is_logging_step
@@ -362,6 +365,11 @@ class Trainer:
                 "lower --lr, lengthen --warmup or clip with --grad-clip-norm, then --resume the last checkpoint"
             ) from error
 
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether no epoch follows the one just completed."""
+        return self.stop or self.epoch == self.config.optim.epochs
+
     # -- evaluation and files ------------------------------------------------------------------------------------
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -377,7 +385,7 @@ class Trainer:
             encoded = self.encoder(self.val)
             result = evaluate(self.encoder, self.val, rerank=self.config.evaluation.rerank, encoded=encoded)
         self.last = {**result, "epoch": self.epoch, "step": self.step}
-        self.encoded = encoded if self.epoch == self.config.optim.epochs else None  # large; kept at the end for a report
+        self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
         shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
         self.log.write({f"val/{k}": v for k, v in {**self.last, **shortlist}.items() if k != "step"}, step=self.step)
         rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
@@ -427,7 +435,8 @@ class Trainer:
     def _export(self, tag: str) -> None:
         if distributed.rank() == 0:
             with self.averaged_weights():
-                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer)
+                options = inference_options(self.config)
+                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer, options=options)
                 export_heads(self.model, self.folder / "export" / tag)
         distributed.barrier()
 

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 
-# Where the blocks of open_clip's own and of transformers' towers are numbered, and ResNet's stages.
+# numbered blocks of open_clip's and transformers' towers, and ResNet's stages
 _LAYER = re.compile(r"(?:^|[._])(?:resblocks|layers?|blocks?|h)\.(\d+)\.|(?:^|\.)layer([1-4])\.")
-# What stands before the first block: token and patch embeddings, positions, the stem.
+# before the first block: token and patch embeddings, positions, the stem
 _STEM = re.compile(
     r"(?:^|\.)(?:conv\d?|conv_stem|bn\d|ln_pre|class_embedding|positional_embedding|token_embedding|embeddings|"
     r"patch_embed|pos_embed|cls_token)(?:\.|$)"
@@ -26,7 +26,11 @@ _STEM = re.compile(
 def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
     """Any timm optimizer over the trainable parameters, grouped by weight decay and layer.
 
-    Vectors, scalars (norms, biases, temperatures) and what the model lists in ``no_weight_decay()`` are not decayed.
+    Vectors and scalars (norms, biases, temperatures) and parameters that the model lists in ``no_weight_decay()`` get no
+    weight decay.
+
+    Raises:
+        CoderError: an unknown optimizer, or options that it does not take.
     """
     from timm.optim import create_optimizer_v2
 
@@ -49,10 +53,10 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
         heads_lr_scale=config.optim.heads_lr_scale,
     )
     try:
-        name = config.optim.opt.removeprefix("timm/")  # open_clip's spelling
+        name = config.optim.opt.removeprefix("timm/")  # open_clip writes timm/NAME
         return create_optimizer_v2(groups, opt=name, lr=config.optim.lr, weight_decay=config.optim.wd, **options)
     except (ValueError, TypeError, AssertionError) as error:
-        raise CoderError(f"--opt {config.optim.opt}: {error} (timm.optim.list_optimizers() has the names)") from error
+        raise CoderError(f"--opt {config.optim.opt}: {error} (names: timm.optim.list_optimizers())") from error
 
 
 def parameter_groups(
@@ -85,9 +89,9 @@ def parameter_groups(
 
 
 def layer_factors(model: Any, layer_decay: float) -> Callable[[str], float]:
-    """For each parameter's name ``layer_decay ** (layers above it in its tower)``; projections and heads have 1.
+    """A function from a parameter's name to ``layer_decay ** (layers above it in its tower)``; 1 for projections and heads.
 
-    A timm trunk numbers its layers itself (``group_matcher``); elsewhere the names do.
+    timm trunks number their layers (``group_matcher``); in other towers the names do.
     """
     if layer_decay == 1:
         return lambda name: 1.0
@@ -114,14 +118,14 @@ def layer_factors(model: Any, layer_decay: float) -> Callable[[str], float]:
 
 
 def _layer_of(name: str) -> int | None:
-    """0 for what stands before the blocks, 1 + n for block n, None for what stands after them."""
+    """0 before the blocks, 1 + n for block n, None after them."""
     if match := _LAYER.search(name):
         return int(match[1]) + 1 if match[1] is not None else int(match[2])
     return 0 if _STEM.search(name) else None
 
 
 def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: int) -> LambdaLR:
-    """Linear warm-up, then cosine to zero, constant, or drops; stepped once per optimizer step."""
+    """Linear warm-up, then cosine to zero, constant, or drops. Step it once per optimizer step."""
     total = max(1, steps_per_epoch * config.optim.epochs)
     warmup = total // 20 if config.optim.warmup is None else config.optim.warmup
     if config.optim.warmup_epochs is not None:
@@ -130,6 +134,7 @@ def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: 
 
 
 def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, warmup: int) -> float:
+    """The factor on the base learning rate at a step, for ``warmup`` of ``total`` steps."""
     if step < warmup:
         return (step + 1) / warmup
     if config.optim.lr_scheduler == "const":
@@ -140,12 +145,12 @@ def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, 
 
 
 def after_tower(name: str) -> bool:
-    """Whether a parameter projects into the joint space, scales the logits, or belongs to a head of ours."""
+    """Whether a parameter projects into the joint space, scales the logits, or belongs to a head."""
     return re.match(r"coder\.|logit_|visual\.(proj|head)(\.|$)|text\.proj(\.|$)|(text\.)?text_projection", name) is not None
 
 
 def in_text_encoder(name: str) -> bool:
-    """Whether a parameter belongs to the text tower's encoder: of transformers, of a region model, or open_clip's own."""
+    """Whether a parameter belongs to the text tower's encoder: transformers', a region model's, or open_clip's."""
     if name.startswith(("visual.", "coder.")) or after_tower(name):
         return False
     return name.startswith("text.transformer.") or _layer_of(name) is not None or name.startswith(("ln_final.", "text.ln_"))

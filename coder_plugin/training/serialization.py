@@ -1,11 +1,11 @@
 """Any training state as tensors plus JSON, and back, bit for bit.
 
-A checkpoint that unpickles runs whatever its file says, so state is split into what safetensors holds and what strict
-JSON holds. JSON alone would turn a tuple into a list, the key 3 into "3" and NaN into something no parser must accept;
-each such value becomes an object whose key `$` names its kind. A user's dict that has a `$` key of its own is written
-as a list of items, so nothing in user data can be taken for a marker. What is not listed here is refused by path.
+Unpickling a file runs its code, so state is split into what safetensors can hold and what strict JSON can hold. JSON
+alone would turn a tuple into a list, the key 3 into "3", and NaN into something that parsers may refuse. Each such value
+becomes an object whose key ``$`` names its kind. A user's dict that has a ``$`` key is written as a list of items, so user
+data are never taken for such an object. Anything else is refused, with its path.
 
-What does not survive, on purpose: the device (all returns on CPU), strides, requires_grad, two names for one storage.
+Not kept, on purpose: the device (all tensors return on the CPU), strides, requires_grad, and storage that tensors share.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _ALLOWED = "dicts, lists, tuples, str, int, float, bool, None, dense tensors, nu
 
 
 def pack(tree: Any, *, root: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Split a tree into named tensors and a strict-JSON skeleton; errors call the tree `root`.
+    """Split a tree into named tensors and a strict-JSON skeleton. Errors call the tree ``root``.
 
-    Tensor names are the paths, so a module's state dict keeps its own keys and any safetensors reader can open it. A
-    tensor already contiguous, on CPU and unshared is not copied: write the result before the next optimizer step.
+    Tensor names are paths, so a module's state dict keeps its keys, and any safetensors reader can open it. A contiguous,
+    unshared tensor on the CPU is not copied: write the result before the next optimizer step.
     """
     packer = _Packer(root)
     return packer.tensors, packer.value(tree, "", 0)
 
 
 def unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
-    """The tree that `pack` split. The tree may share memory with `tensors`."""
+    """The tree that :func:`pack` split. It may share memory with ``tensors``."""
     unpacker = _Unpacker(tensors)
     try:
         tree = unpacker.value(skeleton)

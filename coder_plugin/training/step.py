@@ -1,9 +1,9 @@
 """One training step: loss and gradients of one or several micro-batches whose pairs are each other's negatives.
 
-The features of all micro-batches are computed first, the loss is taken once over all of them, and its gradient with
-respect to the features goes back through each micro-batch's own forward. With one micro-batch that is plain
-backpropagation; with several it is open_clip's cached-feature accumulation without its n evaluations of the loss, so
-that what the loss reads directly (``logit_scale``) gets its gradient once (DESIGN, rules 2 and 7).
+The features of all micro-batches are computed first, the loss is evaluated once over all of them, and its gradient with
+respect to the features is propagated through each micro-batch's forward pass. With one micro-batch this is plain
+backpropagation. With several it is open_clip's cached-feature accumulation, but with one evaluation of the loss instead
+of n, so that a parameter that the loss reads directly (``logit_scale``) gets its gradient once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
-from coder_plugin.model import CoderLoss
 
-#: What a model returns once, not per sample.
+#: Outputs that a model returns once, not per sample.
 SHARED = ("logit_scale", "logit_bias")
 
 
@@ -30,7 +30,13 @@ class NonFiniteError(CoderError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Weighted losses by name (mean over ranks), and each term's share of the gradient if it was asked for."""
+    """Result of a forward and backward pass.
+
+    Args:
+        losses: each term's weighted loss, mean over ranks.
+        shares: each term's share of the gradient with respect to the features, in [0, 1]; empty unless it was measured.
+        leaves: the features, to explain a non-finite gradient with.
+    """
 
     losses: dict[str, float]
     shares: dict[str, float]
@@ -74,9 +80,9 @@ def forward_backward(
     losses = loss(**leaves)
     values = _check_losses(losses)
     share = gradient_shares(losses, leaves) if shares else {}
-    wanted = [key for key, leaf in leaves.items() if leaf.requires_grad]
-    gradients = torch.autograd.grad(sum(losses.values()), [leaves[key] for key in wanted], allow_unused=True)
-    received = {key: grad for key, grad in zip(wanted, gradients, strict=True) if grad is not None}
+    names = [key for key, leaf in leaves.items() if leaf.requires_grad]
+    gradients = torch.autograd.grad(sum(losses.values()), [leaves[key] for key in names], allow_unused=True)
+    received = {key: grad for key, grad in zip(names, gradients, strict=True) if grad is not None}
     start = 0
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
@@ -99,7 +105,7 @@ def _rows(output: Mapping[str, Tensor]) -> int:
 
 
 def _join(outputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The micro-batches' outputs as one batch, cut from their graphs; what may learn becomes a leaf."""
+    """The micro-batches' outputs as one batch, detached from their graphs; floating-point outputs become leaves."""
     joined = {}
     for key in outputs[0]:
         parts = [output[key].detach() for output in outputs]
@@ -140,7 +146,7 @@ def term_gradient_norms(losses: Mapping[str, Tensor], leaves: Mapping[str, Tenso
     features = [leaf for key, leaf in leaves.items() if leaf.requires_grad and key not in SHARED]
     squares = []
     for value in losses.values():
-        if not value.requires_grad:  # a term that is silent for now
+        if not value.requires_grad:  # a term without a gradient in this step
             squares.append(value.new_zeros(()))
             continue
         gradients = torch.autograd.grad(value, features, retain_graph=True, allow_unused=True)
@@ -164,7 +170,7 @@ def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Ten
 
 @contextlib.contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Put BatchNorm's statistics back: the first of two passes must not count. State is not written in forward."""
+    """Restore BatchNorm's statistics on leaving: the first of two passes must not count. Heads write no state in forward."""
     inner: Any = getattr(model, "module", model)  # DDP's
     state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()
     before = [(buffer, buffer.detach().clone()) for name, buffer in inner.named_buffers() if name not in state]

@@ -24,9 +24,9 @@ from open_clip_train import data as upstream
 from torch import Tensor
 from webdataset.tariterators import tar_file_expander, url_opener
 
+from coder_plugin.concepts.tags import Tags
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.shards import shard_labels
-from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.negatives.positives import Positives

@@ -28,7 +28,7 @@ from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
-from coder_plugin.pretrained.export import made_with, start_heads, weights_named
+from coder_plugin.pretrained.export import head_settings, start_heads, weights_named
 from coder_plugin.training import prepare
 
 log = logging.getLogger(__name__)
@@ -82,10 +82,8 @@ class Run:
 
     @property
     def heads_lr_scale(self) -> float:
-        """Ours, or else the recipe's."""
-        if "heads_lr_scale" in self.config.origins:
-            return self.config.optim.heads_lr_scale
-        return dict(self.objective.training).get("heads_lr_scale", 1.0)
+        """Factor on the learning rate of the heads."""
+        return self.config.optim.heads_lr_scale
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
         """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
@@ -121,7 +119,7 @@ class Run:
             cache_dir=args.cache_dir,
         )
         self._check_precision(model)
-        self.tokenizer = build.make_tokenizer(config, model)
+        self.tokenizer = build.make_tokenizer(config.model, model)
         prepare.check_accumulation(model, config)
         self.extras = Extras(
             self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.data.captions
@@ -142,16 +140,12 @@ class Run:
         for label, term in self.loss.terms.terms.items():
             if not term.masks_same_image:
                 log.info("%s takes other captions of an image in a batch for negatives", label)
-        theirs = [(key, value) for key, value in self.objective.training if key != "heads_lr_scale"]
-        if theirs and self.trains:
-            named = ", ".join(f"{key}={value}" for key, value in theirs)
-            log.warning("the objective's training options are coder-plugin train's; here upstream's flags rule: %s", named)
         return (self.model, *transforms)
 
     def made_with(self) -> dict[str, Any]:
         """What a checkpoint says of the run: what a resumed one must share, and what its images were normalised with."""
         preprocessing = {key: value for key, value in self.model.visual.preprocess_cfg.items() if value is not None}
-        return {**made_with(self.model), "heads_lr_scale": self.heads_lr_scale, "preprocess_cfg": preprocessing}
+        return {**head_settings(self.model), "heads_lr_scale": self.heads_lr_scale, "preprocess_cfg": preprocessing}
 
     def _take_what_data_decided(self, made: Mapping[str, Any] | None) -> None:
         """In evaluation alone, of the checkpoint's objective: there are no training data to ask."""

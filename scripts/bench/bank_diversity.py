@@ -96,8 +96,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bank", type=int, default=65_536, help="entries of the bank [65536]")
     parser.add_argument("--dim", type=int, default=1024, help="dimensions of the features [1024]")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=9, help="timed repetitions [9]")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
     return parser.parse_args()
 
 

@@ -41,8 +41,7 @@ from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import decode_image
 from coder_plugin.detectors.base import Detector, Prepared
-from coder_plugin.detectors.extract import extract
-from coder_plugin.detectors.job import Job
+from coder_plugin.detectors.extract import Job, extract
 from coder_plugin.detectors.select import Choice, select
 from coder_plugin.detectors.torchvision_ import TorchVision
 
@@ -175,11 +174,11 @@ def main() -> None:
     parser.add_argument(
         "--model", default="fasterrcnn_mobilenet_v3_large_320_fpn", help="torchvision detector, with random weights"
     )
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--shard-size", type=int, default=24)
+    parser.add_argument("--batch-size", type=int, default=8, help="batch size [8]")
+    parser.add_argument("--shard-size", type=int, default=24, help="images per shard [24]")
     parser.add_argument("--workers", type=int, default=1, help="processes that decode images [1]")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="CPU threads of the detector")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     make_detector = partial(TorchVision, model=args.model, allow_random=True)

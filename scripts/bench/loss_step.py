@@ -142,10 +142,12 @@ def size(text: str) -> tuple[int, int]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    dtypes = ["float64", "float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="type of the features")
+    parser.add_argument("--repeats", type=int, default=15, help="timed repetitions [15]")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    modes = ["eager", "compiled"]
+    parser.add_argument("--modes", nargs="+", default=modes, choices=modes, help="without and with torch.compile")
     sizes = [(n, d) for n in (128, 512, 2048) for d in (512, 1024)]
     parser.add_argument("--sizes", nargs="+", type=size, default=sizes, metavar="NxD", help="batch x dimensions, as 2048x512")
     options = parser.parse_args()

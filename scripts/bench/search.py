@@ -29,8 +29,7 @@ import torch
 
 from coder_plugin.data.item import stable_hash
 from coder_plugin.index.build import build_index
-from coder_plugin.index.index import Index
-from coder_plugin.index.search import Query, Searcher
+from coder_plugin.index.search import Index, Query, Searcher
 from coder_plugin.pretrained.encode import Batch
 
 
@@ -59,10 +58,10 @@ class RandomEncoder:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, nargs="+", default=[7000, 100_000], help="vectors of the index")
-    parser.add_argument("--dimensions", type=int, default=512)
-    parser.add_argument("--queries", type=int, default=300)
+    parser.add_argument("--dimensions", type=int, default=512, help="dimensions of the vectors [512]")
+    parser.add_argument("--queries", type=int, default=300, help="timed queries [300]")
     parser.add_argument("-k", type=int, default=10, help="results per query [10]")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads [1]")
     options = parser.parse_args()
     faiss.omp_set_num_threads(options.threads)
     torch.set_num_threads(options.threads)

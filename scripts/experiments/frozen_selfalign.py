@@ -82,7 +82,7 @@ def cache(options: argparse.Namespace) -> None:
     """
     model, source_of = open_model(options)
     model.visual.trunk.to(memory_format=torch.channels_last)
-    tokenize, transform = build.make_tokenizer(source_of.config, model), build.make_transforms(model, source_of.config)[1]
+    tokenize, transform = build.make_tokenizer(source_of.config.model, model), build.make_transform(model)
     encoder, splits = model.text.transformer, {}
     for split in ("train", "val"):
         grids: list[Tensor] = []
@@ -125,10 +125,10 @@ def open_model(options: argparse.Namespace) -> Any:
     )
 
     def source_of(split: str) -> Any:
-        return make_source(config, split=split)
+        return make_source(config.data, split=split)
 
     source_of.config = config  # type: ignore[attr-defined]
-    return build.make_model(config, Objective.parse("clip"), torch.device("cpu")).eval(), source_of
+    return build.make_model(config.model, Objective.parse("clip"), torch.device("cpu")).eval(), source_of
 
 
 def grid(model: Any, images: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def check(data: dict[str, Any], options: argparse.Namespace) -> None:
     runner = Clip(Objective.parse("clip + selfalign"), options, 0)
     runner.model.visual.trunk.load_state_dict(model.visual.trunk.state_dict())
     runner.model.text.transformer.load_state_dict(model.text.transformer.state_dict())
-    full_model, transform = runner.model.eval(), build.make_transforms(model, source_of.config)[1]
+    full_model, transform = runner.model.eval(), build.make_transform(model)
     items = [item for _, (_, item) in zip(range(8), source_of("val").items(), strict=False)]
     split = data["val"]
     captions = torch.searchsorted(split["image_of_caption"], torch.arange(8))
@@ -319,25 +319,25 @@ def arguments() -> argparse.Namespace:
     for name, command in parsers.items():
         command.add_argument("cache", help="file of cached features")
         command.add_argument("--model", required=True, help="open_clip configuration; with --kind camera a text encoder")
-        command.add_argument("--threads", type=int, default=1)
+        command.add_argument("--threads", type=int, default=1, help="CPU threads [1]")
         if name != "train":
-            command.add_argument("--image-weights", required=True)
-            command.add_argument("--train-data", required=True)
-            command.add_argument("--val-data", required=True)
+            command.add_argument("--image-weights", required=True, help="safetensors file of the image tower")
+            command.add_argument("--train-data", required=True, help="training data, as for coder-plugin train")
+            command.add_argument("--val-data", required=True, help="validation data")
     train_command = parsers["train"]
-    train_command.add_argument("--kind", choices=tuple(KINDS), required=True)
+    train_command.add_argument("--kind", choices=tuple(KINDS), required=True, help="which model")
     train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
     train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
                                help="options of terms and heads; a loss without the owner ignores them")
     train_command.add_argument("--embed-dim", type=int, default=512, help="dimensions of the joint space of camera [512]")
     train_command.add_argument("--cells", type=int, default=4, help="camera: cells along each side of the square [4]")
-    train_command.add_argument("--epochs", type=int, default=10)
-    train_command.add_argument("--batch-size", type=int, default=128)
-    train_command.add_argument("--lr", type=float, default=1e-3)
-    train_command.add_argument("--wd", type=float, default=0.05)
+    train_command.add_argument("--epochs", type=int, default=10, help="epochs [10]")
+    train_command.add_argument("--batch-size", type=int, default=128, help="batch size [128]")
+    train_command.add_argument("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
     train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    train_command.add_argument("--seeds", type=int, nargs="+", default=[0])
+    train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
     train_command.add_argument("--json", help="append results to this file")
     return parser.parse_args()
 

@@ -84,15 +84,15 @@ def cache(options: argparse.Namespace) -> None:
             val_data=options.val_data,
         )
     )
-    model = build.make_model(config, Objective.parse("dcl"), torch.device("cpu")).eval()
-    tokenize, transform = build.make_tokenizer(config, model), build.make_transforms(model, config)[1]
+    model = build.make_model(config.model, Objective.parse("dcl"), torch.device("cpu")).eval()
+    tokenize, transform = build.make_tokenizer(config.model, model), build.make_transform(model)
     pad, splits = model.text.config.pad_token_id, {}
     for split in ("train", "val"):
         images: list[Tensor] = []
         captions: list[str] = []
         image_of: list[int] = []
         batch: list[Tensor] = []
-        source = make_source(config, split=split)
+        source = make_source(config.data, split=split)
         for number, (_, item) in enumerate(source.items()):
             batch.append(transform(item.load()))
             captions += item.captions
@@ -233,23 +233,23 @@ def arguments() -> argparse.Namespace:
     for command in (cache_command, train_command):
         command.add_argument("cache", help="file of cached features")
         command.add_argument("--model", required=True, help="open_clip configuration with timm and transformers towers")
-        command.add_argument("--threads", type=int, default=1)
-    cache_command.add_argument("--image-weights", required=True)
-    cache_command.add_argument("--image-mean", type=float, nargs=3, default=[0.5] * 3)
-    cache_command.add_argument("--image-std", type=float, nargs=3, default=[0.5] * 3)
-    cache_command.add_argument("--train-data", required=True)
-    cache_command.add_argument("--val-data", required=True)
+        command.add_argument("--threads", type=int, default=1, help="CPU threads [1]")
+    cache_command.add_argument("--image-weights", required=True, help="safetensors file of the image tower")
+    cache_command.add_argument("--image-mean", type=float, nargs=3, default=[0.5] * 3, help="normalisation: mean")
+    cache_command.add_argument("--image-std", type=float, nargs=3, default=[0.5] * 3, help="normalisation: standard deviation")
+    cache_command.add_argument("--train-data", required=True, help="training data, as for coder-plugin train")
+    cache_command.add_argument("--val-data", required=True, help="validation data")
     train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
     train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
                                help="options of terms and heads; a loss without the owner ignores them")
     train_command.add_argument("--concepts", help="concept vocabulary, by coder-plugin concepts")
     train_command.add_argument("--captions", choices=("draw", "all"), default="all",
                                help="one caption per image and epoch, or all [all]")
-    train_command.add_argument("--epochs", type=int, default=5)
-    train_command.add_argument("--batch-size", type=int, default=128)
-    train_command.add_argument("--lr", type=float, default=1e-3)
-    train_command.add_argument("--wd", type=float, default=0.05)
-    train_command.add_argument("--seeds", type=int, nargs="+", default=[0])
+    train_command.add_argument("--epochs", type=int, default=5, help="epochs [5]")
+    train_command.add_argument("--batch-size", type=int, default=128, help="batch size [128]")
+    train_command.add_argument("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
+    train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
     train_command.add_argument("--shares", action="store_true", help="print each term's share of the gradient, once per epoch")
     train_command.add_argument("--init", help="start from the weights of an earlier --save")
     train_command.add_argument("--save", help="write the trained projections to this file")

@@ -83,8 +83,8 @@ def test_a_small_corpus():
     ]
     told = made.settings
     assert (told["captions"], told["source"], told["tagger"], told["lemmas"]) == (5, "hand", "by hand", True)
-    assert told["found"] == {"object": 4, "motion": 2, "property": 1}
-    assert told["there"] == {"object": 4, "motion": 2, "property": 3}
+    assert told["selected"] == {"object": 4, "motion": 2, "property": 1}
+    assert told["available"] == {"object": 4, "motion": 2, "property": 3}
 
 
 def test_without_lemmas_every_form_counts_by_itself():
@@ -151,7 +151,7 @@ def test_a_caption_counts_a_word_once_and_numbers_and_signs_not_at_all():
 
 
 def test_captions_are_streamed():
-    """No caption is asked for before those before it are tagged."""
+    """No caption is requested before those before it are tagged."""
     seen = []
 
     def captions():
@@ -201,8 +201,8 @@ def test_what_a_type_cannot_fill_goes_to_the_most_frequent_of_the_others(caplog)
     with caplog.at_level(logging.WARNING):
         made = vocabulary(captions, size=6, ratio=(1, 4, 1))
     assert made.words == ("dog", "cat", "man", "run", "red", "big")
-    assert made.settings["asked"] == {"object": 1, "motion": 4, "property": 1}
-    assert "concepts: asked for 4 motion words, found 1" in messages(caplog)
+    assert made.settings["requested"] == {"object": 1, "motion": 4, "property": 1}
+    assert "concepts: requested 4 motion words, found 1" in messages(caplog)
     assert not any("6 words" in text for text in messages(caplog))
 
 
@@ -210,8 +210,8 @@ def test_fewer_words_than_asked_for(caplog):
     with caplog.at_level(logging.WARNING):
         made = vocabulary(["dog cat red"])
     assert len(made) == 3
-    assert "concepts: asked for 400 words, found 3" in messages(caplog)
-    assert "concepts: the captions have no motion word at all (asked for: 80)" in messages(caplog)
+    assert "concepts: requested 400 words, found 3" in messages(caplog)
+    assert "concepts: the captions have no motion word (requested: 80)" in messages(caplog)
     assert "concepts: no word vectors: all 3 are random, drawn from N(0, 1)" in messages(caplog)
 
 
@@ -292,7 +292,7 @@ def test_vectors_of_words_of_their_forms_and_of_neither(vectors, caplog):
 
 def test_a_file_that_knows_none_of_the_words(tmp_path):
     (tmp_path / "x.txt").write_text("Hund 1 2\n")
-    with pytest.raises(CoderError, match="x.txt: has a vector for none of the 9 concepts"):
+    with pytest.raises(CoderError, match="x.txt: has no vector for any of the 9 concepts"):
         vocabulary(vectors=WordVectors(tmp_path / "x.txt"))
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from coder_plugin.cli import main
-from coder_plugin.cli.concepts import read_stop_words, report
 from coder_plugin.concepts import (
     DEFAULT_STOP_WORDS,
     TYPES,
@@ -18,6 +17,8 @@ from coder_plugin.concepts import (
     load_vocabulary,
     spacy_tagger,
 )
+from coder_plugin.concepts.vocabulary import describe
+from coder_plugin.concepts.words import read_stop_words
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
 from tests.concepts.test_tagging import MODEL, needs_spacy
@@ -61,18 +62,18 @@ def test_a_table(run):
     assert made.words == ("box", "circle", "red", "blue") and made.counts.tolist() == [2, 2, 3, 2]
     assert made.vectors[:3].tolist() == [[7, 8, 9], [4, 5, 6], [1, 2, 3]] and made.missing == ("blue",)
     for line in (
-        "captions: 4, of data.csv, tagged by scenes",
-        "object         2      2       4  box, circle",
-        "property       2      2       2  red, blue",
+        "captions: 4 of data.csv, tagged by scenes",
+        "object            2         2         4  box, circle",
+        "property          2         2         2  red, blue",
         "4 concepts; the rarest is in 2 captions",
         "word vectors: 3 of 4 from vectors.txt, 3 dimensions",
-        "1 of a surface form, the word itself having none: box (boxes)",
+        "1 taken from a surface form, since the word has none: box (boxes)",
         "1 missing, random from N(0, 2.58): blue",
         "written: out/c.safetensors, out/c.json",
         "next: coder-plugin train --model MODEL --train-data=data.csv --loss coder --concepts out/c.safetensors",
     ):
         assert line in out
-    assert f"{report(made)}\n" in out
+    assert f"{describe(made)}\n" in out
 
 
 @pytest.mark.parametrize("split, words", [("train", {"red", "blue"}), ("val", {"green"})])
@@ -96,8 +97,8 @@ def test_options_reach_the_vocabulary(run, files):
     made = load_vocabulary("out/c.safetensors")
     assert status == 0 and made.words == ("circle", "box", "left", "squares") and made.settings["captions"] == 3
     assert made.settings["stop_words"] == ["blue", "red"] and not made.settings["lemmas"] and made.settings["seed"] == 5
-    assert "4 concepts, fewer than the 400 asked for" in out
-    assert "word vectors: none given: all 4 are random, N(0, 1), 300 dimensions" in out
+    assert "4 concepts, fewer than the 400 requested" in out
+    assert "word vectors: no file: all 4 are random, N(0, 1), 300 dimensions" in out
 
 
 def test_the_scenes_without_any_option(files, monkeypatch, capsys):
@@ -142,12 +143,12 @@ def test_stop_words(tmp_path):
 
 
 def test_the_graph_in_the_report():
-    """P, rescaled (METHODS 4): dog-café 1/5 (.37), dog-run 3/5, café-dog 1/2, run-dog 3/3; café and run never meet."""
-    told = {"asked": dict.fromkeys(TYPES, 1), "there": dict.fromkeys(TYPES, 1), "found": dict.fromkeys(TYPES, 1)}
+    """P, rescaled: dog-café 1/5 (.37), dog-run 3/5, café-dog 1/2, run-dog 3/3; café and run never meet."""
+    told = {name: dict.fromkeys(TYPES, 1) for name in ("requested", "available", "selected")}
     settings = {"captions": 9, "source": "", "tagger": "x", "size": 3, "vectors": None, **told}
-    assert "graph: 4 edges, 66.67 % of all; 0 concepts without one" in report(make(settings=settings))
+    assert "graph: 4 edges, 66.67 % of all; 0 concepts without an edge" in describe(make(settings=settings))
     apart = make(settings=settings, cooccurrence=torch.tensor([[0, 0, 3], [0, 0, 0], [3, 0, 0]]))
-    assert "graph: 2 edges, 33.33 % of all; 1 concepts without one" in report(apart)
+    assert "graph: 2 edges, 33.33 % of all; 1 concepts without an edge" in describe(apart)
 
 
 # real captions

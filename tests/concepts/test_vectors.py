@@ -102,7 +102,7 @@ def test_sigma_is_of_the_first_rows_and_later_ones_are_parsed_only_where_wanted(
 def test_rows_that_the_first_line_announces(write, caplog):
     with caplog.at_level(logging.WARNING):
         write(f"4 2\n{ROWS}").read({"cat"})
-    assert "announces 4 words, it holds 3" in caplog.text
+    assert "says 4 words, but it has 3" in caplog.text
 
 
 # what is refused
@@ -116,9 +116,9 @@ def test_rows_that_the_first_line_announces(write, caplog):
         ("3 2\n", ["no word vectors"]),
         ("cat\ndog\n", ["line 1", "word v1"]),
         ("some text that is no table\n", ["line 1", "GloVe"]),
-        ("the 1 2\ncat 3\n", ["line 2 has 1 dimensions", "say 2"]),
-        ("the 1 2\n\ncat 3 4 5\n", ["line 3 has 3 dimensions", "say 2"]),
-        ("9 3\nthe 1 2\n", ["line 2 has 2 dimensions", "say 3"]),
+        ("the 1 2\ncat 3\n", ["line 2 has 1 dimensions", "have 2"]),
+        ("the 1 2\n\ncat 3 4 5\n", ["line 3 has 3 dimensions", "have 2"]),
+        ("9 3\nthe 1 2\n", ["line 2 has 2 dimensions", "have 3"]),
         ("the 1 2\ncat 3 x\n", ["line 2"]),
         ("the 1 2\ncat nan 4\n", ["line 2", "finite"]),
         ("the 1 2\ncat\n", ["line 2"]),

@@ -97,7 +97,7 @@ def test_the_checksum_tells_values_apart_and_copies_not():
 
 def test_devices():
     assert make_device("cpu").type == "cpu"
-    assert "none that torch knows" in fault(make_device, "gpu0")
+    assert "unknown to torch" in fault(make_device, "gpu0")
     if not torch.cuda.is_available():
         assert "no CUDA" in fault(make_device, "cuda")
 

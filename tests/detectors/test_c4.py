@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.ops import roi_pool
 
 from coder_plugin.detectors.c4 import C4, Network, anchors
-from coder_plugin.detectors.c4_names import translated
+from coder_plugin.detectors.c4_names import translate_names
 from coder_plugin.errors import CoderError
 
 SMALL = {"image_size": 64, "max_size": 100, "proposals": 8}
@@ -123,7 +123,7 @@ def test_a_checkpoint_under_detectrons_names_gives_the_same_regions_and_attribut
 
 def test_objectness_is_the_difference_of_foreground_and_background():
     logits = torch.randn(24)
-    ours = translated({"proposal_generator.rpn_head.objectness_logits.bias": logits})["rpn.head.cls_logits.bias"]
+    ours = translate_names({"proposal_generator.rpn_head.objectness_logits.bias": logits})["rpn.head.cls_logits.bias"]
     expected = torch.stack([logits[:12], logits[12:]]).softmax(0)[1]
     torch.testing.assert_close(ours.sigmoid(), expected)
 

@@ -24,11 +24,8 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.precomp import PrecompFile
 from coder_plugin.data.regions.shards import ShardFile
 from coder_plugin.data.source import ItemSource
-from coder_plugin.detectors.ahead import ahead
 from coder_plugin.detectors.base import Detector, Prepared, pixels
-from coder_plugin.detectors.batches import Batches
-from coder_plugin.detectors.extract import extract, work
-from coder_plugin.detectors.job import Job
+from coder_plugin.detectors.extract import Batches, Job, extract, run_ahead, work
 from coder_plugin.detectors.torchvision_ import TorchVision
 from coder_plugin.errors import CoderError
 
@@ -167,9 +164,7 @@ def test_processes_change_nothing(pictures, tmp_path):
 
 def test_units_go_to_processes_in_turn(pictures):
     def units(part: int, skip: set[int]) -> set[int]:
-        sizes = {"shard_size": 7, "batch_size": 3}
-        source = Pictures(str(pictures))
-        return {batch.unit for batch in Batches(source, pixels, **sizes, skip=skip, part=part, parts=2)}
+        return {batch.unit for batch in Batches(Pictures(str(pictures)), pixels, 7, 3, skip, part, 2)}
 
     assert [units(0, set()), units(1, set())] == [{0, 2, 4}, {1, 3}]
     assert units(0, {0, 4}) == {2}
@@ -191,7 +186,7 @@ def test_precomp_with_uneven_captions_says_so_and_goes_on_with_as_many_of_each(p
 
 
 def test_captions_per_image_is_of_precomp(pictures, tmp_path):
-    with pytest.raises(CoderError, match="--captions-per-image is of --to precomp"):
+    with pytest.raises(CoderError, match="--captions-per-image needs --to precomp"):
         job(pictures, tmp_path, captions_per_image=2)
 
 
@@ -370,7 +365,7 @@ def test_precomp_is_converted_once(pictures, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fault_of_one_process_is_told_as_it_is(pictures, tmp_path):
+def test_an_error_of_one_process_is_reported_unchanged(pictures, tmp_path):
     assert fault(job(pictures, tmp_path / "out", detector=Failing), processes=2) == "the detector says no"
     assert not list(tmp_path.rglob("*.writing")) and not list(tmp_path.rglob("*.tar"))
 
@@ -402,12 +397,13 @@ class NotANumber(Means):
 def test_the_thread_that_detects_is_on_the_detectors_device(pictures, tmp_path, monkeypatch):
     """CUDA's current device belongs to a thread; a new one's is 0, whatever the detector's."""
     seen = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, threading.current_thread().name)))
+    thread = lambda: threading.current_thread().name.split("_")[0]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((device, thread())))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     extract(job(pictures, tmp_path / "one", device="cuda:1"))
     parts = job(pictures, tmp_path / "two", device="cuda")
     parts.notes.mkdir(parents=True)
-    work(parts, 6, 8)
+    work(parts, 2, 8)
     extract(job(pictures, tmp_path / "three"))
     assert seen == [("cuda:1", "ahead"), ("cuda:2", "ahead")]
 
@@ -453,40 +449,32 @@ def test_a_damaged_note_is_an_error_that_names_it(pictures, tmp_path):
 # running ahead
 
 
-def test_ahead_gives_all_items_in_order_and_runs_ahead():
-    seen = []
+def test_running_ahead_keeps_the_order_and_works_before_results_are_asked_for():
+    done = []
 
-    def numbers():
-        for number in range(20):
-            seen.append(number)
-            yield number
+    def work_on(number):
+        done.append(number)
+        return -number
 
-    with ahead(numbers, size=3) as items:
-        assert next(items) == 0
-        deadline = time.monotonic() + 10
-        while len(seen) < 4 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert 4 <= len(seen) <= 6  # three wait, one is in hand, one was taken
-        assert list(items) == list(range(1, 20))
-
-
-def test_ahead_passes_on_the_exception_after_the_items():
-    def numbers():
-        yield 1
-        raise KeyError("here")
-
-    with ahead(numbers, size=3) as items, pytest.raises(KeyError, match="here"):
-        assert next(items) == 1
-        next(items)
+    results = run_ahead(work_on, range(20), size=3)
+    assert next(results) == 0
+    deadline = time.monotonic() + 10
+    while len(done) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert done == [0, 1, 2, 3]
+    assert list(results) == [-number for number in range(1, 20)]
 
 
-def test_ahead_stops_its_thread_when_left():
-    def numbers():
-        while True:
-            yield 1
+def test_an_exception_comes_after_the_results_before_it():
+    results = run_ahead({0: 1, 1: 2}.__getitem__, range(5), size=3)
+    assert (next(results), next(results)) == (1, 2)
+    with pytest.raises(KeyError, match="2"):
+        next(results)
 
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="enough"), ahead(numbers, size=2) as items:
-        next(items)
-        raise ValueError("enough")
-    assert threading.active_count() == before
+
+def test_the_thread_ends_when_the_iterator_is_closed():
+    before, done = threading.active_count(), []
+    results = run_ahead(done.append, iter(int, 1), size=2)
+    next(results)
+    results.close()
+    assert threading.active_count() == before and len(done) <= 3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coder_plugin.detectors import select as module
-from coder_plugin.detectors.select import Choice, or_whole, select, to_regions
+from coder_plugin.detectors.select import Choice, at_least_one, select, to_regions
 from coder_plugin.errors import CoderError
 from tests.references.select import select as by_class
 
@@ -109,7 +109,7 @@ def test_few_pairs_are_looked_at_where_many_proposals_survive():
     draw = torch.Generator().manual_seed(0)
     corners = torch.rand(300, 2, generator=draw) * 600
     boxes = torch.cat([corners, corners + 100], -1)
-    with patch.object(module, "_outlive", wraps=module._outlive) as watched:
+    with patch.object(module, "_suppress", wraps=module._suppress) as watched:
         chosen, _, _ = select(torch.rand(300, 1600, generator=draw), boxes, Choice())
     assert len(chosen) == 36
     assert sum(call.args[0][..., 0].numel() for call in watched.call_args_list) < 300 * 1600 / 25
@@ -131,7 +131,7 @@ def test_a_proposal_suppressed_in_its_best_class_counts_by_the_next():
     assert conf.tolist() == pytest.approx([0.9, 0.3, 0.15])
 
 
-def test_one_that_outlives_no_class_is_no_region():
+def test_one_that_suppresss_no_class_is_no_region():
     boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 9]])
     assert select(torch.tensor([[0.9], [0.8]]), boxes, Choice())[0].tolist() == [0]
 
@@ -160,7 +160,7 @@ def test_boxes_are_scaled_to_the_pictures_own_pixels():
 
 def test_a_picture_without_proposals_is_one_region():
     there = torch.ones(2, 4)
-    found = or_whole([there, torch.empty(0, 4)], [(5, 6), (30, 40)])
+    found = at_least_one([there, torch.empty(0, 4)], [(5, 6), (30, 40)])
     assert found[0] is there and found[1].tolist() == [[0, 0, 40, 30]]
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 
-from coder_plugin.detectors.base import WithWhole, pixels
+from coder_plugin.detectors.base import WithGlobal, pixels
 from coder_plugin.detectors.timm_ import Squash, Timm, Trunk, boxes
 from coder_plugin.errors import CoderError
 
@@ -144,7 +144,7 @@ def test_random_weights_are_the_same_ones_and_leave_the_generator_alone():
 def test_a_whole_image_feature_beside_the_regions():
     trunk = Trunk("test_efficientnet.r160_in1k", allow_random=True)
     plain = grid(image_size=64)
-    detector = WithWhole(plain, trunk)
+    detector = WithGlobal(plain, trunk)
     images = [picture(), picture(70)]
     results = detector(images)
     for number, image in enumerate(images):
@@ -163,8 +163,8 @@ def test_preprocessing_keeps_the_pictures_size_and_mode():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"model": None}, "which model"),
-        ({"model": "no_such_model"}, "'no_such_model' cannot be made"),
+        ({"model": None}, "needs a model"),
+        ({"model": "no_such_model"}, "'no_such_model' cannot be built"),
         ({"allow_random": False}, "--allow-random"),
         ({"grid": 0}, "--grid is 0"),
         ({"image_mean": [0.5]}, "--image-mean has 1 numbers"),

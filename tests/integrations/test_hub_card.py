@@ -265,7 +265,7 @@ def test_a_runs_options_lose_their_places(tmp_path: Path) -> None:
     config = {
         "logs": "/home/janedoe/logs",
         "name": "janedoe-1",
-        "loss": "coder/table2-1",
+        "loss": "coder-printed",
         "set": ["concepts.vocabulary=/home/janedoe/c.safetensors", "dcl.mu=0.07"],
         "train_data": "/home/janedoe/f30k/train.tar",
         "lr": 0.1,
@@ -283,7 +283,7 @@ def test_a_runs_options_lose_their_places(tmp_path: Path) -> None:
     plan["training data"]["name"] = "https://me:janedoe@h.example/train.tar?sig=janedoe::pipe:curl -u me:janedoe h.example"
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert run_record(tmp_path, "best")["run"]["training data"]["name"] == "train.tar::a command"
-    assert found["options"]["loss"] == "coder/table2-1" and found["options"]["train_data"] == "train.tar"
+    assert found["options"]["loss"] == "coder-printed" and found["options"]["train_data"] == "train.tar"
     assert found["options"]["set"] == ["concepts.vocabulary=c.safetensors", "dcl.mu=0.07"]
     assert found["terms"]["heads"]["concepts"] == {"vocabulary": "c.safetensors", "beta": 0.9}
     assert found["run"]["validation data"] is None and found["options"]["image_mean"] == [0.5, 0.5, 0.5]

@@ -27,9 +27,9 @@ from open_clip_train import data as upstream
 from open_clip_train import params
 
 from coder_plugin.backbones.clip import register_config
+from coder_plugin.concepts.tags import Tags
 from coder_plugin.data import open_source
 from coder_plugin.data.item import stable_hash
-from coder_plugin.data.tags import Tags
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import adapted, data
 from coder_plugin.integrations.open_clip.data import (

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import distributed
+from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity, m_dcl, pgc
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.memory.bank import CoupledBank
-from coder_plugin.model import CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests import gloo
@@ -63,11 +63,11 @@ def make(expression: str, head: Head, *, local_loss: bool = False) -> CoderLoss:
     return CoderLoss(objective, resolve(objective, KEYS).bindings, {name: head})
 
 
-def of_function(given: dict[str, Tensor], head: Banks, masked: bool = True, **options: Any) -> Tensor:
+def from_function(model_output: dict[str, Tensor], head: Banks, masked: bool = True, **options: Any) -> Tensor:
     bank = head.bank
     names = ("image_features", "text_features", "coder_image_keys", "coder_text_keys")
-    ids = {"image_ids": given["coder_ids"], "bank_ids": bank.ids} if masked else {}
-    return m_dcl(*(given[name] for name in names), bank.image, bank.text, bank_valid=bank.valid, **ids, **options)
+    ids = {"image_ids": model_output["coder_ids"], "bank_ids": bank.ids} if masked else {}
+    return m_dcl(*(model_output[name] for name in names), bank.image, bank.text, bank_valid=bank.valid, **ids, **options)
 
 
 OPTIONS = [
@@ -94,64 +94,69 @@ def expression(name: str, options: dict) -> str:
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_m_dcl_equals_its_function(options, masked, filled):
-    given, head = outputs(), Banks(filled=filled)
+    model_output, head = outputs(), Banks(filled=filled)
     term = expression("m_dcl", {**options, "mask_same_image": masked})
-    leaves = {k: v.requires_grad_() for k, v in given.items() if "features" in k}
-    got = make(term, head)(**given)["m_dcl_loss"]
-    want = of_function(given, head, masked, **options)
+    leaves = {k: v.requires_grad_() for k, v in model_output.items() if "features" in k}
+    got = make(term, head)(**model_output)["m_dcl_loss"]
+    want = from_function(model_output, head, masked, **options)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     ours, theirs = (torch.autograd.grad(loss, list(leaves.values())) for loss in (got, want))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     if options and masked and filled and options != {"diversity_gradient": True}:
-        assert abs(got - of_function(given, head)) > 1e-5  # the options matter
+        assert abs(got - from_function(model_output, head)) > 1e-5  # the options matter
 
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("kind", ["std", "entropy", "none"])
 def test_dcl_over_the_banks_equals_its_function(kind, masked):
-    given, head = outputs(), Banks()
+    model_output, head = outputs(), Banks()
     term = f"dcl(diversity_over='batch+bank',diversity='{kind}',mask_same_image={str(masked).lower()})"
-    got = make(term, head)(**given)["dcl_loss"]
-    bank, ids = head.bank, given["coder_ids"]
+    got = make(term, head)(**model_output)["dcl_loss"]
+    bank, ids = head.bank, model_output["coder_ids"]
     other = ids[:, None] != bank.ids if masked else torch.ones(8, Q, dtype=torch.bool)
     batch = ids[:, None] != ids if masked else ~torch.eye(8, dtype=torch.bool)
     allowed = torch.cat([batch, other & bank.valid], 1)
     over_bank = tuple(
-        diversity(given[f"{a}_features"] @ torch.cat([given[f"coder_{b}_keys"], getattr(bank, b)]).T, allowed, kind=kind)
+        diversity(
+            model_output[f"{a}_features"] @ torch.cat([model_output[f"coder_{b}_keys"], getattr(bank, b)]).T,
+            allowed,
+            kind=kind,
+        )
         for a, b in (("image", "text"), ("text", "image"))
     )
     options = {"image_ids": ids} if masked else {}
-    want = dcl(given["image_features"], given["text_features"], diversity=kind, bank_diversity=over_bank, **options)
+    features = model_output["image_features"], model_output["text_features"]
+    want = dcl(*features, diversity=kind, bank_diversity=over_bank, **options)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("term", ["m_dcl", "dcl(diversity_over='batch+bank')"])
 def test_the_keys_are_stashed_once_and_written_after_the_step(term):
-    given, head = outputs(), Banks(filled=False)
+    model_output, head = outputs(), Banks(filled=False)
     loss = make(term, head)
-    loss(**given)
-    loss(**given)
+    loss(**model_output)
+    loss(**model_output)
     assert int(head.bank.count) == 0
     head.post_step()
     head.post_step()
     assert int(head.bank.count) == 8
-    assert torch.equal(head.bank.text[:8], given["coder_text_keys"])
-    assert torch.equal(head.bank.ids[:8], given["coder_ids"])
+    assert torch.equal(head.bank.text[:8], model_output["coder_text_keys"])
+    assert torch.equal(head.bank.ids[:8], model_output["coder_ids"])
 
 
 def test_m_dcl_stays_silent_until_its_bank_is_warm():
-    given, head = outputs(), Banks(filled=False)
-    given["image_features"].requires_grad_()
+    model_output, head = outputs(), Banks(filled=False)
+    model_output["image_features"].requires_grad_()
     loss = make("m_dcl(warmup=10)", head)
-    first = loss(**given)["m_dcl_loss"]
+    first = loss(**model_output)["m_dcl_loss"]
     first.backward()
-    assert first == 0 and given["image_features"].grad.abs().sum() == 0
+    assert first == 0 and model_output["image_features"].grad.abs().sum() == 0
     head.post_step()
-    assert loss(**given)["m_dcl_loss"] == 0
+    assert loss(**model_output)["m_dcl_loss"] == 0
     head.post_step()  # 13 of 13 entries
-    same = make("m_dcl(warmup=4096)", head)(**given)["m_dcl_loss"]  # more than the bank can hold: when it is full
-    torch.testing.assert_close(same, loss(**given)["m_dcl_loss"])
-    torch.testing.assert_close(loss(**given)["m_dcl_loss"], of_function(given, head))
+    same = make("m_dcl(warmup=4096)", head)(**model_output)["m_dcl_loss"]  # more than the bank can hold: when it is full
+    torch.testing.assert_close(same, loss(**model_output)["m_dcl_loss"])
+    torch.testing.assert_close(loss(**model_output)["m_dcl_loss"], from_function(model_output, head))
 
 
 @pytest.mark.parametrize(
@@ -182,26 +187,26 @@ def prototypes(clusters: int = 5) -> Prototypes:
     return Prototypes(BackboneInfo(embed_dim=D), clusters=clusters)
 
 
-def with_logits(given: dict[str, Tensor], head: Prototypes) -> dict[str, Tensor]:
+def with_logits(model_output: dict[str, Tensor], head: Prototypes) -> dict[str, Tensor]:
     """Concept embeddings stand in as the keys: any unit vectors do."""
-    concepts = {side: given[f"coder_{side}_keys"].float() for side in ("image", "text")}
-    return {**given, **head(concepts["image"], concepts["text"])}
+    concepts = {side: model_output[f"coder_{side}_keys"].float() for side in ("image", "text")}
+    return {**model_output, **head(concepts["image"], concepts["text"])}
 
 
 def test_pgc_is_silent_until_its_centres_are_filled_and_then_its_function():
-    given, head = outputs(), prototypes(clusters=12)
+    model_output, head = outputs(), prototypes(clusters=12)
     for _ in range(2):
-        keys = with_logits(given, head)
+        keys = with_logits(model_output, head)
         value = make("pgc", head)(**keys)["pgc_loss"]
         value.backward()
         assert value == 0 and head.classifier.weight.grad.abs().sum() == 0  # a gradient, as DDP asks, of zero
         head.post_step()
-    keys = with_logits(given, head)
+    keys = with_logits(model_output, head)
     got = make("pgc", head)(**keys)["pgc_loss"]
-    samples = normalize(given["image_features"] + given["text_features"], dim=-1).float()
+    samples = normalize(model_output["image_features"] + model_output["text_features"], dim=-1).float()
     labels = (samples @ head.centres.centres.T).argmax(1)
     assert len(labels.unique()) > 3
-    parts = [given["coder_image_keys"].float(), given["coder_text_keys"].float()]
+    parts = [model_output["coder_image_keys"].float(), model_output["coder_text_keys"].float()]
     torch.testing.assert_close(got, pgc(*parts, head.classifier.weight, labels))
 
 
@@ -220,14 +225,14 @@ def step(term: str, local_loss: bool, ranks: int) -> tuple[float, Tensor, list[T
     """Mean loss over ranks, the joint batch's gradient as DDP averages it, and the bank after the step."""
     size = 8 // ranks
     rows = slice(distributed.rank() * size, (distributed.rank() + 1) * size)
-    given, head = outputs(rows=rows), Banks()
-    leaves = [given[key].requires_grad_() for key in ("image_features", "text_features")]
-    value = make(term, head, local_loss=local_loss)(**given, output_dict=False)
+    model_output, head = outputs(rows=rows), Banks()
+    leaves = [model_output[key].requires_grad_() for key in ("image_features", "text_features")]
+    value = make(term, head, local_loss=local_loss)(**model_output, output_dict=False)
     value.backward()
     head.post_step()
-    own = torch.stack([leaf.grad for leaf in leaves], 1) / ranks
+    gradient = torch.stack([leaf.grad for leaf in leaves], 1) / ranks
     bank = [head.bank.image, head.bank.ids, head.bank.pointer, head.bank.text_moments.second]
-    return float(distributed.all_mean(value)), distributed.gather(own), bank
+    return float(distributed.all_mean(value)), distributed.gather(gradient), bank
 
 
 def both(ranks: int) -> list[Any]:

@@ -1,6 +1,6 @@
 """The terms ``lca`` and ``cra``: equal to their functions on one process, and to the joint batch on two and three.
 
-The worker functions run on all ranks and return what they found; the tests compare. One start serves all tests of a world size.
+The worker functions run on all ranks and return their results; the tests compare. One start serves all tests of a world size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from coder_plugin import distributed
+from coder_plugin.coder import Coder, CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, lca, triplet
 from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.model import Coder, CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from tests import gloo
@@ -80,15 +80,15 @@ class Model(nn.Module):
         for module in frozen:
             module.requires_grad_(False)
 
-    def forward(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        known = {key: given[key] for key in ("image_context_mask", "text_context_mask", "text", "image_id", "text_tags")}
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        inputs = {key: batch[key] for key in ("image_context_mask", "text_context_mask", "text", "image_id", "text_tags")}
         for side in ("image", "text"):
-            known[f"{side}_locals"] = getattr(self, side)(given[side + "_tokens"])
-            known[f"{side}_contexts"] = getattr(self, f"{side}_context")(given[side + "_tokens"])
-            sums = (known[f"{side}_contexts"] * given[f"{side}_context_mask"][..., None]).sum(1)
-            known[f"{side}_features"] = normalize(sums, dim=1)
-        features = {key: known[key] for key in ("image_features", "text_features")}
-        return {**features, **self.coder(known)}
+            inputs[f"{side}_locals"] = getattr(self, side)(batch[side + "_tokens"])
+            inputs[f"{side}_contexts"] = getattr(self, f"{side}_context")(batch[side + "_tokens"])
+            sums = (inputs[f"{side}_contexts"] * batch[f"{side}_context_mask"][..., None]).sum(1)
+            inputs[f"{side}_features"] = normalize(sums, dim=1)
+        features = {key: inputs[key] for key in ("image_features", "text_features")}
+        return {**features, **self.coder(inputs)}
 
     def loss(self) -> CoderLoss:
         return CoderLoss(self.objective, self.coder.bindings, self.coder.heads)
@@ -118,23 +118,23 @@ def joint(ranks: int) -> dict[str, Tensor]:
     }
 
 
-def share(given: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    part = {key: value[rank * PAIRS : (rank + 1) * PAIRS] for key, value in given.items()}
+def share(batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    part = {key: value[rank * PAIRS : (rank + 1) * PAIRS] for key, value in batch.items()}
     return part | {key: part[key][:, : LONGEST[rank]] for key in ("text_tokens", "text_context_mask")}
 
 
 def step(name: str, local_loss: bool, ranks: int) -> dict[str, Any]:
     """Losses, gradients and statistics of this process's share of the joint batch; of all of it on one process."""
     model = Model(name, local_loss=local_loss)
-    loss, given = model.loss(), joint(ranks)
+    loss, batch = model.loss(), joint(ranks)
     several = distributed.world_size() > 1
     if several:
-        given = share(given, distributed.rank())
-    # its buffers are not broadcast: all ranks shall come to the same statistics on their own
+        batch = share(batch, distributed.rank())
+    # its buffers are not broadcast: each rank must compute the same statistics
     wrapped = DistributedDataParallel(model, broadcast_buffers=False) if several else model
     for _ in range(2):  # DDP tells of unused parameters at the second step
         model.zero_grad()
-        losses = loss(**wrapped(given))
+        losses = loss(**wrapped(batch))
         sum(losses.values()).backward()  # type: ignore[union-attr]
     return {
         "losses": {key: value.item() for key, value in losses.items()},
@@ -170,15 +170,15 @@ def close(got: Tensor, wanted: Tensor, what: str = "") -> None:
 @pytest.mark.parametrize(("name", "local_loss"), CASES)
 def test_ranks_equal_one_process_with_the_joint_batch(results, name, local_loss):
     ranks = len(results)
-    wanted, found = expected(name, ranks), [result["steps"][name, local_loss] for result in results]
+    wanted, per_rank = expected(name, ranks), [result["steps"][name, local_loss] for result in results]
     for key, value in wanted["losses"].items():
-        assert sum(each["losses"][key] for each in found) / ranks == pytest.approx(value, rel=1e-10, abs=1e-12)
-    for each in found:
+        assert sum(each["losses"][key] for each in per_rank) / ranks == pytest.approx(value, rel=1e-10, abs=1e-12)
+    for each in per_rank:
         for kind in ("gradients", "buffers"):
             assert each[kind].keys() == wanted[kind].keys()
             for key, value in wanted[kind].items():
                 close(each[kind][key], value, key)
-        assert all(torch.equal(value, found[0]["buffers"][key]) for key, value in each["buffers"].items())
+        assert all(torch.equal(value, per_rank[0]["buffers"][key]) for key, value in each["buffers"].items())
 
 
 def test_the_comparison_can_fail(results):
@@ -213,21 +213,21 @@ def test_summed_on_one_process():
 # equal to their functions
 
 
-def towers(given: dict[str, Tensor], model: Model, kind: str) -> tuple[Tensor, ...]:
+def towers(batch: dict[str, Tensor], model: Model, kind: str) -> tuple[Tensor, ...]:
     suffix = "_context" if kind == "contexts" else ""
-    image, text = getattr(model, f"image{suffix}")(given["image_tokens"]), getattr(model, f"text{suffix}")(given["text_tokens"])
-    return text, given["text_context_mask"], image, given["image_context_mask"]
+    image, text = getattr(model, f"image{suffix}")(batch["image_tokens"]), getattr(model, f"text{suffix}")(batch["text_tokens"])
+    return text, batch["text_context_mask"], image, batch["image_context_mask"]
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("lca")])
 def test_lca_equals_its_function(name, local_loss):
-    model, given = Model(name, local_loss=local_loss), joint(2)
-    got = model.loss()(**model(given))
+    model, batch = Model(name, local_loss=local_loss), joint(2)
+    got = model.loss()(**model(batch))
     assert got.keys() == {"lca_loss"}
-    words, word_mask, regions, region_mask = towers(given, model, "locals")
+    words, word_mask, regions, region_mask = towers(batch, model, "locals")
     if name == "lca noun":
-        word_mask = word_mask & (given["text_tags"] == 1)
+        word_mask = word_mask & (batch["text_tags"] == 1)
     options = dict(model.objective.terms[0].options)
     direction = options.pop("direction", "word_to_region")
     prototypes = model.coder.heads["alignment"].prototypes
@@ -246,10 +246,10 @@ def test_lca_equals_its_function(name, local_loss):
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("cra")])
 def test_cra_equals_its_functions(name, local_loss):
-    model, given = Model(name, local_loss=local_loss), joint(2)
-    out, options = model(given), dict(model.objective.terms[0].options)
+    model, batch = Model(name, local_loss=local_loss), joint(2)
+    out, options = model(batch), dict(model.objective.terms[0].options)
     got = model.loss()(**out)
-    ids = given["image_id"] if options.get("mask_same_image", True) else None
+    ids = batch["image_id"] if options.get("mask_same_image", True) else None
     wanted = {}
     contrast = {key: options[key] for key in ("temperature", "hard_negatives") if key in options}
     branches = [
@@ -270,8 +270,8 @@ def test_cra_equals_its_functions(name, local_loss):
     if options.get("ca_on") == "combined":
         score = score + cosine(out["image_features"], out["text_features"])
     if options.get("ca_on") != "none":
-        given_too = {key: options[key] for key in ("margin", "hardest", "reduction") if key in options}
-        wanted["cra_triplet_loss"] = triplet(score, image_ids=ids, **given_too)
+        options_of_triplet = {key: options[key] for key in ("margin", "hardest", "reduction") if key in options}
+        wanted["cra_triplet_loss"] = triplet(score, image_ids=ids, **options_of_triplet)
     assert got.keys() == wanted.keys()
     for key, value in wanted.items():
         close(got[key], value, key)
@@ -347,7 +347,7 @@ def test_accumulated_lca_equals_the_joint_batch(tiny_model, text):
     words = torch.randint(1, 400, (10, 40), generator=generator)
     for row in range(10):  # texts of 4 to 22 tokens
         words[row, 3 + 2 * row], words[row, 4 + 2 * row :] = 49407, 0
-    whole = {
+    joint_batch = {
         "image": torch.randn(10, 3, 64, 64, generator=generator),
         "text": words,
         "image_id": torch.arange(10) // 2,
@@ -355,10 +355,10 @@ def test_accumulated_lca_equals_the_joint_batch(tiny_model, text):
 
     def run(sizes: list[int]) -> tuple[dict[str, float], Tensor]:
         model.zero_grad()
-        parts = {key: value.split(sizes) for key, value in whole.items()}
+        parts = {key: value.split(sizes) for key, value in joint_batch.items()}
         batches = [{key: parts[key][i] for key in parts} for i in range(len(sizes))]
-        found = forward_backward(model, loss, batches, accelerator)
-        return found.losses, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        step = forward_backward(model, loss, batches, accelerator)
+        return step.losses, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     (losses, gradient), (other, wanted) = run([3, 3, 4]), run([10])
     assert losses == pytest.approx(other, rel=1e-5) and set(losses) == {"triplet_loss", "lca_loss"}

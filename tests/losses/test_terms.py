@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +15,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import registry
+from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import cosine, dcl, triplet
+from coder_plugin.functional import cosine, cra, dcl, lca, m_dcl, triplet
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.ids import Ids
 from coder_plugin.losses.clip import Clip
 from coder_plugin.losses.dcl import DCL
 from coder_plugin.losses.siglip import SigLip
 from coder_plugin.losses.triplet import Triplet
-from coder_plugin.model import CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 
@@ -51,8 +53,8 @@ def outputs(n: int = 8, *, dtype: torch.dtype = torch.float64, leaves: bool = Fa
     return {**keys, "coder_ids": ids}
 
 
-def features(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return given["image_features"], given["text_features"]
+def features(model_output: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return model_output["image_features"], model_output["text_features"]
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -87,76 +89,78 @@ def expression(name: str, options: Mapping) -> str:
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("options", DCL_OPTIONS, ids=str)
 def test_dcl_equals_its_function(options: dict, local_loss: bool) -> None:
-    given = outputs()
-    got = make(expression("dcl", options), local_loss=local_loss)(**given)
+    model_output = outputs()
+    got = make(expression("dcl", options), local_loss=local_loss)(**model_output)
     assert got.keys() == {"dcl_loss"}
-    want = dcl(*features(given), image_ids=given["coder_ids"], **options)
+    want = dcl(*features(model_output), image_ids=model_output["coder_ids"], **options)
     same(got["dcl_loss"], want)
-    assert not options or abs(want - dcl(*features(given), image_ids=given["coder_ids"])) > 1e-5  # the options matter
+    default = dcl(*features(model_output), image_ids=model_output["coder_ids"])
+    assert not options or abs(want - default) > 1e-5  # the options matter
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("options", TRIPLET_OPTIONS, ids=str)
 def test_triplet_equals_its_function(options: dict, local_loss: bool) -> None:
-    given = outputs()
-    got = make(expression("triplet", options), local_loss=local_loss)(**given)
+    model_output = outputs()
+    got = make(expression("triplet", options), local_loss=local_loss)(**model_output)
     assert got.keys() == {"triplet_loss"}
-    want = triplet(cosine(*features(given)), image_ids=given["coder_ids"], **options)
+    want = triplet(cosine(*features(model_output)), image_ids=model_output["coder_ids"], **options)
     same(got["triplet_loss"], want)
-    assert not options or abs(want - triplet(cosine(*features(given)), image_ids=given["coder_ids"])) > 1e-3
+    assert not options or abs(want - triplet(cosine(*features(model_output)), image_ids=model_output["coder_ids"])) > 1e-3
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_clip_is_open_clips(bias: bool) -> None:
-    given = outputs()
+    model_output = outputs()
     if not bias:
-        del given["logit_bias"]
-    got = make("clip")(**given)
+        del model_output["logit_bias"]
+    got = make("clip")(**model_output)
     assert got.keys() == {"clip_loss"}
-    want = ClipLoss()(*features(given), given["logit_scale"], logit_bias=given.get("logit_bias"))
+    want = ClipLoss()(*features(model_output), model_output["logit_scale"], logit_bias=model_output.get("logit_bias"))
     assert torch.equal(got["clip_loss"], want)
 
 
 @pytest.mark.parametrize("dist_impl", ["bidir", "shift", "reduce", "gather"])
 def test_siglip_is_open_clips(dist_impl: str) -> None:
-    given = outputs()
+    model_output = outputs()
     loss = make(f"siglip(dist_impl={dist_impl})")
     assert loss.terms["siglip"].loss.dist_impl == dist_impl
-    got = loss(**given)
+    got = loss(**model_output)
     assert got.keys() == {"siglip_loss"}
-    assert torch.equal(got["siglip_loss"], SigLipLoss()(*features(given), given["logit_scale"], given["logit_bias"]))
+    want = SigLipLoss()(*features(model_output), model_output["logit_scale"], model_output["logit_bias"])
+    assert torch.equal(got["siglip_loss"], want)
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_gradients_reach_what_a_term_reads(name: str) -> None:
-    given = outputs(leaves=True)
-    make(name)(**given, output_dict=False).backward()
+    model_output = outputs(leaves=True)
+    make(name)(**model_output, output_dict=False).backward()
     for key in KEYS:
         reads = key in TERMS[name].requires
-        # clip is given a bias as well, which its softmax takes no notice of
-        assert (given[key].grad is not None and bool(given[key].grad.abs().max() > 1e-6)) == reads, key
+        # clip also takes the bias, which its softmax ignores
+        assert (model_output[key].grad is not None and bool(model_output[key].grad.abs().max() > 1e-6)) == reads, key
 
 
 def test_dcl_passes_its_gradient_option_on() -> None:
-    found = []
+    gradients = []
     for through in (False, True):
         term, function = outputs(leaves=True), outputs(leaves=True)
         make(f"dcl(epsilon=0.5,diversity_gradient={str(through).lower()})")(**term, output_dict=False).backward()
         dcl(*features(function), image_ids=function["coder_ids"], epsilon=0.5, diversity_gradient=through).backward()
         same(term["image_features"].grad, function["image_features"].grad)
-        found.append(term["image_features"].grad)
-    assert (found[0] - found[1]).norm() > 1e-3 * found[0].norm()
+        gradients.append(term["image_features"].grad)
+    assert (gradients[0] - gradients[1]).norm() > 1e-3 * gradients[0].norm()
 
 
 @pytest.mark.parametrize("name", ["dcl", "triplet"])
 def test_siblings_are_masked_by_ids(name: str) -> None:
-    given = outputs()
-    without = {key: value for key, value in given.items() if key != "coder_ids"}
+    model_output = outputs()
+    without = {key: value for key, value in model_output.items() if key != "coder_ids"}
     options = {"hardest": False} if name == "triplet" else {}
     masking = make(expression(name, options))
     not_masking = make(expression(name, {**options, "mask_same_image": False}))
-    unmasked = not_masking(**given, output_dict=False)
-    assert abs(masking(**given, output_dict=False) - unmasked) > 1e-3
+    unmasked = not_masking(**model_output, output_dict=False)
+    assert abs(masking(**model_output, output_dict=False) - unmasked) > 1e-3
     same(not_masking(**without, output_dict=False), unmasked)
     same(masking(**without, output_dict=False), unmasked)  # no ids, nothing to mask
     assert TERMS[name].masks_same_image and not Clip.masks_same_image and not SigLip.masks_same_image
@@ -164,15 +168,15 @@ def test_siblings_are_masked_by_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dcl", "triplet"])
 def test_half_features_and_autocast_give_a_float32_loss(name: str) -> None:
-    given = outputs(dtype=torch.bfloat16)
+    model_output = outputs(dtype=torch.bfloat16)
     raised = {
-        **given,
-        "image_features": given["image_features"].float(),
-        "text_features": given["text_features"].float(),
+        **model_output,
+        "image_features": model_output["image_features"].float(),
+        "text_features": model_output["text_features"].float(),
     }
     want = make(name)(**raised, output_dict=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for each in (given, raised):
+        for each in (model_output, raised):
             got = make(name)(**each, output_dict=False)
             assert got.dtype == torch.float32 and torch.equal(got, want)
 
@@ -180,46 +184,46 @@ def test_half_features_and_autocast_give_a_float32_loss(name: str) -> None:
 @pytest.mark.parametrize("name", ["dcl", "triplet"])
 def test_batches_of_one_pair_and_of_one_image(name: str) -> None:
     for n, ids in ((1, torch.tensor([5])), (6, torch.full((6,), 5))):
-        given = outputs(8, leaves=True)
-        pair = {key: given[key][:n] for key in ("image_features", "text_features")}
+        model_output = outputs(8, leaves=True)
+        pair = {key: model_output[key][:n] for key in ("image_features", "text_features")}
         value = make(name)(**pair, coder_ids=ids, output_dict=False)
         value.backward()
-        assert value.isfinite() and given["image_features"].grad.isfinite().all()
+        assert value.isfinite() and model_output["image_features"].grad.isfinite().all()
 
 
 def test_pairs_that_do_not_match_are_refused() -> None:
-    given = outputs()
-    for change in ({"text_features": given["text_features"][:5]}, {"coder_ids": given["coder_ids"][:5]}):
+    model_output = outputs()
+    for change in ({"text_features": model_output["text_features"][:5]}, {"coder_ids": model_output["coder_ids"][:5]}):
         for name in ("dcl", "triplet"):
             with pytest.raises(ValueError, match=r"(\[n, d\]|\[n, n\]|\(8,\)), got"):
-                make(name)(**{**given, **change})
+                make(name)(**{**model_output, **change})
 
 
 # CoderLoss
 
 
 def test_weights_multiply_and_the_sum_is_the_objective() -> None:
-    given = outputs()
-    alone = {name: make(name)(**given, output_dict=False) for name in ("dcl", "triplet", "clip")}
+    model_output = outputs()
+    alone = {name: make(name)(**model_output, output_dict=False) for name in ("dcl", "triplet", "clip")}
     loss = make("3*dcl + 0.25*triplet + clip")
-    got = loss(**given)
+    got = loss(**model_output)
     assert list(got) == ["dcl_loss", "triplet_loss", "clip_loss"]
     for name, weight in (("dcl", 3), ("triplet", 0.25), ("clip", 1)):
         same(got[f"{name}_loss"], weight * alone[name])
-    same(loss(**given, output_dict=False), 3 * alone["dcl"] + 0.25 * alone["triplet"] + alone["clip"])
+    same(loss(**model_output, output_dict=False), 3 * alone["dcl"] + 0.25 * alone["triplet"] + alone["clip"])
 
 
 def test_a_term_may_come_twice() -> None:
-    given = outputs()
-    got = make("dcl + 2*dcl(mu=0.3)")(**given)
+    model_output = outputs()
+    got = make("dcl + 2*dcl(mu=0.3)")(**model_output)
     assert list(got) == ["dcl_loss", "dcl_2_loss"]
-    same(got["dcl_2_loss"], 2 * dcl(*features(given), image_ids=given["coder_ids"], mu=0.3))
+    same(got["dcl_2_loss"], 2 * dcl(*features(model_output), image_ids=model_output["coder_ids"], mu=0.3))
 
 
-def test_keys_that_no_term_reads_are_no_matter() -> None:
-    given = outputs()
-    more = {**given, "coder_other": torch.zeros(8, 3), "image_tokens": torch.zeros(8, 2, 3)}
-    same(make("dcl")(**more, output_dict=False), make("dcl")(**given, output_dict=False))
+def test_keys_that_no_term_reads_are_ignored() -> None:
+    model_output = outputs()
+    more = {**model_output, "coder_other": torch.zeros(8, 3), "image_tokens": torch.zeros(8, 2, 3)}
+    same(make("dcl")(**more, output_dict=False), make("dcl")(**model_output, output_dict=False))
 
 
 @pytest.mark.parametrize(
@@ -227,11 +231,11 @@ def test_keys_that_no_term_reads_are_no_matter() -> None:
     [("dcl", "text_features"), ("triplet", "image_features"), ("clip", "logit_scale"), ("siglip", "logit_bias")],
 )
 def test_a_missing_key_is_named_with_its_term(name: str, key: str) -> None:
-    given = outputs()
-    del given[key]
+    model_output = outputs()
+    del model_output[key]
     other = "dcl" if key.startswith("logit") else "clip"
     with pytest.raises(CoderError, match=f"loss '{name}' needs {key}, which the model did not return"):
-        make(f"{name} + {other}")(**given)
+        make(f"{name} + {other}")(**model_output)
 
 
 def test_several_missing_keys_are_all_named() -> None:
@@ -240,15 +244,16 @@ def test_several_missing_keys_are_all_named() -> None:
 
 
 def test_a_term_reads_the_keys_it_is_bound_to() -> None:
-    given = outputs()
+    model_output = outputs()
     objective = Objective.parse("dcl")
     binding = {"image_features": "coder_a", "text_features": "coder_b", "coder_ids": "coder_ids"}
     loss = CoderLoss(objective, (binding,), {})
-    named = {"coder_a": given["image_features"], "coder_b": given["text_features"], "coder_ids": given["coder_ids"]}
+    images, texts = features(model_output)
+    named = {"coder_a": images, "coder_b": texts, "coder_ids": model_output["coder_ids"]}
     got = loss(**named, image_features=torch.zeros(8, 6), output_dict=False)
-    same(got, make("dcl")(**given, output_dict=False))
+    same(got, make("dcl")(**model_output, output_dict=False))
     with pytest.raises(CoderError, match="loss 'dcl' needs coder_b"):
-        loss(coder_a=named["coder_a"], **given)
+        loss(coder_a=named["coder_a"], **model_output)
 
 
 @pytest.mark.parametrize("text", ["dcl + triplet + clip + siglip", *TERMS])
@@ -319,12 +324,45 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_term_may_return_several_losses(theirs: None) -> None:
-    given = outputs()
+    model_output = outputs()
     loss = make("0.5*zz-two(power=3) + dcl")
-    got = loss(**given)
+    got = loss(**model_output)
     assert list(got) == ["zz_two_sum_loss", "zz_two_scale_loss", "dcl_loss"]
-    same(got["zz_two_sum_loss"], 0.5 * given["image_features"].sum() ** 3)
-    same(got["zz_two_scale_loss"], 0.5 * given["logit_scale"])
-    same(loss(**given, output_dict=False), sum(got.values()))
-    del given["logit_scale"]  # a key that is used, not required, is left out
-    assert loss(**given)["zz_two_scale_loss"] == 5
+    same(got["zz_two_sum_loss"], 0.5 * model_output["image_features"].sum() ** 3)
+    same(got["zz_two_scale_loss"], 0.5 * model_output["logit_scale"])
+    same(loss(**model_output, output_dict=False), sum(got.values()))
+    del model_output["logit_scale"]  # a key that is used, not required, is left out
+    assert loss(**model_output)["zz_two_scale_loss"] == 5
+
+
+# Options
+
+
+_DCL = "mu gamma epsilon diversity positive_weight diversity_gradient effective_negatives"
+OPTIONS = [
+    ("dcl", dcl, _DCL, "diversity_over mask_same_image"),
+    ("concept_dcl", dcl, _DCL, "mask_same_image"),
+    ("m_dcl", m_dcl, f"{_DCL} reverse diversity_over", "mask_same_image warmup"),
+    ("triplet", triplet, "margin hardest reduction", "similarity mask_same_image"),
+    ("lca", lca, "temperature assignment epsilon iterations", "direction"),
+    ("cra", cra, "temperature hard_negatives", "margin hardest reduction ca_on mask_same_image"),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "shared", "others"), OPTIONS, ids=[name for name, *_ in OPTIONS])
+def test_a_term_takes_the_options_of_its_function(name: str, function: Callable, shared: str, others: str) -> None:
+    """Names, defaults and types are the function's; tensors and callables are no options."""
+    cls = registry.load("losses", name)
+    options, declared = inspect.signature(cls).parameters, inspect.signature(function).parameters
+    assert set(options) == {*shared.split(), *others.split()}
+    hints, wanted = typing.get_type_hints(cls.__init__), typing.get_type_hints(function)
+    for option in shared.split():
+        assert options[option].default == declared[option].default and hints[option] == wanted[option]
+        assert options[option].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_an_unknown_option_is_named_and_defaults_are_complete() -> None:
+    with pytest.raises(TypeError, match="'mo'"):
+        DCL(mo=0.1)
+    declared = inspect.signature(dcl).parameters
+    assert DCL(mu=0.2).options == {**{key: declared[key].default for key in DCL().options}, "mu": 0.2}

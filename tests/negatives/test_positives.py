@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coder_plugin import registry
+from coder_plugin.data.item import NO_POSITIVE
 from coder_plugin.errors import CoderError
-from coder_plugin.negatives.positives import NONE, Join, Positives, Truncate
+from coder_plugin.negatives.positives import Join, Positives, Truncate
 
 LONG = "a dog runs over the green grass"
 OTHERS = ("two men sit", "a red car")
@@ -114,7 +115,7 @@ def test_a_caption_is_not_joined_with_its_own_copy(others):
         (LONG, (), {"truncate"}),
         (LONG, (LONG,), {"truncate"}),
         ("dog", OTHERS, {"join"}),
-        ("dog", (), {NONE}),
+        ("dog", (), {NO_POSITIVE}),
     ],
 )
 def test_evenly_among_those_that_are_possible(caption, others, kinds):
@@ -124,7 +125,7 @@ def test_evenly_among_those_that_are_possible(caption, others, kinds):
     for _ in range(2000):
         text, kind = made(caption, others)
         counts[kind] += 1
-        assert (text == caption) == (kind == NONE)
+        assert (text == caption) == (kind == NO_POSITIVE)
         assert len(text) > len(caption) if kind == "join" else len(text) <= len(caption)
     assert counts.keys() == kinds and all(abs(count - 2000 / len(kinds)) < 100 for count in counts.values())
 

@@ -74,8 +74,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 CONFIGS = [
     {},
     dict(loss="coder + 0.5*selfalign", epochs=3, lr=2e-4, set=["dcl.mu=0.07", "pgc.x=1"], seed=3, name="mine"),
-    dict(loss="selfalign-clip", train_data="a b.csv", val_data="c.csv", model="ViT-B-32", image_mean=[0.5, 0.5, 0.5]),
-    dict(loss="coder-f30k", train_data="f30k.json", region_dropout=0.1, model_kwargs=["embed_dim=512"], warmup=5),
+    dict(recipe="selfalign-clip", train_data="a b.csv", val_data="c.csv", model="ViT-B-32", image_mean=[0.5, 0.5, 0.5]),
+    dict(recipe="coder-f30k", train_data="f30k.json", region_dropout=0.1, model_kwargs=["embed_dim=512"], warmup=5),
     dict(model="RN50", train_data="x.csv", lock_image=True, batch_size=256, lock_image_freeze_bn_stats=True),
 ]
 

@@ -341,8 +341,8 @@ def edit(path: Path, **changes) -> None:
     """What an attacker who knows the format can do: the manifest is consistent again afterwards."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text()) | changes
-    manifest.pop("seal")
-    file.write_text(json.dumps(manifest | {"seal": checkpoint.sha256_json(manifest)}))
+    manifest.pop("manifest_sha256")
+    file.write_text(json.dumps(manifest | {"manifest_sha256": checkpoint.sha256_json(manifest)}))
 
 
 def test_layout_and_manifest(tmp_path):
@@ -458,7 +458,7 @@ def test_a_pickle_is_refused_and_never_run(writer, tmp_path):
     with pytest.raises(CoderError, match="model.safetensors"):
         load(path)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    files[file.name] = {"sha256": checkpoint.digest(file), "bytes": file.stat().st_size}
+    files[file.name] = {"sha256": checkpoint.sha256_file(file), "bytes": file.stat().st_size}
     edit(path, files=files)
     with pytest.raises(CoderError, match="model.safetensors is not a safetensors file"):
         load(path)

@@ -107,7 +107,7 @@ def test_word_classes_of_the_scenes(tmp_path, capsys):
 
 
 def test_a_recipes_model_kwargs_stand_under_the_given_ones(made):  # noqa: F811
-    data = {"train_data": made["precomp"], "loss": "selfalign-vsrn"}
+    data = {"train_data": made["precomp"], "recipe": "selfalign-vsrn"}
     resolved = resolve_config({**data, "model_kwargs": ["embed_dim=16", "batch_norm=false"]})
     wanted = ["word_projection=true", "bidirectional=false", "embed_dim=16", "batch_norm=false"]
     assert resolved.model.kwargs == wanted and resolve_config(resolved.to_dict()).model.kwargs == wanted

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from coder_plugin import registry
 from coder_plugin.backbones.tokenizers import SPECIAL, SubwordTokenizer, WordTokenizer
 from coder_plugin.cli import main
+from coder_plugin.concepts import tags as module
 from coder_plugin.concepts.tagging import Token, clean
-from coder_plugin.data import tags as module
+from coder_plugin.concepts.tags import ADJECTIVE, NONE, NOUN, OTHER, VERB, Tags, classes_of
 from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import ItemSource, isolated_rng
-from coder_plugin.data.tags import ADJECTIVE, NONE, NOUN, OTHER, VERB, Tags, classes_of
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.capabilities import ReadsTags
 from coder_plugin.losses.base import Term
@@ -309,7 +309,7 @@ class Counting(Tags):
 
 
 def test_a_caption_is_tagged_once_and_the_oldest_are_let_go(tokenizers):
-    tags = Counting(kept=3)
+    tags = Counting(cache_size=3)
     first, _ = tags(["red", "dog", "red"], tokenizers["words"]), tags(["dog", "red"], tokenizers["words"])
     assert tags.asked == ["red", "dog"] and torch.equal(first[1][0], first[1][2])
     texts = ["man", "ball", "a", "runs", "red"]  # more than are kept, in one call

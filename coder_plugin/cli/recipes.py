@@ -1,0 +1,53 @@
+"""The command ``recipes``: list objectives and recipes, or print one as TOML."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_recipes(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "recipes",
+        help="list objectives (for --loss) and recipes (for --recipe), or print one",
+        description="Without NAME, list the named objectives, which --loss takes, and the recipes, which --recipe takes, by "
+        "paper. With NAME, print it as TOML: a file to start your own from, for --recipe FILE.toml.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list, or a .toml file")
+    parser.set_defaults(run=_recipes)
+
+
+def _recipes(arguments: argparse.Namespace) -> int:
+    print(list_recipes() if arguments.name is None else print_recipe(arguments.name))
+    return 0
+
+
+def list_recipes() -> str:
+    """Rows of kind, name and description, grouped by paper; those of other packages come last."""
+    from coder_plugin import recipes, registry
+
+    width = max(map(len, {*recipes.names(), *recipes.objectives()}))
+    blocks = []
+    for file in recipes.files():
+        rows = [("objective", name, table) for name, table in file.objectives.items()]
+        rows += [("recipe", name, table) for name, table in file.recipes.items()]
+        lines = [f"  {kind:<9}  {name:<{width}}  {table.get('description', '')}" for kind, name, table in rows]
+        blocks.append("\n".join([file.paper, *lines]))
+    plugins = registry.list_plugins("recipes")
+    if plugins:
+        lines = [f"  {'':<9}  {p.name:<{width}}  {p.distribution} {p.version}".rstrip() for p in plugins]
+        blocks.append("\n".join(["Other packages", *lines]))
+    return "\n\n".join(blocks)
+
+
+def print_recipe(name: str) -> str:
+    """A recipe as TOML with everything that it inherits, the objective of that name before it, if there is one."""
+    from coder_plugin import recipes
+
+    tables = []
+    objective = None if name.endswith(".toml") else recipes.find_objective(name)
+    if objective is not None:
+        tables.append(objective.to_toml())
+    if objective is None or recipes.has_recipe(name):
+        tables.append(recipes.load(name).to_toml())
+    return "\n\n".join(tables)

@@ -11,7 +11,7 @@ from typing import Any
 from coder_plugin.errors import CoderError
 
 
-def add_eval(commands: argparse._SubParsersAction) -> None:
+def add_parser(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.flags import add_flags
     from coder_plugin.config import OPENING, READING
 
@@ -105,10 +105,10 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     )
     only = [*OPENING, *READING, "val_data", "max_bad_images", "workers", "batch_size", "rerank"]
     add_flags(parser, only=only)
-    parser.set_defaults(run=_eval)
+    parser.set_defaults(run=run)
 
 
-def _eval(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.flags import read_options
 
     if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""Data sets opened from a run's options."""
+"""Open data sets from a run's options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.errors import CoderError
 
-#: Which flags which reader takes, and under what name; a reader of somebody else's takes them all.
+#: The options that each reader takes, under which name; a plugin's reader gets all of them.
 _READER_FLAGS = {
     "caps": {},
     "coco": {"image_root": "images"},
@@ -24,13 +24,15 @@ _READER_FLAGS = {
     "webdataset": {},
     "scenes": {},
 }
-#: Readers that look for pictures, and need not where regions stand for them.
-_OF_PICTURES = ("coco", "csv", "karpathy")
+#: Readers that need no pictures where regions replace them.
+_OPTIONAL_PICTURES = ("coco", "csv", "karpathy")
 
 
 def make_source(config: TrainConfig, *, split: str, join: bool = True) -> Any | None:
-    """The data of a split; without any training data named, the built-in scenes. ``join`` them with ``--regions``, if given:
-    of shards that reads the first."""
+    """The data of a split, by default the built-in scenes; None without validation data.
+
+    With ``join`` and ``--regions``, images are replaced by their regions; this reads the first samples of shards.
+    """
     spec = config.data.train if split == "train" else config.data.val
     kind = config.data.dataset_type
     if spec is None:
@@ -49,7 +51,7 @@ def make_source(config: TrainConfig, *, split: str, join: bool = True) -> Any | 
 
 
 def join_regions(source: Any, config: TrainConfig, *, split: str) -> RegionSource:
-    """A data set's items with the features that ``--regions`` has of them."""
+    """A data set with the region features of ``--regions`` instead of pictures."""
     return RegionSource(source, make_regions(config, split=split), max_missing=config.data.max_bad_images)
 
 
@@ -65,22 +67,22 @@ def pictures_under_regions(config: TrainConfig, split: str) -> Any | None:
 
 
 def make_captions(config: TrainConfig, spec: str, *, split: str) -> Any:
-    """A data set for its captions alone: no picture is looked for."""
+    """A data set for its captions only, without pictures."""
     return open_source(spec, split=split, **reading_options(config, spec, pictures=False))
 
 
 def reading_options(config: TrainConfig, spec: str, *, pictures: bool = True) -> dict[str, Any]:
-    """What the flags say of how a data set is read, as options of :func:`coder_plugin.data.open_source`."""
+    """The options of :func:`coder_plugin.data.open_source` for a data set."""
     kind = guess_kind(spec) if config.data.dataset_type == "auto" else config.data.dataset_type
     flags = _READER_FLAGS.get(kind, {name: given for names in _READER_FLAGS.values() for name, given in names.items()})
     options = {given: getattr(config.data, name) or None for name, given in flags.items()}
-    if kind in _OF_PICTURES and not pictures:
+    if kind in _OPTIONAL_PICTURES and not pictures:
         options["pictures"] = False
     return {"kind": kind, **options}
 
 
 def make_regions(config: TrainConfig, *, split: str) -> RegionFile:
-    """The files that ``--regions`` names, as one."""
+    """The files of ``--regions`` as one."""
     assert config.data.regions is not None
     files = [(part, open_regions(part, config.data.regions_type, split=split)) for part in config.data.regions.split("::")]
     return files[0][1] if len(files) == 1 else Joined(files)

@@ -300,5 +300,5 @@ def test_mode_of_captions_is_checked():
 def test_a_file_of_regions_is_told_from_a_table(tmp_path):
     path = tmp_path / "regions.tsv"
     path.write_text("filepath\ttitle\n" + "1.jpg\t" + "A" * 200_000 + "\n")
-    with pytest.raises(CoderError, match="region features goes with --regions"):
+    with pytest.raises(CoderError, match="region features with --regions"):
         open_csv(str(path))

@@ -14,7 +14,7 @@ from coder_plugin.functional.ascl_loss import ascl
 from coder_plugin.functional.similarity import anchor_rows, check_temperature, cosine
 from coder_plugin.heads.capabilities import AddsTexts, heads_with
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.gathered import Batch, Scores, gather_batch, gather_scores
+from coder_plugin.losses.gathered import Batch, BatchScores, gather_batch, gather_scores
 
 if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
@@ -96,7 +96,7 @@ class AsCL(Term):
     ) -> Tensor:
         """This rank's features [B, D], L2-normalised, or rows of scores [B, N], and image ids [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        compared: list[tuple[Scores, Tensor | None]] = []  # captions, generated positives; each with noised texts
+        compared: list[tuple[BatchScores, Tensor | None]] = []  # captions, generated positives; each with noised texts
         if self.similarity == "fusion":
             for rows, noised in (
                 (coder_fusion, coder_fusion_noised),

@@ -40,6 +40,11 @@ class CRA(Term):
         ca_on: ``context``: S_c as printed; ``combined``: one hinge on S_b + S_c, as in the authors' code, where it is the
             base's loss as well (S_b is the backbone's own score, without a concept level); ``none``: no L_ca.
         mask_same_image: pairs and locals of one image are not each other's negatives.
+
+    Example:
+        >>> import torch
+        >>> CRA(margin=1.5)(torch.eye(2), torch.eye(2))  # context vectors alone: no branch, so no L_cs
+        {'triplet_loss': tensor(1.)}
     """
 
     takes_views = True

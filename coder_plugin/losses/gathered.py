@@ -35,14 +35,14 @@ class Batch(NamedTuple):
         """Collects a value of each anchor over all ranks; None if every rank has all anchors."""
         return None if self.anchors is None else distributed.gather
 
-    def scores(self) -> Scores:
+    def scores(self) -> BatchScores:
         """The cosines of the batch."""
         similarity = cosine(anchor_rows(self.images, self.anchors), self.texts)
         transposed = None if self.anchors is None else cosine(self.texts[self.anchors], self.images)
-        return Scores(similarity, transposed, self.ids, self.anchors)
+        return BatchScores(similarity, transposed, self.ids, self.anchors)
 
 
-class Scores(NamedTuple):
+class BatchScores(NamedTuple):
     """The similarities of a global batch, in the form that ``triplet`` and ``ascl`` take."""
 
     similarity: Tensor  # images x texts [n, N]
@@ -50,7 +50,7 @@ class Scores(NamedTuple):
     ids: Tensor | None  # [N]
     anchors: slice | None
 
-    def plus(self, other: Scores, weight: float) -> Scores:
+    def plus(self, other: BatchScores, weight: float) -> BatchScores:
         """``self + weight * other``, scores of the same pairs."""
         transposed = None
         if self.text_to_image is not None and other.text_to_image is not None:
@@ -76,11 +76,11 @@ def gather_batch(
     )
 
 
-def gather_scores(rows: Tensor, image_ids: Tensor | None, *, local_loss: bool = False) -> Scores:
-    """Scores that a head computed inside forward: this rank's images with the texts of all ranks, [B, N]."""
+def gather_scores(rows: Tensor, image_ids: Tensor | None, *, local_loss: bool = False) -> BatchScores:
+    """BatchScores that a head computed inside forward: this rank's images with the texts of all ranks, [B, N]."""
     scores, anchors = distributed.gather(rows), anchors_of_rank(len(rows), local_loss=local_loss)
     ids = None if image_ids is None else distributed.gather(image_ids)
-    return Scores(anchor_rows(scores, anchors), None if anchors is None else scores.T[anchors], ids, anchors)
+    return BatchScores(anchor_rows(scores, anchors), None if anchors is None else scores.T[anchors], ids, anchors)
 
 
 def anchors_of_rank(count: int, *, local_loss: bool) -> slice | None:

@@ -22,6 +22,13 @@ class LCA(Term):
     Args:
         direction: ``word_to_region``, as in the paper; ``region_to_word``: each region predicts the prototypes of its most
             similar word; ``dual``: the mean of both.
+
+    Example:
+        >>> import torch
+        >>> cosines = torch.eye(2)[None]  # of two words, or two regions, with two prototypes
+        >>> mask, matched = torch.ones(1, 2, dtype=torch.bool), torch.arange(2)[None]
+        >>> LCA(temperature=0.5, assignment="softmax")(cosines, mask, cosines, mask, matched)
+        tensor(0.3653)
     """
 
     @options_of(lca)

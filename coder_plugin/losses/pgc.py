@@ -16,6 +16,18 @@ class PGC(Term):
 
     A pair is ``image_features + text_features``, detached and normalised. Labels come from the centres before this
     step's update. Until all centres are filled the loss is zero.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> head = SimpleNamespace(
+        ...     provides=("coder_image_logits",),
+        ...     assign=lambda samples: samples.argmax(1),
+        ...     centres=SimpleNamespace(ready=True),
+        ...     stash=lambda **values: None,
+        ... )
+        >>> term, eye = PGC().bind({"prototypes": head}, local_loss=False), torch.eye(2)
+        >>> term(eye, eye, eye, eye)
+        tensor(0.6265)
     """
 
     requires = ("image_features", "text_features", "coder_image_logits", "coder_text_logits")

@@ -9,7 +9,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.functional.triplet_loss import check_triplet_options, triplet
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import Scores, gather_batch, gather_scores
+from coder_plugin.losses.gathered import BatchScores, gather_batch, gather_scores
 
 
 class Triplet(Term):
@@ -62,7 +62,7 @@ class Triplet(Term):
         return global_triplet(scores, **self.options)
 
 
-def global_triplet(scores: Scores, **options: Any) -> Tensor:
+def global_triplet(scores: BatchScores, **options: Any) -> Tensor:
     """``triplet`` of a global batch, whose mean over ranks is the loss of the joint batch."""
     loss = triplet(
         scores.similarity,

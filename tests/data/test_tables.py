@@ -191,7 +191,7 @@ def test_csv_that_is_absent_or_not_text(tmp_path):
         ({"sentences": ["plain"]}, ["'0.png'", "'raw'"]),
         ({"filename": None}, ["images[0]", "'filename'"]),
         ({"filepath": ["val"]}, ["images[0]", "'filepath'"]),
-        ({"filename": "1.png", "filepath": "val"}, ["two images", ": 1, the first: 'val/1.png'"]),
+        ({"filename": "1.png", "filepath": "val"}, ["two or more images", ": 1, the first: 'val/1.png'"]),
     ],
 )
 def test_karpathy_faults(tmp_path, changes, words):

@@ -130,7 +130,7 @@ def _samples(walked: Walked, source: ShardSource, shard: str) -> Iterator[Item]:
                 sample[ending] = _read(tar, member)
             elif ending == REGIONS and image.regions is None:
                 told = has_features(io.BytesIO(_read(tar, member)))
-        which = image.see(places, told)
+        which = image.select(places, told)
         if not sample.keys() & _SMALL and not which:
             continue  # what somebody else keeps beside the samples
         try:

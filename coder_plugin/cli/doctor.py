@@ -43,13 +43,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def flags() -> list[str]:
-    """Options of training that say something of the model, the recipe, the data, or the machine."""
-    more = ("batch_size", "accum_freq", "epochs", "precision", "logs", "seed")
-    parts = ("model", "loss", "data")
-    return [name for name, option in options_by_name().items() if option.subject in parts or name in more]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Check, print, and return the exit status: 1 with a problem, or with ``--strict`` with a warning, else 0."""
     from coder_plugin.doctor.examine import examine

@@ -133,7 +133,7 @@ def _samples(split: Split, source: ShardSource, shard: str) -> Iterator[Item]:
                 sample[ending] = _read(tar, member)
             elif ending == REGIONS and image.regions is None:
                 has_regions = has_features(io.BytesIO(_read(tar, member)))
-        which = image.see(places, has_regions)
+        which = image.select(places, has_regions)
         if not sample.keys() & _SMALL and not which:
             continue  # not a sample: some other file in the shard
         try:

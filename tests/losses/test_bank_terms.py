@@ -162,8 +162,8 @@ def test_m_dcl_stays_silent_until_its_bank_is_warm():
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ("m_dcl@concepts", "the momentum banks hold the backbone's own features"),
-        ("dcl@concepts(diversity_over='batch+bank')", "the momentum banks hold the backbone's own features"),
+        ("m_dcl@concepts", "the momentum banks and the generated texts have only the backbone's own features"),
+        ("dcl@concepts(diversity_over='batch+bank')", "the momentum banks and the generated texts have only the backbone's own features"),
         ("m_dcl(warmup=-1)", "warmup must be >= 0"),
         ("m_dcl(reverse=both)", "reverse=both must be paired or all or 'none'"),
     ],

@@ -1,4 +1,4 @@
-"""SelfAlign the slow way, one word, region and prototype at a time in float64, over sets that have no padding: what METHODS 9
+"""SelfAlign the slow way, one word, region and prototype at a time in float64, over sets that have no padding: what docs/equations.md
 and eq. 1-10 say."""
 
 from __future__ import annotations

@@ -46,8 +46,13 @@ class TermSpec:
         return text if self.weight == 1 else f"{_format_weight(self.weight)}*{text}"
 
     def build(self) -> Any:
-        """The term as a module: the object that was passed, or a new one of the registered class."""
-        return self.term if self.term is not None else registry.load("losses", self.name)(**dict(self.options))
+        """The term: the object that was passed, or a new one of the registered class. A plain module is made a term."""
+        from coder_plugin.losses.base import ModuleTerm, Term
+
+        term = self.term if self.term is not None else registry.load("losses", self.name)(**dict(self.options))
+        if isinstance(term, Term):
+            return check_keys(term, f"loss {self.name!r}", "requires", "uses")
+        return ModuleTerm(check_keys(term, f"loss {self.name!r}", "requires", *(["uses"] if hasattr(term, "uses") else [])))
 
 
 @dataclass(frozen=True)

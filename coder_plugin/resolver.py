@@ -88,14 +88,13 @@ class _Resolver:
         bindings = []
         for spec in objective.terms:
             who = f"loss {spec.name!r}"
-            term = check_keys(spec.build(), who, "requires")  # an instance: options may change what a term requires
-            uses = check_keys(term, who, "uses").uses if hasattr(term, "uses") else ()
-            binding = self.bind(spec, (*term.requires, *uses))
+            term = spec.build()  # an instance: options may change what a term requires
+            binding = self.bind(spec, (*term.requires, *term.uses))
             if spec.head and not set(binding.values()) & set(self.head(spec.head).provides):
                 raise CoderError(f"{who}: head {spec.head!r} provides nothing that it requires")
             for argument, key in binding.items():
                 preferred = spec.source if key != argument else spec.head
-                self.need(key, who, preferred, trusted=_trusted(spec) if argument in uses else None)
+                self.need(key, who, preferred, trusted=_trusted(spec) if argument in term.uses else None)
             bindings.append(binding)
         self.check_overlap()
         targets = {name: self.extra[name] for name in self.heads if name in self.extra}

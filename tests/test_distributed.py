@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from coder_plugin import distributed
-from coder_plugin.model import CoderLoss
+from coder_plugin.coder import CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests import gloo

@@ -18,6 +18,30 @@ from coder_plugin.errors import CoderError
 SMALL = 10_000
 
 
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_flags
+
+    parser = commands.add_parser(
+        "doctor",
+        help="check installation, machine, data, objective or a trained run, and say what to do",
+        description="Check the installation and the machine; with data, a model or an objective named as for train, these too; "
+        "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "folder", nargs="*", help="folder of a run, an export or an index; or hf-hub:OWNER/NAME, if it is cached"
+    )
+    parser.add_argument("--vectors", metavar="FILE", help="word vectors, to compare with the captions' words")
+    parser.add_argument(
+        "--samples", type=int, default=256, metavar="N", help="images to decode of a split with more than 10,000 [256]"
+    )
+    parser.add_argument("--all", action="store_true", help="decode every image and read every shard")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 for a warning, too")
+    parser.add_argument("--json", metavar="FILE", help="write the findings to FILE ('-': standard output)")
+    add_flags(parser, only=flags())
+    parser.set_defaults(run=run)
+
+
 def flags() -> list[str]:
     """Options of training that say something of the model, the recipe, the data, or the machine."""
     more = ("batch_size", "accum_freq", "epochs", "precision", "logs", "seed")
@@ -25,7 +49,7 @@ def flags() -> list[str]:
     return [name for name, option in options_by_name().items() if option.subject in parts or name in more]
 
 
-def doctor_command(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Check, tell, and return the exit status: 1 with a problem, or with ``--strict`` with a warning, else 0.
 
     Raises:
@@ -116,7 +140,7 @@ def _recipe(config: TrainConfig, splits: Mapping[str, Any], made: Any) -> Iterat
     from coder_plugin.data.from_config import make_source
     from coder_plugin.doctor.recipe import check_recipe
 
-    whole = source = make_source(config, split="train") if config.data.on_scenes else None
+    whole = source = make_source(config.data, split="train") if config.data.on_scenes else None
     if (split := splits.get("train")) is not None and not split.shards and not split.samples and split.items:
         whole, source = split.whole, split.source
     yield from check_recipe(config, whole, source, made)

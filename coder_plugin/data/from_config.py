@@ -1,20 +1,23 @@
-"""Data sets opened from a run's options."""
+"""Data sets opened from :class:`~coder_plugin.config.DataConfig`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from coder_plugin.config import TrainConfig
+from coder_plugin.config import DataConfig
 from coder_plugin.data import guess_kind, open_source
 from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.errors import CoderError
 
-#: Which flags which reader takes, and under what name; a reader of somebody else's takes them all.
-_READER_FLAGS = {
+log = logging.getLogger(__name__)
+
+#: The options that each reader takes, and their names as its arguments; a third-party reader takes all of them.
+_READER_OPTIONS = {
     "caps": {},
     "coco": {"image_root": "images"},
     "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key"},
@@ -24,67 +27,85 @@ _READER_FLAGS = {
     "webdataset": {},
     "scenes": {},
 }
-#: Readers that look for pictures, and need not where regions stand for them.
-_OF_PICTURES = ("coco", "csv", "karpathy")
+#: Readers that check for picture files, which are not needed where regions take the pictures' place.
+_PICTURE_READERS = ("coco", "csv", "karpathy")
 
 
-def make_source(config: TrainConfig, *, split: str, join: bool = True) -> Any | None:
-    """The data of a split; without any training data named, the built-in scenes. ``join`` them with ``--regions``, if given:
-    of shards that reads the first."""
-    spec = config.data.train if split == "train" else config.data.val
-    kind = config.data.dataset_type
+def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | None:
+    """Open a split of the data.
+
+    Args:
+        config: which data, and how they are read.
+        split: "train" opens ``config.train``, any other ``config.val``.
+        join: join ``--regions``, if given; of shards this reads the first.
+
+    Returns:
+        The source. Without training data the built-in scenes; None if training data but no validation data are named.
+
+    Raises:
+        CoderError: data that cannot be opened, or options that do not fit them.
+    """
+    spec = config.train if split == "train" else config.val
+    kind = config.dataset_type
     if spec is None:
-        if not config.data.on_scenes:
+        if not config.on_scenes:
             return None
         spec = kind = "scenes"
-    elif config.data.on_scenes:  # scenes to train on, other data to evaluate on
+    elif config.on_scenes:  # train on scenes, evaluate on other data
         kind = "auto"
-    reading = reading_options(config.with_options(dataset_type=kind), spec, pictures=config.data.regions is None)
-    if split == "train" and config.data.dataset_resampled:
-        if reading["kind"] in _READER_FLAGS and reading["kind"] != "webdataset":
-            raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {reading['kind']!r}")
-        reading["resampled"] = True
-    source = open_source(spec, split=split, **reading)
-    return join_regions(source, config, split=split) if join and config.data.regions is not None else source
+    options = reading_options(replace(config, dataset_type=kind), spec, pictures=config.regions is None)
+    if split == "train" and config.dataset_resampled:
+        if options["kind"] in _READER_OPTIONS and options["kind"] != "webdataset":
+            raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {options['kind']!r}")
+        options["resampled"] = True
+    source = open_source(spec, split=split, **options)
+    return join_regions(source, config, split=split) if join and config.regions is not None else source
 
 
-def join_regions(source: Any, config: TrainConfig, *, split: str) -> RegionSource:
-    """A data set's items with the features that ``--regions`` has of them."""
-    return RegionSource(source, make_regions(config, split=split), max_missing=config.data.max_bad_images)
+def join_regions(source: Any, config: DataConfig, *, split: str) -> RegionSource:
+    """The items of a data set with their region features from ``--regions``."""
+    return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_images)
 
 
-def pictures_under_regions(config: TrainConfig, split: str) -> Any | None:
-    """A source of the pictures of validation images that are read as regions; None if the captions' data have none."""
-    if config.data.regions is None or config.data.val is None:
+def pictures_under_regions(config: DataConfig, split: str) -> Any | None:
+    """The pictures of validation images that are read as regions; None without regions, or if there are no pictures."""
+    if config.regions is None or config.val is None:
         return None
     try:
-        return open_source(config.data.val, split=split, **reading_options(config, config.data.val))
+        return open_source(config.val, split=split, **reading_options(config, config.val))
     except CoderError as error:
-        logging.getLogger(__name__).warning("regions are drawn on blank canvases: %s", error)
+        log.warning("regions are drawn on blank canvases: %s", error)
         return None
 
 
-def make_captions(config: TrainConfig, spec: str, *, split: str) -> Any:
-    """A data set for its captions alone: no picture is looked for."""
+def make_captions(config: DataConfig, spec: str, *, split: str) -> Any:
+    """A data set of which only captions are read: missing pictures do not matter."""
     return open_source(spec, split=split, **reading_options(config, spec, pictures=False))
 
 
-def reading_options(config: TrainConfig, spec: str, *, pictures: bool = True) -> dict[str, Any]:
-    """What the flags say of how a data set is read, as options of :func:`coder_plugin.data.open_source`."""
-    kind = guess_kind(spec) if config.data.dataset_type == "auto" else config.data.dataset_type
-    flags = _READER_FLAGS.get(kind, {name: given for names in _READER_FLAGS.values() for name, given in names.items()})
-    options = {given: getattr(config.data, name) or None for name, given in flags.items()}
-    if kind in _OF_PICTURES and not pictures:
+def reading_options(config: DataConfig, spec: str, *, pictures: bool = True) -> dict[str, Any]:
+    """Arguments of :func:`coder_plugin.data.open_source` for a data set.
+
+    Args:
+        config: how it is read.
+        spec: its name or path, from which the reader is guessed where the configuration says "auto".
+        pictures: whether picture files are needed.
+    """
+    kind = guess_kind(spec) if config.dataset_type == "auto" else config.dataset_type
+    names = _READER_OPTIONS.get(kind, {name: key for options in _READER_OPTIONS.values() for name, key in options.items()})
+    options = {key: getattr(config, name) or None for name, key in names.items()}
+    if kind in _PICTURE_READERS and not pictures:
         options["pictures"] = False
     return {"kind": kind, **options}
 
 
-def make_regions(config: TrainConfig, *, split: str) -> RegionFile:
-    """The files that ``--regions`` names, as one."""
-    assert config.data.regions is not None
-    files = [(part, open_regions(part, config.data.regions_type, split=split)) for part in config.data.regions.split("::")]
+def make_regions(config: DataConfig, *, split: str) -> RegionFile:
+    """The region files that ``--regions`` names, as one."""
+    assert config.regions is not None
+    files = [(part, open_regions(part, config.regions_type, split=split)) for part in config.regions.split("::")]
     return files[0][1] if len(files) == 1 else Joined(files)
 
 
 def captions_of(source: Any) -> Iterator[str]:
+    """All captions of a data set, in its order."""
     return (caption for _, item in source.items() for caption in item.captions)

@@ -56,7 +56,8 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
     if model is None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    made.tokenizer = yield from _unless_absent(f"the tokenizer of {config.model.name}", build.make_tokenizer, offline, model)
+    of_model = f"the tokenizer of {config.model.name}"
+    made.tokenizer = yield from _unless_absent(of_model, build.make_tokenizer, offline.model, model)
     if isinstance(model, Backbone):
         made.region_dim = getattr(model.transform(), "region_dim", None)
         reads = "regions" if made.region_dim is None else f"regions of {made.region_dim} channels"
@@ -68,7 +69,7 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
     yield ok("recipe.model", f"{config.model.name}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}")
     create_loss(objective, model=model)
     prepare.check_accumulation(model, config)
-    build.make_transforms(model, config)
+    prepare.make_train_transform(model, config)
     yield from _check_tagger(model, config)
     if trains:
         yield from _sizes(model, config, trains)

@@ -42,7 +42,7 @@ def is_index(folder: Path) -> bool:
 
 def check_index(folder: Path) -> Iterator[Finding]:
     """Whether its files are those of its manifest, and FAISS reads them."""
-    from coder_plugin.index.index import Index
+    from coder_plugin.index.search import Index
 
     try:
         index = Index(folder, gpu=False)
@@ -80,10 +80,10 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
 
 def check_exports(folder: Path) -> Iterator[Finding]:
     """Whether the exports open, embed a text, and hold numbers."""
-    from coder_plugin.pretrained.export import exported
+    from coder_plugin.pretrained.export import export_files
 
-    places = [folder] if exported(folder)[0] is not None else [folder / "export" / tag for tag in ("best", "last")]
-    there = [place for place in places if exported(place)[0] is not None]
+    places = [folder] if export_files(folder)[0] is not None else [folder / "export" / tag for tag in ("best", "last")]
+    there = [place for place in places if export_files(place)[0] is not None]
     if not there:
         yield note("run.exports", f"no export in {folder / 'export'} yet", "one is written after each epoch")
     for place in there:
@@ -93,12 +93,10 @@ def check_exports(folder: Path) -> Iterator[Finding]:
 def _check_export(folder: Path, place: Path) -> Iterator[Finding]:
     import torch
 
-    from coder_plugin.pretrained.open import open_trained, trained_config
+    from coder_plugin.pretrained.open import open_pretrained
 
     try:
-        run = place != folder
-        config = trained_config(folder, {"precision": "fp32"}, export=place.name) if run else trained_config(place, {})
-        trained = open_trained(config, device=torch.device("cpu"))
+        trained = open_pretrained(place, {"precision": "fp32"}, device="cpu")
     except CoderError as error:
         if is_absent(error):
             text = f"{place}: not looked at: its towers' configuration or tokenizer is the hub's, and not in its cache here"
@@ -265,11 +263,11 @@ def _saved_epochs(folder: Path) -> Iterator[int]:
 
 def check_run(folder: Path) -> Sequence[tuple[str, Any, Path]]:
     """The checks that are for this folder, by name; CoderError where it is nothing of ours."""
-    from coder_plugin.pretrained.export import exported
+    from coder_plugin.pretrained.export import export_files
 
     if is_index(folder):
         return [("index", check_index, folder)]
-    if exported(folder)[0] is not None:
+    if export_files(folder)[0] is not None:
         return [("run", check_exports, folder)]
     if any((folder / name).exists() for name in ("config.json", "plan.json", "checkpoints", "metrics.jsonl")):
         return [("run", check, folder) for check in (check_checkpoints, check_exports, check_log)]

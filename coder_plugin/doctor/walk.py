@@ -71,14 +71,14 @@ class Walked:
 
 def walk_split(name: str, config: TrainConfig, *, most: int | None = MOST) -> Walked:
     """Open and read a split as the configuration has it, less the shards that are not on this machine."""
-    source: Any = make_source(config, split=name, join=False)
+    source: Any = make_source(config.data, split=name, join=False)
     whole, remote = source, 0
     if isinstance(whole, ShardSource):
         source = whole.local()
         remote = len(whole.shards) - len(source.shards)
     if config.data.regions is not None and not (remote and not source.shards):
-        source = join_regions(source, config, split=name)
-    reader = reading_options(config, getattr(config.data, name))["kind"]
+        source = join_regions(source, config.data, split=name)
+    reader = reading_options(config.data, getattr(config.data, name))["kind"]
     return replace(walk(name, source, reader, most=most), whole=whole, remote=remote)
 
 
@@ -130,7 +130,7 @@ def _samples(walked: Walked, source: ShardSource, shard: str) -> Iterator[Item]:
                 sample[ending] = _read(tar, member)
             elif ending == REGIONS and image.regions is None:
                 told = has_features(io.BytesIO(_read(tar, member)))
-        which = image.see(places, told)
+        which = image.select(places, told)
         if not sample.keys() & _SMALL and not which:
             continue  # what somebody else keeps beside the samples
         try:

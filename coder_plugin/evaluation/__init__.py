@@ -1,4 +1,4 @@
-"""Retrieval: how well captions find their images and images their captions (METHODS 10)."""
+"""Retrieval metrics: how well captions find their images, and images their captions (see docs/equations.md#evaluation)."""
 
 from __future__ import annotations
 

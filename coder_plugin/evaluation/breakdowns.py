@@ -1,10 +1,10 @@
-"""Recall by kinds of captions: by what they speak of, by their length, by their place among their image's.
+"""Recall by kinds of captions: by what they mention, by their length, by their place among their image's captions.
 
 Shape letters: N images, T captions (texts), R images of one tile.
 
-Text to image, the queries are the captions of a kind. Image to text, they are the images that have such captions, of which
-the best-ranked counts; an image's other captions are neither right nor in the way. Kinds overlap, a caption can speak of
-several things. Intervals are Wilson's, 95 %; they take queries for independent, which captions of one image hardly are.
+Text to image, the queries are the captions of a kind. Image to text, the queries are the images that have such captions, of
+which the best-ranked counts; an image's other captions are neither right nor wrong candidates. Kinds overlap, because a caption
+can mention several things. Intervals are Wilson's, 95 %; they assume independent queries, which captions of one image are not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _Z = 1.959963984540054  # the normal distribution's 97.5 % quantile
 
 
 def _forms(verbs: str) -> str:
-    """What each verb may inflect to by the rules of English; that it makes words which do not exist does no harm."""
+    """Inflected forms of each verb by the rules of English; forms that do not exist do no harm."""
     ends = "{0} {0}s {0}es {1}ing {1}ed {2}ing {2}ed {3}ies {3}ied"
     stems = [(verb, verb.removesuffix("e"), verb + verb[-1], verb.removesuffix("y")) for verb in verbs.split()]
-    return " ".join(ends.format(*own) for own in stems)
+    return " ".join(ends.format(*each) for each in stems)
 
 
-#: What captions speak of, and by which words that is told: a choice of ours, of what captions of photographs and of the
-#: built-in scenes say. A word counts wherever it stands whole; what it means there is not looked at.
+#: What captions mention, and the words that show it: our choice, for captions of photographs and of the built-in scenes. A
+#: whole word counts wherever it stands, whatever it means there.
 WORDS: Mapping[str, str] = {
     "colour": "black white red green blue yellow orange purple violet pink brown grey gray gold golden silver beige tan "
     "maroon turquoise teal blond blonde brunette dark colored coloured colorful colourful multicolored multicoloured "
@@ -64,45 +64,55 @@ WORDS: Mapping[str, str] = {
     "leapt snowboarding skateboarding resting crossing rowing",
 }
 _SETS = {kind: frozenset(words.split()) for kind, words in WORDS.items()}
-#: Of a caption that speaks of none of them.
+#: The kind of captions that mention none of them.
 OTHER = "none of these"
 
 
 def kinds_of(caption: str) -> frozenset[str]:
-    """The keys of :data:`WORDS` that a caption speaks of."""
+    """The keys of :data:`WORDS` that a caption mentions.
+
+    Example:
+        >>> sorted(kinds_of("Two men in red jackets are running"))
+        ['action', 'colour', 'number', 'people']
+    """
     words = set(re.findall(r"[a-z]+", caption.lower()))
-    return frozenset(kind for kind, known in _SETS.items() if not known.isdisjoint(words))
+    return frozenset(kind for kind, listed in _SETS.items() if not listed.isdisjoint(words))
 
 
 def groups_of(
-    by: str, captions: Sequence[str], image_of_text: Tensor, *, places: Sequence[str] | None = None
+    by: str, captions: Sequence[str], image_of_text: Tensor, *, caption_names: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """Kinds of captions: label to bool [T], in their order. Kinds without a caption are there too.
+    """Kinds of captions: label to bool [T]. Kinds without a caption are included.
 
     Args:
-        by: ``words``, what a caption speaks of, ``length``, its number of words, or ``place``, which of its image's it is.
-        image_of_text: [T]; an image's captions are in their order.
-        places: what the captions of an image are called, where they are of different kinds; None: numbers.
+        by: ``words``, what a caption mentions; ``length``, its number of words; or ``place``, which of its image's captions
+            it is.
+        captions: T texts.
+        image_of_text: [T] int64; an image's captions in their order.
+        caption_names: for ``place``, labels of an image's first, second … caption; None: "caption 1" and so on.
+
+    Raises:
+        CoderError: an unknown ``by``; fewer labels than an image has captions.
     """
     if by == "words":
         kinds = [kinds_of(caption) for caption in captions]
-        groups = {kind: torch.tensor([kind in own for own in kinds]) for kind in WORDS}
-        return {**groups, OTHER: torch.tensor([not own for own in kinds])}
+        groups = {kind: torch.tensor([kind in each for each in kinds]) for kind in WORDS}
+        return {**groups, OTHER: torch.tensor([not each for each in kinds])}
     if by == "length":
         labels, bin_of = length_bins(captions)
         return {f"{label} words": bin_of == number for number, label in enumerate(labels)}
     if by == "place":
-        seen: dict[int, int] = {}
+        count: dict[int, int] = {}
         nth = []
         for image in image_of_text.tolist():
-            nth.append(seen.get(image, 0))
-            seen[image] = nth[-1] + 1
-        named = range(max(nth) + 1)
-        labels = [f"caption {number + 1}" for number in named] if places is None else list(places)
-        if len(labels) < len(named):
-            raise CoderError(f"images have up to {len(named)} captions, and {len(labels)} places are named")
+            nth.append(count.get(image, 0))
+            count[image] = nth[-1] + 1
+        most = max(nth) + 1
+        labels = [f"caption {number + 1}" for number in range(most)] if caption_names is None else list(caption_names)
+        if len(labels) < most:
+            raise CoderError(f"images have up to {most} captions, but only {len(labels)} caption names are given")
         return {label: torch.tensor(nth) == number for number, label in enumerate(labels)}
-    raise CoderError(f"captions are broken down by {', '.join(BREAKDOWNS)}, not by {by!r}")
+    raise CoderError(f"by must be one of {', '.join(BREAKDOWNS)}, got {by!r}")
 
 
 @torch.no_grad()
@@ -112,8 +122,10 @@ def breakdown(
     """Recall of each kind of captions, for ``t2i`` and with ``rows`` for ``i2t``.
 
     Args:
-        groups: of :func:`groups_of`. t2i_ranks: [T] 0-based. image_of_text: [T].
-        rows: scores of images against all captions, which are overwritten.
+        groups: of :func:`groups_of`, bool [T] each.
+        t2i_ranks: [T] int64, the 0-based rank of each caption's image.
+        image_of_text: [T] int64.
+        rows: scores of images against all captions in tiles, which are overwritten; None: text to image only.
 
     Returns:
         Label to direction to ``count``, ``r1``, ``r5``, ``r10`` in percent and ``r1_interval`` and its like, [low, high];
@@ -125,18 +137,24 @@ def breakdown(
     ranks: dict[str, list[Tensor]] = {label: [] for label in groups}
     for start, tile in rows:
         row, column = captions_of(start, len(tile), image_of_text)
-        own = tile[row, column].clone()
+        right = tile[row, column].clone()
         for label, mask in groups.items():
-            mine = mask[column]
-            tile[row, column] = own.masked_fill(~mine, torch.nan)  # right, and beats nothing
-            ranks[label].append(row_ranks(tile, row, column)[row[mine].unique()])
+            in_group = mask[column]
+            tile[row, column] = right.masked_fill(~in_group, torch.nan)  # still right, and so no competitor, but never ranked
+            ranks[label].append(row_ranks(tile, row, column)[row[in_group].unique()])
     for label, parts in ranks.items():
         out[label]["i2t"] = _recalls(torch.cat(parts))
     return out
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a proportion (Wilson, 1927), in [0, 1]."""
+    """The 95 % score interval of a proportion (Wilson, 1927), in [0, 1].
+
+    Example:
+        >>> low, high = wilson(50, 100)
+        >>> round(low, 3), round(high, 3)
+        (0.404, 0.596)
+    """
     share, z = hits / count, _Z**2 / count
     middle = (share + z / 2) / (1 + z)
     reach = sqrt(z * share * (1 - share) + z**2 / 4) / (1 + z)

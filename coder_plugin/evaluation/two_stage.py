@@ -1,4 +1,4 @@
-"""Recall of encoded data: by their vectors, and where a model has a fusion score, by that in two stages (METHODS 8, 10)."""
+"""Recall of encoded data: by their vectors, and for a model with a fusion score in two stages (AsCL eq. 4)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coder_plugin.evaluation import recall, recall_folds, recall_from_embeddings, rerank
-from coder_plugin.evaluation.metrics import over_folds
-from coder_plugin.evaluation.rerank import MeanScore, Products, Scorer
+from coder_plugin.evaluation.metrics import over_folds, recall, recall_folds, recall_from_embeddings
+from coder_plugin.evaluation.rerank import MeanScore, Products, Scorer, rerank
 from coder_plugin.pretrained.encode import Encoded
 
 
-def plain(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the ranks of single queries."""
+def without_tensors(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain numbers of a result, without the ranks of single queries."""
     return {
-        key: plain(value) if isinstance(value, dict) else value
+        key: without_tensors(value) if isinstance(value, dict) else value
         for key, value in result.items()
         if not isinstance(value, Tensor)
     }
@@ -25,22 +24,26 @@ def plain(result: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
-    """What `recall` returns, with the numbers of ``images`` and ``texts``, and under ``folds`` the mean of so many.
+    """Recall of one model or of an ensemble.
 
-    Where a fusion score re-ranks, recall is its, ``rerank`` says of how many candidates, and ``shortlist`` has the same
-    figures of the vectors alone; where it scores every pair, ``scores`` [N, T] are these. A pair is scored in float32, also
-    where its items were made under autocast.
+    Pairs are scored in float32, also where their items were computed under autocast.
 
     Args:
-        folds: how many, 0: none. Each has shortlists of its own.
-        depth: how many candidates of each query are re-ranked; None: every pair is scored.
+        encoded: N images and T captions.
+        folds: 0, or also the mean over so many folds, each with its own shortlists.
+        depth: how many candidates of each query a fusion score re-ranks; None: it scores every pair.
+
+    Returns:
+        What :func:`~coder_plugin.evaluation.recall` returns, the numbers of ``images`` and ``texts``, and with folds their
+        mean under ``folds``. With a fusion score the figures are those after re-ranking; ``rerank`` is ``depth`` or "all",
+        ``shortlist`` holds the figures of the vectors alone, and if every pair was scored, ``scores`` [N, T] the scores.
     """
     images, texts, owner = encoded.images, encoded.texts, encoded.image_of_text
     sizes = {"images": len(encoded.image_ids), "texts": len(owner)}
     result = {**recall_from_embeddings(images, texts, owner), **sizes}
     if folds:
         result["folds"] = recall_folds(images, texts, owner, folds=folds)
-    heads = [items.head for items in _several(encoded.items) if items is not None]
+    heads = [items.head for items in _as_list(encoded.items) if items is not None]
     if not heads:
         return result
     training = [head.training for head in heads]
@@ -49,16 +52,16 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
             head.eval()
         score = _scorer(encoded)
         if depth is not None and depth * (len(owner) + len(encoded.image_ids)) >= len(owner) * len(encoded.image_ids):
-            score = _Known(score.all_pairs())  # cheaper than as many pairs one by one
+            score = _ScoreMatrix(score.all_pairs())  # cheaper than as many pairs one by one
         reranked = _rerank_all(encoded, score, folds) if depth is None else _rerank_first(encoded, score, folds, depth)
     finally:
-        for head, was in zip(heads, training, strict=True):
-            head.train(was)
+        for head, mode in zip(heads, training, strict=True):
+            head.train(mode)
     return {**reranked, **sizes, "rerank": "all" if depth is None else depth, "shortlist": result}
 
 
-class _Known:
-    """Scores [N, T] that were all made."""
+class _ScoreMatrix:
+    """Scores [N, T] that have been computed, as a scorer."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -70,14 +73,14 @@ class _Known:
         return self.scores
 
 
-def _several(value: Any) -> list[Any]:
-    """What an ensemble has of each model; of one model, that of the one."""
+def _as_list(value: Any) -> list[Any]:
+    """One entry per model, also for a single model."""
     return value if isinstance(value, list) else [value]
 
 
 def _scorer(encoded: Encoded) -> Scorer:
-    """The score that re-ranks: the mean over the models, of which those without a fusion score have their product."""
-    models = [_several(value) for value in (encoded.images, encoded.texts, encoded.items)]
+    """The score that re-ranks: the mean over the models; a model without a fusion score contributes its inner products."""
+    models = [_as_list(value) for value in (encoded.images, encoded.texts, encoded.items)]
     scorers: list[Scorer] = [
         Products(images, texts) if items is None else items.head.scorer(items.images, items.texts)
         for images, texts, items in zip(*models, strict=True)
@@ -86,15 +89,15 @@ def _scorer(encoded: Encoded) -> Scorer:
 
 
 def _rerank_first(encoded: Encoded, score: Scorer, folds: int, k: int) -> dict[str, Any]:
-    """Each query's first k by embedding in the order of ``score``; folds have shortlists of their own."""
-    images, texts = _several(encoded.images), _several(encoded.texts)
+    """Each query's k best candidates by embedding, re-ranked by ``score``; each fold has its own shortlists."""
+    images, texts = _as_list(encoded.images), _as_list(encoded.texts)
     result = rerank(images, texts, encoded.image_of_text, score, k=k)
 
-    def fold(own: slice, captions: Tensor, owner: Tensor) -> dict[str, Any]:
-        def of_fold(image_index: Tensor, text_index: Tensor) -> Tensor:
-            return score(image_index + own.start, captions[text_index])
+    def fold(rows: slice, captions: Tensor, owner: Tensor) -> dict[str, Any]:
+        def fold_score(image_index: Tensor, text_index: Tensor) -> Tensor:
+            return score(image_index + rows.start, captions[text_index])
 
-        return rerank([each[own] for each in images], [each[captions] for each in texts], owner, of_fold, k=k)
+        return rerank([each[rows] for each in images], [each[captions] for each in texts], owner, fold_score, k=k)
 
     if folds:
         result["folds"] = over_folds(encoded.image_of_text, len(encoded.image_ids), folds, fold)
@@ -102,12 +105,12 @@ def _rerank_first(encoded: Encoded, score: Scorer, folds: int, k: int) -> dict[s
 
 
 def _rerank_all(encoded: Encoded, score: Scorer, folds: int) -> dict[str, Any]:
-    """Every pair by ``score``: the whole matrix, which the paper's protocol asks for."""
+    """Every pair by ``score``: the paper's protocol."""
     matrix = score.all_pairs().cpu()
     result = {**recall(matrix, encoded.image_of_text), "scores": matrix}
 
-    def fold(own: slice, captions: Tensor, owner: Tensor) -> dict[str, Any]:
-        return recall(matrix[own][:, captions], owner)
+    def fold(rows: slice, captions: Tensor, owner: Tensor) -> dict[str, Any]:
+        return recall(matrix[rows][:, captions], owner)
 
     if folds:
         result["folds"] = over_folds(encoded.image_of_text, len(encoded.image_ids), folds, fold)

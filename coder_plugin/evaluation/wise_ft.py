@@ -1,166 +1,176 @@
-"""A fine-tuned CLIP beside the one that it came from, and weights between them (WiSE-FT; Wortsman et al., CVPR 2022)."""
+"""A fine-tuned CLIP, the model it was fine-tuned from, and weights between the two (WiSE-FT; Wortsman et al., CVPR 2022)."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coder_plugin.backbones import plugin_backbones
-from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.pretrained.export import export_heads, export_model, exported, plain_state
+from coder_plugin.files import atomic_write
+from coder_plugin.pretrained.export import export_heads, export_model, plain_state
 from coder_plugin.pretrained.hub_cache import WISE_FT, is_on_hub
-from coder_plugin.pretrained.open import Trained, open_trained, trained_config
+from coder_plugin.pretrained.open import PretrainedModel, model_name, open_pretrained, saved_options
 
-#: Options of a run that say nothing of the plain CLIP that it began with.
-_PLAIN = {"loss": "clip", "set": [], "aggregator": "tower", "context_blocks": 1, "negatives": None, "positives": None}
-_NAMED = {"zeroshot": "--zeroshot", "base": "--base", "wise_ft": "--wise-ft", "wise_ft_save": "--wise-ft-save"}
+#: Options of a run that do not apply to the plain CLIP that it started from.
+_PLAIN = {"aggregator": "tower", "context_blocks": 1}
 
 
-class Asked(NamedTuple):
-    """What the flags ask for."""
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """What to compare with the model before fine-tuning; see :func:`fine_tuning`.
+
+    Args:
+        base: the model before; None: the run's ``--pretrained``.
+        alphas: weights between the two, ascending; none: only before and after.
+        save: the weight at which the model is exported, and the folder.
+        classifies: whether pictures are classified.
+        flags: the flags that were given, for messages.
+    """
 
     base: str | None
-    alphas: tuple[float, ...]  # ascending; none: no weights between
+    alphas: tuple[float, ...]
     save: tuple[float, Path] | None
     classifies: bool
+    flags: str
 
 
-def asked(arguments: Any, runs: Sequence[str | None]) -> Asked | None:
-    """None: nothing of a model before and after fine-tuning.
+def fine_tuning(
+    *,
+    zeroshot: str | None = None,
+    base: str | None = None,
+    alphas: Sequence[float] | None = None,
+    save: Sequence[str] | None = None,
+) -> FineTuning | None:
+    """The options of ``--zeroshot``, ``--base``, ``--wise-ft`` and ``--wise-ft-save``, checked; None if none was given.
 
     Raises:
-        CoderError: flags that do not go together, a weight out of range, a folder that holds a model already or that cannot
-            be made.
+        CoderError: a weight out of range, a folder that is not new or cannot be written.
     """
-    given = {flag: value for name, flag in _NAMED.items() if (value := getattr(arguments, name, None)) is not None}
-    if not given:
+    given = {"--zeroshot": zeroshot, "--base": base, "--wise-ft": alphas, "--wise-ft-save": save}
+    flags = " and ".join(flag for flag, value in given.items() if value is not None)
+    if not flags:
         return None
-    flags = " and ".join(given)
-    if len(runs) > 1:
-        raise CoderError(f"{flags}: of one model, and there are {len(runs)}")
-    for other in ("beta", "context_weight", "analyses", "pictures"):
-        if getattr(arguments, other, None):
-            raise CoderError(f"{flags}: leave out --{other.replace('_', '-')}, and ask for it by itself")
-    save = None
-    if "--wise-ft-save" in given:
-        alpha, folder = given["--wise-ft-save"]
-        try:
-            save = float(alpha), Path(folder)
-        except ValueError:
-            raise CoderError(f"--wise-ft-save {alpha} {folder}: a number from 0 to 1, then a folder") from None
-    alphas = [*given.get("--wise-ft", ()), *([] if save is None else save[:1])]
-    for alpha in alphas:
-        if not 0 <= alpha <= 1:
-            raise CoderError(f"--wise-ft goes from 0, the model before, to 1, the fine-tuned one, got {alpha}")
+    export: tuple[float, Path] | None = None
     if save is not None:
-        _make(save[1])  # now, and not when everything has been encoded
-    return Asked(given.get("--base"), tuple(sorted(set(alphas))), save, "--zeroshot" in given)
+        alpha, folder = save
+        try:
+            export = float(alpha), Path(folder)
+        except ValueError:
+            raise CoderError(f"--wise-ft-save {alpha} {folder}: give a number from 0 to 1, then a folder") from None
+    weights = [*(alphas or ()), *([] if export is None else export[:1])]
+    for weight in weights:
+        if not 0 <= weight <= 1:
+            raise CoderError(f"--wise-ft goes from 0, the model before, to 1, the fine-tuned one, got {weight}")
+    if export is not None:
+        _make_new_folder(export[1])  # before everything is encoded
+    return FineTuning(
+        base=base, alphas=tuple(sorted(set(weights))), save=export, classifies=zeroshot is not None, flags=flags
+    )
 
 
-def _make(folder: Path) -> None:
+def _make_new_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         used = any(folder.iterdir())
     except OSError as error:
-        raise CoderError(f"--wise-ft-save {folder}: cannot be made a new folder: {error}") from error
+        raise CoderError(f"--wise-ft-save {folder}: the folder cannot be made: {error}") from error
     if used:
-        raise CoderError(f"--wise-ft-save {folder}: there is something already: name a new folder")
+        raise CoderError(f"--wise-ft-save {folder}: the folder is not empty: name a new one")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise CoderError(f"--wise-ft-save {folder}: nothing can be written there")
+        raise CoderError(f"--wise-ft-save {folder}: the folder cannot be written")
 
 
 def open_base(
-    run: str | None, given: Mapping[str, Any], tuned: TrainConfig, source: Any, tuning: Asked, *, export: str
-) -> Trained | None:
-    """The model that a run was fine-tuned from, None where none is named and the run began with random towers.
+    spec: str | None, options: Mapping[str, Any], source: Any, tuning: FineTuning, *, export: str = "best"
+) -> PretrainedModel | None:
+    """The model that a run was fine-tuned from; None if none is named and the run started from random towers.
 
     Args:
-        run: the run's folder, or an export's; None: ``given`` names the model.
-        given: options of the command line. tuned: the fine-tuned model's.
-        source: the data to evaluate on. export: which of a base that is a run, best or last.
+        spec: the run's or the export's folder; None: ``options`` name the model.
+        options: of model and data, by flat name.
+        source: the data to evaluate on.
+        tuning: which base, and what is done with it.
+        export: which export, if the base is a run: "best" or "last".
 
     Raises:
-        CoderError: a model of regions, weights between that want a base, or a fine-tuned model, where there is none, a base
-            whose architecture nothing says.
+        CoderError: a region model; no base or no fine-tuned model where weights between them are asked for; a base whose
+            architecture is unknown.
     """
-    if (tuning.classifies or tuning.alphas) and plugin_backbones.find_backbone(tuned.model.name) is not None:
+    reads_regions = plugin_backbones.find_backbone(model_name(spec, options, export=export)) is not None
+    if reads_regions and (tuning.classifies or tuning.alphas):
         what = "--wise-ft goes between two CLIPs" if tuning.alphas else "--zeroshot classifies pictures"
         raise CoderError(f"{what}, and this model reads region features")
-    if tuning.alphas and tuned.model.pretrained is None:
+    if tuning.alphas and spec is None and options.get("pretrained") is None:
         raise CoderError("--wise-ft goes to a fine-tuned model, which nothing names: give a run, an export or --pretrained")
-    options: dict[str, Any] = {}
-    if run is not None and exported(Path(run))[0] is None and (file := Path(run) / "config.json").is_file():
-        options = flatten(json.loads(file.read_text()))
-    name = tuning.base or options.get("pretrained")
+    saved = saved_options(spec)
+    name = tuning.base or saved.get("pretrained")
     if name is None:
         if tuning.alphas:
             what = "the model before fine-tuning, which nothing names (--pretrained of the run)"
             raise CoderError(f"--wise-ft goes from {what}: name it with --base")
         return None
+    label = f"before: {Path(name).parent if Path(name).is_file() else name}"
     if tuning.base is not None and (is_on_hub(name) or Path(name).is_dir()):
-        kept = ("batch_size", "workers", "precision", "cache_dir", "train_data")
-        config = trained_config(name, {key: given[key] for key in kept if key in given}, export=export)
-    else:
-        options = {**options, **given, "pretrained": name}
-        if options.get("model") is None and not tuned.data.on_scenes:
-            raise CoderError(f"--base {name}: {run} does not say of which architecture these weights are: name it with --model")
-        config = trained_config(None, {**options, **_PLAIN})
-    where = Path(name).parent if Path(name).is_file() else name  # as a person names it
-    return open_trained(config, name=f"before: {where}", source=source)
+        kept = ("batch_size", "workers", "precision", "cache_dir")
+        opening = {key: options[key] for key in kept if key in options}
+        return open_pretrained(name, opening, export=export, name=label, source=source)
+    opening = {**saved, **options, "pretrained": name, **_PLAIN}
+    if opening.get("model") is None and not source.name.startswith("scenes"):
+        raise CoderError(f"--base {name}: {spec} does not say of which architecture these weights are: name it with --model")
+    return open_pretrained(None, opening, name=label, source=source)
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
-    """Those of the plain CLIP, copied to the CPU."""
+def plain_weights(model: Any) -> dict[str, Tensor]:
+    """The state dict of the plain CLIP, copied to the CPU."""
     return {name: value.detach().cpu().clone() for name, value in plain_state(model).items()}
 
 
-class Between:
-    """A fine-tuned model whose towers are put between those that it came from and its own.
+class Interpolation:
+    """A fine-tuned model whose towers are set between the weights it was fine-tuned from and its own.
 
-    All parameters and floating-point buffers of the plain CLIP are interpolated, the temperature with them (as the logarithm
-    that it is stored as: it moves no rank). Whole numbers stay the fine-tuned, SigLIP's bias where one of the two has none,
-    and the scoring heads. The fine-tuned weights are those of the model as it was opened (of its image size, in its
-    precision), copied to the CPU: in memory are the model, and the weights of both.
+    All parameters and floating-point buffers of the plain CLIP are interpolated, also the logarithm of the temperature. Integer
+    buffers, the scoring heads, and SigLIP's bias where only one of the two has one, stay the fine-tuned ones. Memory holds the
+    model and both sets of weights.
 
     Args:
-        model: the fine-tuned, an open_clip model with heads.
-        base: the weights of the other, by the same names and of the same shapes.
+        model: the fine-tuned open_clip model, with its heads.
+        base: the other weights, with the same names and shapes.
 
     Raises:
         CoderError: another architecture.
     """
 
     def __init__(self, model: Any, base: Mapping[str, Tensor]) -> None:
-        tuned = weights_of(model)
-        odd = sorted((tuned.keys() ^ base.keys()) - {"logit_bias"})
-        odd += sorted(name for name in tuned.keys() & base.keys() if tuned[name].shape != base[name].shape)
-        if odd:
+        tuned = plain_weights(model)
+        different = sorted((tuned.keys() ^ base.keys()) - {"logit_bias"})
+        different += sorted(name for name in tuned.keys() & base.keys() if tuned[name].shape != base[name].shape)
+        if different:
             raise CoderError(
-                f"--wise-ft: the model before fine-tuning is of another architecture: {len(odd)} weights differ in name or "
-                f"shape, such as {odd[0]}"
+                f"--wise-ft: the model before fine-tuning is of another architecture: {len(different)} weights differ in name "
+                f"or shape, such as {different[0]}"
             )
         self.model, self.base = model, base
         self.tuned = {name: value for name, value in tuned.items() if name in base and value.is_floating_point()}
 
     @torch.no_grad()
-    def to(self, alpha: float) -> None:
-        """Put the towers at ``(1 - alpha) * base + alpha * fine-tuned``; 0 and 1 are these to the bit."""
+    def set_alpha(self, alpha: float) -> None:
+        """Set the towers to ``(1 - alpha) * base + alpha * fine-tuned``, exactly these at 0 and 1."""
         live = plain_state(self.model)
         for name, tuned in self.tuned.items():
-            # in float32, whatever the model is in; exact at both ends
+            # in float32 whatever the model's dtype, so that both ends are exact
             live[name].copy_(torch.lerp(self.base[name].float(), tuned.float(), alpha))
 
 
-def save(encoder: Encoder, folder: Path, **made: Any) -> None:
-    """The model as it now is, as a run exports it, and of what it was ``made``, which a model card tells.
+def save(pretrained: PretrainedModel, folder: Path, **origin: Any) -> None:
+    """Export the model as it is now, with ``origin`` (weight and the two models' names) for the model card.
 
     Raises:
         CoderError: it cannot be written.
@@ -168,8 +178,10 @@ def save(encoder: Encoder, folder: Path, **made: Any) -> None:
     from safetensors import SafetensorError
 
     try:
-        export_model(encoder.model, folder, tokenizer=encoder.tokenizer)
-        export_heads(encoder.model, folder)
-        (folder / WISE_FT).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        options = pretrained.inference_options()
+        export_model(pretrained.model, folder, tokenizer=pretrained.tokenizer, options=options)
+        export_heads(pretrained.model, folder)
+        with atomic_write(folder / WISE_FT, "w") as file:
+            file.write(json.dumps(origin, indent=1) + "\n")
     except (OSError, SafetensorError) as error:
         raise CoderError(f"--wise-ft-save {folder}: cannot be written: {error}") from error

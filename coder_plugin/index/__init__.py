@@ -1,1 +1,1 @@
-"""An index of a collection: embed it, build it, search it."""
+"""Embed a collection into an index on disk, and search it."""

@@ -1,7 +1,7 @@
-"""Making an index: data in, a folder out, that can be stopped at any instruction and gone on with.
+"""Building an index: a data set in, a folder out. A build that was killed continues when the same command runs again.
 
-Encoded data are written in parts; when all are there they are put together, and the manifest, written last, makes the folder
-an index. One writer at a time; with several ranks each encodes its share, and the first puts them together.
+Encoded data are written in parts. When all parts exist they are assembled, and the manifest, written last, makes the folder an
+index. One writer at a time; with several ranks each encodes its share, and the first assembles them.
 
 Shape letters: N images, T captions, D dimensions, V embeddings of an image.
 """
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL.Image import Image, Resampling
 from torch import Tensor
 
 from coder_plugin import distributed
@@ -30,13 +32,11 @@ from coder_plugin.data.source import BadImages, ItemSource
 from coder_plugin.data.tars import is_local, local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, parts, vectors
-from coder_plugin.index.assemble import assemble
-from coder_plugin.index.thumbnails import Beside, thumbnail
 
 PARTS = "parts"
 LOCK = ".lock"
-#: Images of a part, about: so many are encoded anew after a stop, at most.
-PART = 512
+#: Images of a part, about; after a kill at most so many are encoded again.
+PART_SIZE = 512
 WHAT = ("both", "images", "captions")
 
 
@@ -53,31 +53,31 @@ def build_index(
     pictures: Any = None,
     data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Encode a data set into an index, or go on with one that was stopped; the same files come out either way.
+    """Encode a data set into an index, or continue a build that was stopped; the same files result either way.
 
     Args:
-        folder: the index: a new or an empty folder, or one that this was begun in with the same model, data and options.
+        folder: the index: a new or an empty folder, or one where a build with the same model, data and options was started.
         encoder: :class:`~coder_plugin.pretrained.encode.Encoder` of the model, which is put into eval mode.
-        source: whose :meth:`items` are taken: a :class:`~coder_plugin.data.source.Source` or pictures without captions.
-        model: what the manifest says of the model: at least ``fingerprint``, which a search compares.
-        what: whose vectors are kept: images, captions or both. Keys and captions are there as text in any case.
-        factory: FAISS index factory string: Flat is exact; HNSW32, IVF1024,Flat, PQ64 …
-        thumbnails: pixels of the longer side of the small pictures, 0: none.
+        source: a :class:`~coder_plugin.data.source.Source`, or :class:`~coder_plugin.data.pictures.Pictures` without captions.
+        model: fields of the manifest about the model; ``fingerprint`` is required, because a search compares it.
+        what: whose vectors are kept: "images", "captions" or "both". Keys and captions are kept as text in any case.
+        factory: FAISS index factory string; "Flat" is exact, others are HNSW32, IVF1024,Flat or PQ64.
+        thumbnails: longer side in pixels; 0: no thumbnails.
         rerank: keep what the model's fusion score needs, if it has one.
-        pictures: a source of the pictures of images that are read as regions, in the same order: for thumbnails.
-        data: what else must be as it was where an index is gone on with: how the data are read, arithmetic, for JSON.
+        pictures: for thumbnails of images that are read as regions: a source of their pictures, in the same order.
+        data: further options that a continued build must share, as JSON values: how the data are read, the precision.
 
     Returns:
         The manifest.
 
     Raises:
-        CoderError: the folder holds something else, or is being written; the options are not those it was begun with; an
+        CoderError: the folder holds something else or is being written; a build with other options was started there; an
             unknown factory; no image could be read.
     """
     if what not in WHAT:
-        raise CoderError(f"what an index keeps must be one of {', '.join(WHAT)}, got {what!r}")
+        raise CoderError(f"what must be one of {', '.join(WHAT)}, got {what!r}")
     if thumbnails < 0:
-        raise CoderError(f"thumbnails have a side of 0 (none) or more pixels, got {thumbnails}")
+        raise CoderError(f"thumbnails must be 0 (none) or more pixels, got {thumbnails}")
     folder = Path(folder)
     head = encoder.reranking if rerank and what != "captions" else None
     encoder.model.eval()
@@ -87,32 +87,59 @@ def build_index(
         "data": source.name,
         **json.loads(json.dumps(data or {})),
         "images": source.num_images,
-        "content": _content(source),
+        "content": _content_digest(source),
         "what": what,
         "batch size": encoder.batch_size,
         "ranks": distributed.world_size(),
         "thumbnails": thumbnails,
         "re-ranking": head is not None,
     }
-    with _only_writer(folder):
+    with _write_lock(folder):
         if (folder / manifest.MANIFEST).is_file():
-            return _finished(folder, plan, factory)
-        _begin(folder, plan)
+            return _read_finished(folder, plan, factory)
+        _start(folder, plan)
         job = _Job(encoder, source, what, head, thumbnails, pictures)
-        _on_all_ranks(lambda: _encode(folder / PARTS, job))
+        _run_on_all_ranks(lambda: _encode(folder / PARTS, job))
         content = {"model": dict(model), "plan": plan, "factory": factory}
         paths = sorted((folder / PARTS).glob("part-*.safetensors"))
-        _on_all_ranks(lambda: assemble(folder, paths, content, factory=factory) if distributed.rank() == 0 else None)
-        if distributed.rank() == 0:
-            _tidy(folder)
+        first = distributed.rank() == 0
+        _run_on_all_ranks(lambda: parts.assemble(folder, paths, content, factory=factory) if first else None)
+        if first:
+            _remove_parts(folder)
         distributed.barrier()
     return manifest.read_manifest(folder, verify=False)
 
 
-def _content(source: Any) -> str | None:
-    """A digest of which images and captions a source holds, where telling costs little: of those in memory their keys and
-    texts, of local shards the files' sizes; else None."""
-    inner = getattr(source, "captions", source)  # of regions joined to captions, these
+def model_record(
+    model: Any, spec: str | None, *, export: str = "best", options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The manifest's fields about a model, from which a search opens it again.
+
+    Args:
+        model: :class:`~coder_plugin.pretrained.open.PretrainedModel`.
+        spec: what it was opened from; None: ``options`` name it.
+        export: which export of a run.
+        options: that it was opened with, by flat name.
+    """
+    return {
+        "name": model.name,
+        "spec": absolute(spec),
+        "export": export,
+        "options": {name: absolute(value) for name, value in (options or {}).items()},
+        "objective": model.objective,
+        "fingerprint": model.fingerprint(),
+    }
+
+
+def absolute(value: Any) -> Any:
+    """The absolute path, if ``value`` is one that exists; else ``value``."""
+    return os.path.abspath(value) if isinstance(value, str) and value and os.path.exists(value) else value
+
+
+def _content_digest(source: Any) -> str | None:
+    """A digest of a source's images and captions where it is cheap: from keys and texts in memory, or from the sizes of local
+    shards; else None."""
+    inner = getattr(source, "captions", source)  # regions joined to captions: the captions
     digest = hashlib.sha256()
     if isinstance(inner, (ItemSource, Pictures)):
         for _, item in inner.items():
@@ -125,24 +152,26 @@ def _content(source: Any) -> str | None:
     return digest.hexdigest()[:32]
 
 
-def _on_all_ranks(work: Callable[[], None]) -> None:
-    """Do it on each rank, and go on when all are done; where one fails all do, for the others would wait for it."""
-    fault: Exception | None = None
+def _run_on_all_ranks(work: Callable[[], None]) -> None:
+    """Run ``work`` on each rank and wait for all; if one fails, all raise, because the others would wait for it for ever."""
+    failure: Exception | None = None
     try:
         work()
     except Exception as error:
-        fault = error
-    told = distributed.gather_objects(None if fault is None else str(fault))
-    if fault is not None:
-        raise fault
-    if problem := next((each for each in told if each is not None), None):
-        raise CoderError(f"another process failed: {problem}")
+        failure = error
+    messages = distributed.gather_objects(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if message := next((each for each in messages if each is not None), None):
+        raise CoderError(f"another process failed: {message}")
 
 
-def _tidy(folder: Path) -> None:
-    """What an index is made of goes when it is made."""
+def _remove_parts(folder: Path) -> None:
+    """Remove what is needed only while the index is being built."""
     shutil.rmtree(folder / PARTS, ignore_errors=True)
     (folder / manifest.BUILDING).unlink(missing_ok=True)
+    for temporary in folder.glob(".*.writing"):  # left by a kill
+        temporary.unlink()
 
 
 class _Job(NamedTuple):
@@ -155,8 +184,8 @@ class _Job(NamedTuple):
 
 
 @contextlib.contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """The first rank's lock for all of them; the system gives it up when the process ends, however it does."""
+def _write_lock(folder: Path) -> Iterator[None]:
+    """A lock that the first rank holds for all. The operating system releases it when the process ends, also when killed."""
     from filelock import FileLock, Timeout
 
     problem, lock = None, None
@@ -179,27 +208,27 @@ def _only_writer(folder: Path) -> Iterator[None]:
             lock.release()
 
 
-def _finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[str, Any]:
-    found = manifest.read_manifest(folder)
-    other = _differences({**found["plan"], "factory": found["factory"]}, {**plan, "factory": factory})
+def _read_finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[str, Any]:
+    content = manifest.read_manifest(folder)
+    other = _differences({**content["plan"], "factory": content["factory"]}, {**plan, "factory": factory})
     if other:
-        raise CoderError(f"{folder} is a finished index of other options ({other}): choose another folder, or remove it")
+        raise CoderError(f"{folder} is a finished index with other options ({other}): choose another folder, or remove it")
     if distributed.rank() == 0:
-        print(f"{folder} is finished already, made {found.get('made', '')}: nothing to do", file=sys.stderr)
-        _tidy(folder)
-    return found
+        print(f"{folder} is already finished ({content.get('made', '')}): nothing to do", file=sys.stderr)
+        _remove_parts(folder)
+    return content
 
 
-def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Note what is made, or see that it is the same as was begun."""
+def _start(folder: Path, plan: Mapping[str, Any]) -> None:
+    """Write ``building.json``, or check that the build started there has the same plan."""
     note, problem = folder / manifest.BUILDING, None
     if distributed.rank() == 0:
         if note.is_file():
             other = _differences(manifest.read_json(note)["plan"], plan)
             if other:
-                problem = f"{folder} was begun with other options ({other}): give the same, choose another folder, or remove it"
-        elif others := sorted(each.name for each in folder.iterdir() if each.name not in (LOCK, f".{note.name}.writing")):
-            problem = f"{folder} is no index and not empty ({', '.join(others[:3])}): choose another folder"
+                problem = f"{folder} was begun with other options ({other}): use the same options, or choose another folder"
+        elif others := sorted(each.name for each in folder.iterdir() if not _is_ours(each.name)):
+            problem = f"{folder} is not an index and not empty ({', '.join(others[:3])}): choose another folder"
         else:
             manifest.write_json(note, {"plan": dict(plan)})
         if problem is None:
@@ -209,52 +238,56 @@ def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
         raise CoderError(problem)
 
 
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _is_ours(name: str) -> bool:
+    """The lock, or a temporary file that a kill has left."""
+    return name == LOCK or (name.startswith(f".{manifest.BUILDING}.") and name.endswith(".writing"))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     def shown(name: str, value: Any) -> Any:
         return f"{value[:12]}…" if name == "model" else value
 
-    different = [name for name in now if then.get(name) != now[name]]
-    return ", ".join(f"{name} was {shown(name, then.get(name))}, is {shown(name, now[name])}" for name in different)
+    different = [name for name in now if before.get(name) != now[name]]
+    return ", ".join(f"{name} was {shown(name, before.get(name))}, is {shown(name, now[name])}" for name in different)
 
 
 def _encode(folder: Path, job: _Job) -> None:
-    """Write this rank's parts that are not there yet, in order."""
+    """Write this rank's missing parts, in order."""
     rank, ranks = distributed.rank(), distributed.world_size()
     size = job.encoder.batch_size
-    batches = max(1, PART // size)  # of a part
-    there = _unbroken(folder, rank)
+    batches_per_part = max(1, PART_SIZE // size)
+    existing = _consecutive_parts(folder, rank)
     bad = BadImages(job.source.name, job.encoder.max_bad)
-    for path in there:
-        bad.restore(parts.outline(path).bad)
-    known = len(bad)
-    rest = _Rest(job.source, len(there) * batches, ranks)
-    number = len(there)
-    beside = Beside(job.pictures) if job.pictures is not None and job.thumbnails else None
-    gathered: list[tuple[Any, list[bytes]]] = []
-    progress = _Progress(job.source.num_images, number * batches * size * ranks, shown=rank == 0)
+    for path in existing:
+        bad.restore(parts.summary(path).bad)
+    number, reported = len(existing), len(bad)
+    remaining = _RemainingItems(job.source, number * batches_per_part, ranks)
+    pictures = PictureThumbnails(job.pictures) if job.pictures is not None and job.thumbnails else None
+    pending: list[tuple[Any, list[bytes]]] = []
+    progress = _Progress(job.source.num_images, number * batches_per_part * size * ranks, shown=rank == 0)
 
     def write() -> None:
-        nonlocal number, known
-        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _part(gathered, bad.keys[known:], job.what))
-        number, known = number + 1, len(bad)
-        gathered.clear()
+        nonlocal number, reported
+        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _make_part(pending, bad.keys[reported:], job.what))
+        number, reported = number + 1, len(bad)
+        pending.clear()
 
     with contextlib.closing(progress):
-        for batch in _batches(job, rest, bad):
+        for batch in _batches(job, remaining, bad):
             block = int(batch.positions[0]) // size // ranks
-            while block >= (number + 1) * batches:  # a part whose images could none be read is there all the same
+            while block >= (number + 1) * batches_per_part:  # also parts none of whose images could be read
                 write()
-            small = batch.beside or [b""] * len(batch.positions)
-            if beside is not None:
-                small = beside.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
-            gathered.append((batch, small))
-            progress.to((block + 1) * size * ranks)
-        if gathered or len(bad) > known or not number:
+            thumbnails = batch.extra or [b""] * len(batch.positions)
+            if pictures is not None:
+                thumbnails = pictures.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
+            pending.append((batch, thumbnails))
+            progress.update((block + 1) * size * ranks)
+        if pending or len(bad) > reported or not number:
             write()
 
 
 class _Progress:
-    """How many images have been met: a bar on a terminal, elsewhere a line now and then."""
+    """The number of images done: a progress bar on a terminal, elsewhere a line every ten seconds."""
 
     def __init__(self, total: int | None, done: int, *, shown: bool) -> None:
         from tqdm import tqdm
@@ -262,76 +295,111 @@ class _Progress:
         self.total, self.lines = total, shown and not sys.stderr.isatty()
         self.done = min(done, total or done)
         self.bar = tqdm(total=total, initial=self.done, unit="img", disable=not shown or self.lines)
-        self.told = time.monotonic()
+        self.printed_at = time.monotonic()
         if done and self.lines:
-            self._say("going on after ")
+            self._print("continuing after ")
 
-    def to(self, done: int) -> None:
+    def update(self, done: int) -> None:
         before, self.done = self.done, min(done, self.total or done)
         self.bar.update(self.done - before)
-        if self.lines and time.monotonic() - self.told > 10:
-            self._say("")
+        if self.lines and time.monotonic() - self.printed_at > 10:
+            self._print("")
 
-    def _say(self, start: str) -> None:
-        self.told = time.monotonic()
-        of = f" of {self.total:,}" if self.total else ""
-        print(f"{start}{self.done:,}{of} images", file=sys.stderr, flush=True)
+    def _print(self, start: str) -> None:
+        self.printed_at = time.monotonic()
+        total = f" of {self.total:,}" if self.total else ""
+        print(f"{start}{self.done:,}{total} images", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self.bar.close()
 
 
-def _unbroken(folder: Path, rank: int) -> list[Path]:
-    """A rank's parts from the first to the last before a gap; what is behind a gap goes, for it is made anew."""
-    there = sorted(folder.glob(f"part-{rank:04d}-*.safetensors"))
-    found = [path for number, path in enumerate(there) if path.stem == f"part-{rank:04d}-{number:08d}"]
-    for path in there[len(found) :]:
+def _consecutive_parts(folder: Path, rank: int) -> list[Path]:
+    """A rank's parts up to the first gap; those after a gap are removed and encoded again."""
+    existing = sorted(folder.glob(f"part-{rank:04d}-*.safetensors"))
+    usable = [path for number, path in enumerate(existing) if path.stem == f"part-{rank:04d}-{number:08d}"]
+    for path in existing[len(usable) :]:
         path.unlink()
-    return found
+    return usable
 
 
-def _batches(job: _Job, rest: _Rest, bad: BadImages) -> Iterator[Any]:
-    encoder = job.encoder
+def _batches(job: _Job, items: _RemainingItems, bad: BadImages) -> Iterator[Any]:
     if job.what == "captions":
-        yield from encoder.texts_alone(rest)
+        yield from job.encoder.caption_batches(items)
         return
-    small: Callable[[Any], bytes] | None = None
+    from_image: Callable[[Any], bytes] | None = None
     if job.thumbnails and job.pictures is None:
-        small = partial(thumbnail, side=job.thumbnails)
-    yield from encoder.batches(rest, job.head, texts=job.what == "both", bad=bad, beside=small)
+        from_image = partial(thumbnail, side=job.thumbnails)
+    yield from job.encoder.batches(items, job.head, texts=job.what == "both", bad=bad, extra=from_image)
 
 
-class _Rest:
-    """What is left of a source after a rank's first blocks; workers take turns as if the data began there."""
+class _RemainingItems:
+    """A source without a rank's first ``done`` blocks; data loading workers take turns as if the data began after these."""
 
     def __init__(self, source: Any, done: int, ranks: int) -> None:
         self.name, self.source, self.done, self.ranks = source.name, source, done, ranks
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        worker, own = divmod(rank, self.ranks)
+        worker, own_rank = divmod(rank, self.ranks)
         workers = world_size // self.ranks
-        part = (worker + self.done) % workers * self.ranks + own
-        for position, item in self.source.items(part, world_size, block=block):
+        shifted = (worker + self.done) % workers * self.ranks + own_rank
+        for position, item in self.source.items(shifted, world_size, block=block):
             if position // block // self.ranks >= self.done:
                 yield position, item
 
 
-def _part(gathered: list[tuple[Any, list[bytes]]], bad: list[str], what: str) -> parts.Part:
-    batches = [batch for batch, _ in gathered]
+def _make_part(pending: list[tuple[Any, list[bytes]]], bad: list[str], what: str) -> parts.Part:
+    batches = [batch for batch, _ in pending]
 
-    def stacked(values: list[Tensor]) -> Tensor | None:
+    def concatenate(values: list[Tensor]) -> Tensor | None:
         return torch.cat(values) if values else None
 
     none = torch.zeros(0, dtype=torch.int64)
     return parts.Part(
-        torch.cat([none, *(batch.positions for batch in batches)]),
-        torch.cat([none, *(batch.image_ids for batch in batches)]),
-        [key for batch in batches for key in batch.keys],
-        [own for batch in batches for own in batch.captions],
-        [each for _, small in gathered for each in small],
-        stacked([batch.images for batch in batches]) if what != "captions" else None,
-        stacked([piece for batch in batches for piece in batch.texts]) if what != "images" else None,
-        parts.joined([batch.image_item for batch in batches if batch.image_item is not None]),
-        parts.joined([item for batch in batches for item in batch.text_items]),
-        bad,
+        positions=torch.cat([none, *(batch.positions for batch in batches)]),
+        image_ids=torch.cat([none, *(batch.image_ids for batch in batches)]),
+        keys=[key for batch in batches for key in batch.keys],
+        captions=[captions for batch in batches for captions in batch.captions],
+        thumbnails=[file for _, thumbnails in pending for file in thumbnails],
+        images=concatenate([batch.images for batch in batches]) if what != "captions" else None,
+        texts=concatenate([piece for batch in batches for piece in batch.texts]) if what != "images" else None,
+        image_item=parts.pad_and_concatenate([batch.image_item for batch in batches if batch.image_item is not None]),
+        text_item=parts.pad_and_concatenate([item for batch in batches for item in batch.text_items]),
+        bad=bad,
     )
+
+
+def thumbnail(image: Any, *, side: int) -> bytes:
+    """A JPEG file of an image, its longer side at most ``side`` pixels; empty if ``image`` is not a picture (but regions)."""
+    if not isinstance(image, Image):
+        return b""
+    small = image.convert("RGB")
+    small.thumbnail((side, side), Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=80)
+    return buffer.getvalue()
+
+
+class PictureThumbnails:
+    """Thumbnails of images that are read as regions, from a source of their pictures in the same order."""
+
+    def __init__(self, source: Any) -> None:
+        self._items: Iterator[tuple[int, Any]] = source.items()
+        self._next: tuple[int, Any] | None = next(self._items, None)
+
+    def thumbnails(self, positions: Sequence[int], keys: Sequence[str], side: int) -> list[bytes]:
+        """JPEG files of images at ascending positions; empty where the picture has another key or cannot be read."""
+        files = []
+        for position, key in zip(positions, keys, strict=True):
+            while self._next is not None and self._next[0] < position:
+                self._next = next(self._items, None)
+            files.append(self._thumbnail(position, key, side))
+        return files
+
+    def _thumbnail(self, position: int, key: str, side: int) -> bytes:
+        if self._next is None or self._next[0] != position or self._next[1].key != key:
+            return b""
+        try:
+            return thumbnail(self._next[1].load(), side=side)
+        except (OSError, ValueError):
+            return b""

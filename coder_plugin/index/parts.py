@@ -1,12 +1,16 @@
-"""What an index is made of while it is made: files of encoded images and captions, each whole or not there.
+"""Parts: files of encoded images and captions, written while an index is built; and the assembly of the index from them.
 
-Shape letters: n images of a part, t captions, D dimensions, V embeddings of an image.
+Each part is written to a temporary file and renamed, so a part that exists is complete.
+
+Shape letters: N images, T captions, n images of a part, t captions of a part, D dimensions, V embeddings of an image.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +20,11 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_replace
+from coder_plugin.index import manifest, records, vectors
 
-#: Fields of a part that are tensors of their own; the items of re-ranking are named by their prefix.
+#: Folder of the arrays that re-ranking reads.
+RERANK = "rerank"
+#: Fields of a part that are tensors; the tensors of re-ranking are stored under these prefixes.
 _TENSORS = ("positions", "image_ids", "images", "texts")
 _IMAGE, _TEXT = "image_item.", "text_item."
 
@@ -29,74 +36,108 @@ class Part(NamedTuple):
     image_ids: Tensor  # [n] int64
     keys: list[str]  # n
     captions: list[Sequence[str]]  # n
-    thumbnails: list[bytes]  # n, of a picture's file, empty where there is none
+    thumbnails: list[bytes]  # n JPEG files, empty where there is none
     images: Tensor | None  # [n, D] or [n, V, D]
-    texts: Tensor | None  # [t, D], all captions one after the other
-    image_item: dict[str, Tensor]  # of re-ranking, [n, ...]; empty where nothing re-ranks
+    texts: Tensor | None  # [t, D], the captions of all images one after the other
+    image_item: dict[str, Tensor]  # for re-ranking, [n, ...]; empty without a fusion score
     text_item: dict[str, Tensor]  # [t, ...]
     bad: list[str]  # keys of images that could not be read
 
 
-def widest(shapes: Iterable[Sequence[int]]) -> list[int]:
-    """The least shape that all of them fit into."""
-    return [max(sizes) for sizes in zip(*shapes, strict=True)]
-
-
-def joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Items of several batches as one, padded with zeros to the longest."""
-    if not rows:
-        return {}
-    whole = {}
-    for name in rows[0]:
-        shape = widest(row[name].shape[1:] for row in rows)
-        dtype = rows[0][name].dtype
-        for row in rows:
-            dtype = torch.promote_types(dtype, row[name].dtype)
-        whole[name] = torch.zeros(sum(len(row[name]) for row in rows), *shape, dtype=dtype)
-        at = 0
-        for row in rows:
-            value = row[name]
-            place: Any = (slice(at, at + len(value)), *(slice(size) for size in value.shape[1:]))
-            whole[name][place] = value.to(dtype)
-            at += len(value)
-    return whole
-
-
-def write(path: Path, part: Part) -> None:
-    """Write it aside, and rename it: a part that bears its name is whole."""
-    from safetensors.torch import save_file
-
-    tensors = {name: value for name in _TENSORS if (value := getattr(part, name)) is not None}
-    tensors |= {_IMAGE + name: value for name, value in part.image_item.items()}
-    tensors |= {_TEXT + name: value for name, value in part.text_item.items()}
-    sizes = torch.tensor([len(each) for each in part.thumbnails], dtype=torch.int64)
-    thumbnails = np.frombuffer(b"".join(part.thumbnails) or b"\0", dtype=np.uint8).copy()
-    names = json.dumps({"keys": part.keys, "captions": part.captions, "bad": part.bad})
-    # in a tensor: safetensors bounds its header, and captions may be long
-    text = torch.from_numpy(np.frombuffer(names.encode("utf-8", "surrogatepass"), dtype=np.uint8).copy())
-    tensors |= {"thumbnail_sizes": sizes, "thumbnails": torch.from_numpy(thumbnails), "names": text}
-    aside = path.with_name(f".{path.name}.writing")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, aside)
-    atomic_replace(aside, path)
-
-
-class Outline(NamedTuple):
-    """What a part is of, without its vectors."""
+class PartSummary(NamedTuple):
+    """A part without its vectors."""
 
     positions: Tensor  # [n]
     counts: Tensor  # [n] captions of each image
     bad: list[str]
 
 
-def outline(path: Path) -> Outline:
-    """As :func:`read`, in a fraction of its time."""
+def largest_shape(shapes: Iterable[Sequence[int]]) -> list[int]:
+    """The smallest shape that all of them fit into."""
+    return [max(sizes) for sizes in zip(*shapes, strict=True)]
+
+
+def pad_and_concatenate(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Re-ranking tensors of several batches as one, padded with zeros to the longest."""
+    if not batches:
+        return {}
+    out = {}
+    for name in batches[0]:
+        values = [batch[name] for batch in batches]
+        dtype = values[0].dtype
+        for value in values:
+            dtype = torch.promote_types(dtype, value.dtype)
+        shape = largest_shape(value.shape[1:] for value in values)
+        out[name] = torch.zeros(sum(map(len, values)), *shape, dtype=dtype)
+        start = 0
+        for value in values:
+            target: Any = (slice(start, start + len(value)), *(slice(size) for size in value.shape[1:]))
+            out[name][target] = value.to(dtype)
+            start += len(value)
+    return out
+
+
+def write(path: Path, part: Part) -> None:
+    """Write a part to a temporary file, then rename it."""
+    from safetensors.torch import save_file
+
+    tensors = {name: value for name in _TENSORS if (value := getattr(part, name)) is not None}
+    tensors |= {_IMAGE + name: value for name, value in part.image_item.items()}
+    tensors |= {_TEXT + name: value for name, value in part.text_item.items()}
+    sizes = torch.tensor([len(file) for file in part.thumbnails], dtype=torch.int64)
+    thumbnails = np.frombuffer(b"".join(part.thumbnails) or b"\0", dtype=np.uint8).copy()
+    names = json.dumps({"keys": part.keys, "captions": part.captions, "bad": part.bad})
+    # a tensor, not metadata: safetensors limits the size of its header, and captions may be long
+    text = torch.from_numpy(np.frombuffer(names.encode("utf-8", "surrogatepass"), dtype=np.uint8).copy())
+    tensors |= {"thumbnail_sizes": sizes, "thumbnails": torch.from_numpy(thumbnails), "names": text}
+    temporary = path.with_name(f".{path.name}.writing")
+    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
+    atomic_replace(temporary, path)
+
+
+def read(path: Path) -> Part:
+    """A part as :func:`write` wrote it.
+
+    Raises:
+        CoderError: the file is not a part, or is damaged.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+        names = _names(tensors["names"])
+        content = tensors["thumbnails"].numpy()
+        ends = tensors["thumbnail_sizes"].cumsum(0).tolist()
+        thumbnails = [content[start:end].tobytes() for start, end in zip([0, *ends], ends, strict=False)]
+        return Part(
+            tensors["positions"],
+            tensors["image_ids"],
+            names["keys"],
+            names["captions"],
+            thumbnails,
+            tensors.get("images"),
+            tensors.get("texts"),
+            {name.removeprefix(_IMAGE): value for name, value in tensors.items() if name.startswith(_IMAGE)},
+            {name.removeprefix(_TEXT): value for name, value in tensors.items() if name.startswith(_TEXT)},
+            names["bad"],
+        )
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def summary(path: Path) -> PartSummary:
+    """Positions and counts of a part, without reading its vectors.
+
+    Raises:
+        CoderError: the file is not a part, or is damaged.
+    """
     from safetensors import safe_open
 
     try:
         with safe_open(path, "pt") as file:
             names = _names(file.get_tensor("names"))
-            counts = torch.tensor([len(own) for own in names["captions"]], dtype=torch.int64)
-            return Outline(file.get_tensor("positions"), counts, names["bad"])
+            counts = torch.tensor([len(captions) for captions in names["captions"]], dtype=torch.int64)
+            return PartSummary(file.get_tensor("positions"), counts, names["bad"])
     except Exception as error:
         raise _damaged(path, error) from error
 
@@ -106,41 +147,122 @@ def _names(text: Tensor) -> dict[str, Any]:
 
 
 def _damaged(path: Path, error: Exception) -> CoderError:
-    """Whatever damage makes safetensors and json say."""
-    return CoderError(f"{path} is damaged ({error}): remove it, and the same command encodes it and what follows anew")
+    return CoderError(f"{path} is damaged ({error}): remove it, and the same command encodes it and what follows again")
 
 
-def read(path: Path) -> Part:
-    """A part as :func:`write` left it.
+def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *, factory: str) -> None:
+    """Write the index from its parts: records, FAISS files, re-ranking arrays and, last, the manifest.
+
+    Rows are in the data's order, whichever process encoded them.
+
+    Args:
+        folder: the index.
+        paths: files of all parts.
+        content: fields of the manifest besides sizes and files.
+        factory: FAISS index factory string.
 
     Raises:
-        CoderError: it is none, or damaged.
+        CoderError: no image was encoded; vectors that are not finite; a factory that FAISS does not know or cannot train.
     """
-    from safetensors.torch import load_file
+    shutil.rmtree(folder / RERANK, ignore_errors=True)
+    order = _RowOrder(paths)
+    scratch = folder / "parts" / "arrays"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    arrays = _MemmapWriter(scratch, order)
+    temporary = folder / f".{manifest.RECORDS}.writing"
+    connection = records.create(temporary)
+    bad: list[str] = []
+    for path in paths:
+        part = read(path)
+        bad += part.bad
+        images, captions = order.rows(part)
+        _add_records(connection, part, images, captions)
+        arrays.add(part, images, captions)
+    records.finish(connection)
+    atomic_replace(temporary, folder / manifest.RECORDS)
+    if not arrays.vectors:
+        raise CoderError("the data hold no captions, and only captions were asked for: there is nothing to embed")
+    files = [folder / manifest.RECORDS]
+    sizes = {}
+    for kind, array in arrays.vectors.items():
+        files.append(folder / f"{kind}.faiss")
+        sizes[kind] = {"items": len(array), "views": array.shape[1], "dimensions": array.shape[2]}
+        vectors.write(files[-1], array, factory)
+    if arrays.items:
+        (folder / RERANK).mkdir()
+        for name, array in arrays.items.items():
+            array.flush()
+            files.append(folder / RERANK / f"{name}.npy")
+            shutil.move(str(array.filename), files[-1])
+    counts = {"images": order.images, "captions": order.captions, "unreadable": len(bad), "unreadable_keys": bad[:100]}
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    manifest.write_manifest(folder, {**content, **counts, "vectors": sizes, "made": date}, files)
 
-    try:
-        tensors = load_file(path)
-        names = _names(tensors["names"])
-        thumbnails, at = [], 0
-        content = tensors["thumbnails"].numpy()
-        for size in tensors["thumbnail_sizes"].tolist():
-            thumbnails.append(content[at : at + size].tobytes())
-            at += size
-        return Part(
-            tensors["positions"],
-            tensors["image_ids"],
-            names["keys"],
-            names["captions"],
-            thumbnails,
-            tensors.get("images"),
-            tensors.get("texts"),
-            _items(tensors, _IMAGE),
-            _items(tensors, _TEXT),
-            names["bad"],
-        )
-    except Exception as error:
-        raise _damaged(path, error) from error
+
+class _RowOrder:
+    """The row of each image and caption of a part, by their positions in the data."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        summaries = [summary(path) for path in paths]
+        none = torch.zeros(0, dtype=torch.int64)
+        self.positions, order = torch.cat([none, *(each.positions for each in summaries)]).sort()
+        self.counts = torch.cat([none, *(each.counts for each in summaries)])[order]
+        self.first_caption = self.counts.cumsum(0) - self.counts
+        self.images, self.captions = len(self.positions), int(self.counts.sum())
+        if not self.images:
+            raise CoderError("no image could be encoded: see the warnings")
+
+    def rows(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of a part's images [n] and of its captions [t]."""
+        images = torch.searchsorted(self.positions, part.positions)
+        counts = self.counts[images]
+        within = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        return images.numpy(), (torch.repeat_interleave(self.first_caption[images], counts) + within).numpy()
 
 
-def _items(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+class _MemmapWriter:
+    """Arrays on disk that parts are written into row by row: vectors [N, V, D] and [T, 1, D], and re-ranking tensors."""
+
+    def __init__(self, scratch: Path, order: _RowOrder) -> None:
+        self.scratch = scratch
+        self.counts = {"images": order.images, "captions": order.captions}
+        self.vectors: dict[str, Any] = {}
+        self.items: dict[str, Any] = {}
+
+    def add(self, part: Part, images: np.ndarray, captions: np.ndarray) -> None:
+        """Write a part's tensors into the rows of its images [n] and captions [t]."""
+        for kind, value, rows in (("images", part.images, images), ("captions", part.texts, captions)):
+            if value is None or not len(rows):
+                continue
+            if not bool(value.isfinite().all()):
+                raise CoderError(f"the model's vectors of {kind} are not finite: nothing can be found with them")
+            value = value if value.ndim == 3 else value[:, None]
+            self._write(self.vectors, kind, value.float().numpy(), rows, kind)
+        for name, value in part.image_item.items():
+            self._write(self.items, f"image_{name}", value.numpy(), images, "images")
+        for name, value in part.text_item.items():
+            self._write(self.items, f"text_{name}", value.numpy(), captions, "captions")
+
+    def _write(self, arrays: dict[str, Any], name: str, value: np.ndarray, rows: np.ndarray, kind: str) -> None:
+        array = arrays.get(name)
+        shape = value.shape[1:] if array is None else tuple(largest_shape([array.shape[1:], value.shape[1:]]))
+        dtype = value.dtype if array is None else np.promote_types(array.dtype, value.dtype)
+        if array is None or array.shape[1:] != shape or array.dtype != dtype:  # a longer item: copy into a larger array
+            path = self.scratch / f"{name}-{'x'.join(map(str, shape))}-{dtype}.npy"
+            larger = np.lib.format.open_memmap(path, "w+", dtype, (self.counts[kind], *shape))
+            if array is not None:
+                target: Any = (slice(None), *map(slice, array.shape[1:]))
+                larger[target] = array
+            arrays[name] = larger
+        target = (rows, *map(slice, value.shape[1:]))
+        arrays[name][target] = value
+
+
+def _add_records(connection: Any, part: Part, images: np.ndarray, captions: np.ndarray) -> None:
+    image_rows = images.tolist()
+    rows = zip(image_rows, part.keys, part.image_ids.tolist(), part.positions.tolist(), strict=True)
+    thumbnails = ((row, file) for row, file in zip(image_rows, part.thumbnails, strict=True) if file)
+    owners = (row for row, texts in zip(image_rows, part.captions, strict=True) for _ in texts)
+    texts = (text for texts in part.captions for text in texts)
+    records.add(connection, rows, thumbnails, zip(captions.tolist(), owners, texts, strict=True))

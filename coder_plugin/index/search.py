@@ -1,8 +1,15 @@
-"""Searching an index by text, by picture, or by one of its own images; re-ranking by the model's fusion score (AsCL eq. 4)."""
+"""Open an index and search it by text, by picture or by one of its own images.
+
+A model with a fusion score (AsCL eq. 4) re-ranks the best candidates; see docs/search.md.
+
+Shape letters: N images or captions, D dimensions, V embeddings of an image, q queries, k results, n candidates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,19 +18,94 @@ from torch import Tensor
 
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
-from coder_plugin.index.index import Index
-from coder_plugin.index.manifest import KINDS
-from coder_plugin.index.records import Image
+from coder_plugin.index.manifest import KINDS, RECORDS, read_manifest
+from coder_plugin.index.parts import RERANK
+from coder_plugin.index.records import Image, Records
+from coder_plugin.index.vectors import Vectors
 
-#: Pairs that a fusion score is asked for at once.
+#: Pairs that a fusion score computes at once.
 _PAIRS = 512
 
 
-class Hit(NamedTuple):
-    """A result. Of a search among captions, ``text`` is the caption; among images, it is None.
+class Index:
+    """An index on disk, opened to be searched by vectors.
 
-    ``score``: the inner product of retrieval vectors; ``fused``: the fusion score that has put it in its place, if one has.
-    ``index.records`` has an image's captions and its thumbnail.
+    Args:
+        folder: of the index.
+        verify: compare the files' checksums with the manifest's, which reads them once; else only their sizes.
+        parameters: of FAISS's parameter space, such as ``nprobe=16``.
+        gpu: search on the first GPU, where FAISS sees one and supports this kind of index on it.
+
+    Raises:
+        CoderError: no index there, an unfinished or a damaged one; the message names the file.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, verify: bool = True, parameters: str | None = None, gpu: bool = True
+    ) -> None:
+        self.folder = Path(folder)
+        self.manifest: Mapping[str, Any] = read_manifest(self.folder, verify=verify)
+        self.records = Records(self.folder / RECORDS)
+        self.vectors = {
+            kind: Vectors(self.folder / f"{kind}.faiss", **self.manifest["vectors"][kind], parameters=parameters, gpu=gpu)
+            for kind in KINDS
+            if kind in self.manifest["vectors"]
+        }
+
+    def search(self, queries: np.ndarray | Tensor, k: int, *, kind: str = "images") -> tuple[np.ndarray, np.ndarray]:
+        """The k best images or captions for each query, by inner product (the greatest over an image's embeddings).
+
+        Args:
+            queries: retrieval vectors [q, D], finite, any float dtype.
+            k: results, 1 or more.
+            kind: "images" or "captions".
+
+        Returns:
+            Scores [q, k] float32 in descending order, and rows [q, k] int64.
+
+        Raises:
+            CoderError: the index has no such vectors; queries of another shape or not finite.
+        """
+        if isinstance(queries, Tensor):
+            queries = queries.float().cpu().numpy()
+        return self._vectors(kind).search(queries, k)
+
+    def vector(self, row: int, *, kind: str = "images") -> np.ndarray:
+        """The retrieval vectors [V, D] of an item; V is 1 unless the model gives an image several embeddings."""
+        return self._vectors(kind).reconstruct(row)
+
+    def items(self, kind: str, rows: np.ndarray) -> dict[str, Tensor]:
+        """What re-ranking needs of images or captions: tensors [n, …] by name; empty without a fusion score."""
+        prefix = f"{RERANK}/{'image' if kind == 'images' else 'text'}_"
+        names = [name for name in self.manifest["files"] if name.startswith(prefix)]
+        arrays = {
+            name[len(prefix) : -len(".npy")]: np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in names
+        }
+        return {name: torch.from_numpy(np.ascontiguousarray(array[rows])) for name, array in arrays.items()}
+
+    def thumbnail(self, key: str) -> Any | None:
+        """The thumbnail (PIL) of an image by its key; None where there is none."""
+        from PIL import Image as pillow
+
+        row = self.records.row_of(key)
+        content = None if row is None else self.records.thumbnail(row)
+        return None if content is None else pillow.open(io.BytesIO(content))
+
+    def close(self) -> None:
+        """Close the file of records."""
+        self.records.close()
+
+    def _vectors(self, kind: str) -> Vectors:
+        if kind not in self.vectors:
+            raise CoderError(f"{self.folder} has no vectors of {kind}, only of {' and '.join(self.vectors)}")
+        return self.vectors[kind]
+
+
+class Hit(NamedTuple):
+    """A result. ``index.records`` has the image's captions and its thumbnail.
+
+    ``score`` is the inner product of retrieval vectors; ``fused`` the fusion score, if it ranked this result; ``text`` the
+    caption in a search among captions, None among images.
     """
 
     score: float
@@ -37,7 +119,7 @@ class Query(NamedTuple):
     """A query's vectors [V, D], and what re-ranking needs of it."""
 
     vectors: Tensor
-    kind: str  # what it is itself: images or captions
+    kind: str  # what the query is: "images" or "captions"
     item: dict[str, Tensor] | None
 
 
@@ -46,49 +128,50 @@ class Searcher:
 
     Args:
         index: an opened index.
-        trained: a :class:`~coder_plugin.pretrained.open.Trained`, its fingerprint the manifest's; None: no query is encoded.
+        pretrained: a :class:`~coder_plugin.pretrained.open.PretrainedModel` with the manifest's fingerprint; None: only images
+            of the index can be queries.
 
     Raises:
         CoderError: the index was made with another model.
     """
 
-    def __init__(self, index: Index, trained: Any) -> None:
-        of = index.manifest["model"]
-        from coder_plugin.evaluation.evaluate import shortlist_length
-
-        self.index, self.trained, self.head = index, trained, None
-        self.shortlist: int | None = None  # candidates that the fusion score puts in order; None: all
-        if trained is None:
+    def __init__(self, index: Index, pretrained: Any) -> None:
+        self.index, self.pretrained, self.head = index, pretrained, None
+        self.shortlist: int | None = None  # candidates that the fusion score re-ranks; None: all
+        if pretrained is None:
             return
-        if trained.fingerprint() != of["fingerprint"]:
+        model = index.manifest["model"]
+        if pretrained.fingerprint() != model["fingerprint"]:
             raise CoderError(
-                f"{index.folder} was made with another model than {trained.name}: its vectors would be compared with ones "
-                f"that mean something else. It was made with {of.get('name', 'one')} ({of.get('objective', '')})"
+                f"{index.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared. "
+                f"It was made with {model.get('name', 'an unnamed model')} ({model.get('objective', '')})"
             )
-        self.encoder = trained.encoder()
+        self.encoder = pretrained.encoder()
         if index.manifest["plan"]["re-ranking"]:
+            from coder_plugin.evaluation.evaluate import shortlist_length
+
             self.head = self.encoder.reranking
-            self.shortlist = shortlist_length(trained.config.evaluation.rerank, self.encoder)
+            self.shortlist = shortlist_length(pretrained.rerank, self.encoder)
 
     def text(self, texts: Sequence[str]) -> list[Query]:
         """Queries by text."""
         size = self.encoder.batch_size
-        found = [self.encoder.text(list(texts[at : at + size]), self.head) for at in range(0, len(texts), size)]
-        return [query for vectors, item in found for query in self._queries(vectors, item, "captions")]
+        batches = [self.encoder.text(list(texts[start : start + size]), self.head) for start in range(0, len(texts), size)]
+        return [query for vectors, item in batches for query in self._queries(vectors, item, "captions")]
 
     def image(self, loaded: Sequence[Any]) -> list[Query]:
-        """Queries by pictures (PIL), or by what the model reads in their place: :class:`Regions`.
+        """Queries by pictures (PIL), or for a region model by :class:`~coder_plugin.data.regions.base.Regions`.
 
         Raises:
-            CoderError: pictures for a model of regions, or the other way round.
+            CoderError: pictures for a region model, or regions for another.
         """
         from coder_plugin.backbones.base import Backbone
 
-        of_regions = isinstance(self.trained.model, Backbone)
+        reads_regions = isinstance(self.pretrained.model, Backbone)
         for each in loaded:
-            if isinstance(each, Regions) != of_regions:
-                wants = "regions (.npz files, or an image of the index by its key)" if of_regions else "pictures"
-                raise CoderError(f"this index's model reads {wants}")
+            if isinstance(each, Regions) != reads_regions:
+                expected = "regions (.npz files, or an image of the index by its key)" if reads_regions else "pictures"
+                raise CoderError(f"this index's model reads {expected}")
         vectors, item = self.encoder.image(loaded, self.head)
         return self._queries(vectors, item, "images")
 
@@ -96,72 +179,76 @@ class Searcher:
         """A query by an image of the index.
 
         Raises:
-            CoderError: no such image; an index without vectors of images, or of a kind that gives none back.
+            CoderError: no such image; an index without vectors of images, or of a kind that does not store them.
         """
         row = self.index.records.row_of(key)
         if row is None:
             first = self.index.records.images(range(min(2, self.index.manifest["images"])))
-            known = ", ".join(repr(each.key) for each in first)
-            raise CoderError(f"{self.index.folder} has no image {key!r}; here they are called {known}, …")
-        vectors = torch.from_numpy(self.index.vector(row))
+            examples = ", ".join(repr(each.key) for each in first)
+            raise CoderError(f"{self.index.folder} has no image {key!r}; its keys look like {examples}, …")
         item = self.index.items("images", np.array([row])) if self.head is not None else None
-        return Query(vectors, "images", item)
+        return Query(torch.from_numpy(self.index.vector(row)), "images", item)
 
     def search(
         self, query: Query, k: int = 10, *, among: str | None = None, rerank: int | str | None = None
     ) -> list[Hit]:
-        """The k best images or captions.
+        """The k best images or captions for a query.
 
         Args:
-            among: images or captions; None: images for a text, captions for an image, as far as the index has them.
-            rerank: so many candidates are put in order by the fusion score, or "all"; 0: none. None: where the model has such
-                a score and the query is of the other kind, as many as in its evaluation (32, and all where no term has trained
-                the towers' own features), or k if that is more.
+            query: from :meth:`text`, :meth:`image` or :meth:`key`.
+            k: results, 1 or more.
+            among: "images" or "captions"; None: images for a text, captions for an image, as far as the index has them.
+            rerank: how many candidates the fusion score re-ranks, or "all"; 0: none. None: as many as in the model's
+                evaluation (32, or all where no term has trained the towers' own features), at least k; none where the model
+                has no fusion score or the query is of the kind that is searched.
+
+        Returns:
+            Hits, the best first.
 
         Raises:
-            CoderError: no such vectors in the index; re-ranking where there is no score for it; k below 1.
+            CoderError: no such vectors in the index; re-ranking without a score for it; k below 1.
         """
-        among = among or self._other(query.kind)
+        among = among or self._other_kind(query.kind)
         if among not in KINDS:
-            raise CoderError(f"one searches among {' or '.join(KINDS)}, not {among!r}")
-        depth = self._depth(rerank, query, among, k)
+            raise CoderError(f"among must be {' or '.join(KINDS)}, got {among!r}")
+        depth = self._rerank_depth(rerank, query, among, k)
         scores, rows = self._nearest(query.vectors, max(k, depth), among)
         fused: Sequence[float | None] = [None] * len(rows)
         if depth:
             first = rows[:depth]
-            found = self._fused(query, first, among)
-            order = np.lexsort((np.arange(len(first)), -found))
+            fusion_scores = self._fusion_scores(query, first, among)
+            order = np.lexsort((np.arange(len(first)), -fusion_scores))
             rows, scores = np.concatenate([first[order], rows[depth:]]), np.concatenate([scores[:depth][order], scores[depth:]])
-            fused = [*found[order].tolist(), *[None] * (len(rows) - len(first))]
+            fused = [*fusion_scores[order].tolist(), *[None] * (len(rows) - len(first))]
         return self._hits(rows[:k], scores[:k], fused[:k], among)
 
     def _queries(self, vectors: Tensor, item: dict[str, Tensor] | None, kind: str) -> list[Query]:
         views = vectors if vectors.ndim == 3 else vectors[:, None]
-        def of(row: int) -> dict[str, Tensor] | None:
-            return None if item is None else {name: value[row : row + 1] for name, value in item.items()}
+        items = [
+            None if item is None else {name: value[row : row + 1] for name, value in item.items()} for row in range(len(views))
+        ]
+        return [Query(vector, kind, each) for vector, each in zip(views, items, strict=True)]
 
-        return [Query(own, kind, of(row)) for row, own in enumerate(views)]
-
-    def _other(self, kind: str) -> str:
+    def _other_kind(self, kind: str) -> str:
         other = "images" if kind == "captions" else "captions"
         return other if other in self.index.vectors else next(iter(self.index.vectors))
 
-    def _depth(self, rerank: int | str | None, query: Query, among: str, k: int) -> int:
-        able = self.head is not None and query.kind != among
+    def _rerank_depth(self, rerank: int | str | None, query: Query, among: str, k: int) -> int:
+        possible = self.head is not None and query.kind != among
         if rerank is None:
-            if not able:
+            if not possible:
                 return 0
             rerank = "all" if self.shortlist is None else max(self.shortlist, k)
         if rerank != "all" and not str(rerank).isdecimal():
             raise CoderError(f"--rerank must be a number of candidates, or all, got {rerank!r}")
-        if str(rerank) != "0" and not able:
+        if str(rerank) != "0" and not possible:
             if self.head is None:
-                raise CoderError(f"--rerank {rerank}: this index keeps nothing to re-rank by: its model has no fusion score")
-            raise CoderError(f"--rerank {rerank}: the fusion score is of an image and a text, and both are {among} here")
+                raise CoderError(f"--rerank {rerank}: the index cannot re-rank, because its model has no fusion head")
+            raise CoderError(f"--rerank {rerank}: the fusion score compares an image with a text, and both are {among} here")
         return self.index.manifest["vectors"][among]["items"] if rerank == "all" else int(rerank)
 
     def _nearest(self, vectors: Tensor, k: int, among: str) -> tuple[np.ndarray, np.ndarray]:
-        """Scores [k] and rows [k]; of a query with several vectors, by the best of them."""
+        """Scores [k] and rows [k]; the best over a query's vectors [V, D]."""
         scores, rows = self.index.search(vectors, k, kind=among)
         if len(rows) == 1:
             scores, rows = scores[0], rows[0]
@@ -172,21 +259,22 @@ class Searcher:
             ordered = sorted(best.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
             rows = np.array([row for row, _ in ordered], dtype=np.int64)
             scores = np.array([score for _, score in ordered], dtype=np.float32)
-        there = rows >= 0
-        return scores[there], rows[there]
+        valid = rows >= 0
+        return scores[valid], rows[valid]
 
-    def _fused(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
-        """Fusion scores [n] of the query with items of these rows; NaN is the worst."""
+    def _fusion_scores(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
+        """Fusion scores [n] of the query with the items of these rows; NaN becomes -inf."""
         assert query.item is not None and self.head is not None
-        found = []
+        scores = []
         for start in range(0, len(rows), _PAIRS):
-            theirs = self.index.items(among, rows[start : start + _PAIRS])
-            every, one = torch.arange(len(rows[start : start + _PAIRS]))[None], torch.zeros(1, 1, dtype=torch.int64)
+            chunk = rows[start : start + _PAIRS]
+            candidates = self.index.items(among, chunk)
+            every, one = torch.arange(len(chunk))[None], torch.zeros(1, 1, dtype=torch.int64)
             if among == "images":
-                found.append(self.head.scorer(theirs, query.item)(every, one)[0, :, 0])
+                scores.append(self.head.scorer(candidates, query.item)(every, one)[0, :, 0])
             else:
-                found.append(self.head.scorer(query.item, theirs)(one, every)[0, 0])
-        return torch.nan_to_num(torch.cat(found).float(), nan=-torch.inf).cpu().numpy()
+                scores.append(self.head.scorer(query.item, candidates)(one, every)[0, 0])
+        return torch.nan_to_num(torch.cat(scores).float(), nan=-torch.inf).cpu().numpy()
 
     def _hits(self, rows: np.ndarray, scores: np.ndarray, fused: Sequence[float | None], among: str) -> list[Hit]:
         records = self.index.records
@@ -196,4 +284,59 @@ class Searcher:
             captions = records.captions(rows.tolist())
             texts, owners = [each.text for each in captions], [each.image for each in captions]
         images = records.images(owners)
-        return [Hit(*row) for row in zip(scores.tolist(), rows.tolist(), images, texts, fused, strict=True)]
+        return [Hit(*values) for values in zip(scores.tolist(), rows.tolist(), images, texts, fused, strict=True)]
+
+
+def open_searcher(
+    folder: str | Path,
+    *,
+    model: str | None = None,
+    verify: bool = True,
+    parameters: str | None = None,
+    gpu: bool = True,
+    need_model: bool = True,
+    device: torch.device | None = None,
+) -> Searcher:
+    """Open an index together with the model that its manifest names.
+
+    Args:
+        folder: of the index.
+        model: the model's folder, if it has moved since; None: where the manifest says.
+        verify: as in :class:`Index`.
+        parameters: as in :class:`Index`.
+        gpu: as in :class:`Index`.
+        need_model: False: open the model only if re-ranking needs it; texts and pictures then cannot be encoded.
+        device: of the model; None: this process's GPU, or the CPU.
+
+    Raises:
+        CoderError: no index, or a damaged one; its model has been moved, or is another one now.
+    """
+    from coder_plugin.pretrained.open import open_pretrained
+
+    index = Index(folder, verify=verify, parameters=parameters, gpu=gpu)
+    record = index.manifest["model"]
+    if not need_model and not index.manifest["plan"]["re-ranking"]:
+        return Searcher(index, None)
+    spec = model or record["spec"]
+    try:
+        pretrained = open_pretrained(
+            spec, record["options"], export=record["export"], name=str(spec or record["name"]), device=device
+        )
+    except CoderError as error:
+        raise CoderError(f"{folder}: its model cannot be opened (--model says where it is now): {error}") from error
+    return Searcher(index, pretrained)
+
+
+def load_image(path: str) -> Any:
+    """A picture (PIL), or the regions in an ``.npz`` file.
+
+    Raises:
+        CoderError: the file cannot be read.
+    """
+    from coder_plugin.data.regions.arrays import decode_npz
+    from coder_plugin.data.source import decode_image
+
+    try:
+        return decode_npz(Path(path).read_bytes(), path) if path.lower().endswith(".npz") else decode_image(path)
+    except (OSError, ValueError) as error:
+        raise CoderError(f"--image {path} cannot be read: {error}") from error

@@ -82,6 +82,24 @@ class Term(nn.Module):
         raise NotImplementedError
 
 
+class ModuleTerm(Term):
+    """A plain module as a term: it needs only ``requires``; ``uses`` and the flags of a term are optional.
+
+    Args:
+        module: called with its keys as keywords; returns a scalar or a dict of ``*_loss`` scalars.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.requires, self.uses = tuple(module.requires), tuple(getattr(module, "uses", ()))
+        for flag in ("masks_same_image", "takes_views"):
+            setattr(self, flag, getattr(module, flag, getattr(self, flag)))
+
+    def forward(self, **outputs: Any) -> Tensor | dict[str, Tensor]:
+        return self.module(**outputs)
+
+
 def options_of(*functions: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
     """Let a term's ``__init__`` take the options of loss functions, so that each option is declared once.
 

@@ -1,4 +1,4 @@
-"""Retrieval vectors of a data set, and what a score of pairs needs of its images and captions.
+"""Retrieval vectors of a data set, and what a fusion score needs of its images and captions.
 
 Shape letters: N images, T captions (texts), D joint dimensions, V embeddings of an image.
 """
@@ -26,10 +26,10 @@ Item = dict[str, Tensor]
 
 
 class Items(NamedTuple):
-    """What a re-ranking head keeps of a data set's images [N, ...] and captions [T, ...], on the CPU.
+    """What a re-ranking head needs of a data set's images [N, ...] and captions [T, ...], on the CPU.
 
-    Floating point numbers are float16: half the memory and transport, and AsCL's score moves by 1e-5 to 1e-4 (bfloat16's
-    moves eight times as far). A batch with a number beyond float16's range keeps all of that name in its own dtype.
+    Floating-point tensors are stored as float16, which halves memory and transport and changes AsCL's score by 1e-5 to 1e-4
+    (bfloat16: eight times as much). A tensor with values beyond float16's range keeps its dtype.
     """
 
     head: Any
@@ -38,14 +38,14 @@ class Items(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A data set's retrieval vectors on the CPU, in the data's order, of one model or, as lists, of several."""
+    """A data set's retrieval vectors on the CPU, in the data's order; for an ensemble, lists with one entry per model."""
 
     images: Any  # [N, D] or [N, V, D]
     texts: Any  # [T, D]
     image_of_text: Tensor  # [T]
     image_ids: Tensor  # [N]
     captions: Sequence[str]  # T
-    items: Any = None  # Items of a model that re-ranks, on the first rank alone; of several models a list, with None
+    items: Any = None  # Items of a model that re-ranks, on the first rank only; None for other models
 
 
 class Batch(NamedTuple):
@@ -56,24 +56,46 @@ class Batch(NamedTuple):
     keys: list[str]  # b
     captions: list[tuple[str, ...]]  # b
     images: Tensor  # [b, D] or [b, V, D]
-    texts: list[Tensor]  # of b's captions one after the other, in pieces [up to a batch, D]; empty where none was asked for
-    image_item: Item | None  # what the re-ranking head keeps
+    texts: list[Tensor]  # the captions of all images one after the other, in pieces [up to the batch size, D]
+    image_item: Item | None  # what the re-ranking head needs
     text_items: list[Item]
-    beside: list[Any]  # b, where asked for
+    extra: list[Any]  # b results of ``extra``; empty without it
 
 
-class _Both:
-    """A transform, and what else is made of an image where it is decoded."""
+class _TransformWithExtra:
+    """The transform, and a second function of the decoded image, in the data loading process."""
 
-    def __init__(self, transform: Callable[..., Any], beside: Callable[[Any], Any]) -> None:
-        self.transform, self.beside = transform, beside
+    def __init__(self, transform: Callable[..., Any], extra: Callable[[Any], Any]) -> None:
+        self.transform, self.extra = transform, extra
 
     def __call__(self, loaded: Any) -> dict[str, Any]:
-        return {"image": self.transform(loaded), "beside": self.beside(loaded)}
+        return {"image": self.transform(loaded), "extra": self.extra(loaded)}
 
 
 class Encoder:
-    """Retrieval vectors of a data set's images and captions, each rank encoding its share."""
+    """Computes retrieval vectors of a data set's images and captions; each rank encodes its share.
+
+    Args:
+        model: from :func:`coder_plugin.create_model`, or opened from an export.
+        tokenizer: n texts -> int64 [n, length].
+        transform: what an item of the data loads -> a tensor, or a dict of tensors for a region model.
+        device: of the model.
+        batch_size: images, and captions, per forward.
+        workers: data loading processes.
+        max_bad: stop after more than so many images that cannot be read.
+        autocast: gives the context manager that forwards run in.
+
+    Example:
+        >>> import torch, coder_plugin
+        >>> from coder_plugin.backbones.tokenizers import build_vocabulary
+        >>> words = build_vocabulary(["a cat", "a dog"])
+        >>> sizes = {"region_dim": 4, "embed_dim": 8, "word_dim": 4}
+        >>> model = coder_plugin.create_model("region-bigru", loss="dcl", vocabulary=words, **sizes)
+        >>> encoder = Encoder(model.eval(), model.tokenizer(), model.transform(), device=torch.device("cpu"))
+        >>> vectors, _ = encoder.text(["a cat", "a dog"])
+        >>> vectors.shape, vectors.dtype
+        (torch.Size([2, 8]), torch.float32)
+    """
 
     def __init__(
         self,
@@ -92,43 +114,47 @@ class Encoder:
 
     @property
     def reranking(self) -> Any:
-        """The head that re-ranks, if the model has one.
+        """The head that re-ranks shortlists; None if the model has none.
 
         Raises:
-            CoderError: it has several.
+            CoderError: the model has several.
         """
-        found = heads_with(self.model.coder.heads, Reranks)
-        if len(found) > 1:
-            raise CoderError(f"one head re-ranks a model's shortlists, and this model has {', '.join(found)}")
-        return next(iter(found.values()), None)
+        heads = heads_with(self.model.coder.heads, Reranks)
+        if len(heads) > 1:
+            raise CoderError(f"only one head can re-rank a model's shortlists, and this model has {', '.join(heads)}")
+        return next(iter(heads.values()), None)
 
     @torch.no_grad()
     def __call__(self, source: Any) -> Encoded:
-        """Every image of the data and its captions; images that cannot be read are left out."""
+        """Encode every image of the data and its captions; images that cannot be read are left out.
+
+        Raises:
+            CoderError: no image could be read, or more than ``max_bad`` could not.
+        """
         head = self.reranking
         image_items: list[Item] = []
         text_items: list[Item] = []
         training = self.model.training
         self.model.eval()
         try:
-            share = self._own_share(source, head, image_items, text_items)
+            share = self._encode_share(source, head, image_items, text_items)
         finally:
             self.model.train(training)
         shares = distributed.gather_objects(share)
         parts = [part for part in shares if part is not None]
         if not parts:
-            raise CoderError("the validation data hold no image")
+            raise CoderError("the validation data contain no images")
         index = torch.cat([part["index"] for part in parts])
         counts = torch.cat([part["counts"] for part in parts])
-        place = _inverse(index.argsort())
-        owner = place[torch.repeat_interleave(torch.arange(len(index)), counts)]
+        image_row = _inverse(index.argsort())
+        owner = image_row[torch.repeat_interleave(torch.arange(len(index)), counts)]
         text_order = owner.argsort(stable=True)
-        text_place = _inverse(text_order)
+        text_row = _inverse(text_order)
         captions = [caption for part in parts for caption in part["captions"]]
         items = None
         if head is not None:
             images, texts = ([len(part[side]) if part else 0 for part in shares] for side in ("images", "texts"))
-            joined = _join(image_items, place.split(images)), _join(text_items, text_place.split(texts))
+            joined = _gather_items(image_items, image_row.split(images)), _gather_items(text_items, text_row.split(texts))
             items = Items(head, *joined) if distributed.rank() == 0 else None
         return Encoded(
             torch.cat([part["images"] for part in parts])[index.argsort()],
@@ -139,10 +165,10 @@ class Encoder:
             items,
         )
 
-    def _own_share(
+    def _encode_share(
         self, source: Any, head: Any, image_items: list[Item], text_items: list[Item]
     ) -> dict[str, Any] | None:
-        """This rank's vectors, None where it has no image; its items, batch by batch, are added to the lists."""
+        """This rank's vectors; None if it has no image. Appends its re-ranking items, batch by batch, to the lists."""
         images, texts, index, ids = [], [], [], []  # type: list, list, list, list
         counts: list[int] = []
         captions: list[str] = []
@@ -151,8 +177,8 @@ class Encoder:
             texts += batch.texts
             index.append(batch.positions)
             ids.append(batch.image_ids)
-            counts.extend(len(own) for own in batch.captions)
-            captions.extend(caption for own in batch.captions for caption in own)
+            counts.extend(len(each) for each in batch.captions)
+            captions.extend(caption for each in batch.captions for caption in each)
             if batch.image_item is not None:
                 image_items.append(batch.image_item)
             text_items += batch.text_items
@@ -175,32 +201,34 @@ class Encoder:
         *,
         texts: bool = True,
         bad: BadImages | None = None,
-        beside: Callable[[Any], bytes | str] | None = None,
+        extra: Callable[[Any], bytes | str] | None = None,
     ) -> Iterator[Batch]:
-        """This rank's share of the data, batch by batch in their order; the model must be in eval mode.
+        """Encode this rank's share of the data, batch by batch in their order; the model must be in eval mode.
 
         Args:
-            head: that re-ranks, whose items are wanted too.
-            texts: whether captions are encoded. bad: counts the images that cannot be read.
-            beside: makes something else of what an item loads, such as a small picture's file, in the process that loads it.
+            source: the data.
+            head: the re-ranking head, to also get its items.
+            texts: whether to encode captions.
+            bad: counts the images that cannot be read.
+            extra: a second function of a decoded image, such as one that makes a thumbnail; it runs where the image is loaded.
         """
-        found = evaluation_batches(
+        loaded = evaluation_batches(
             source,
             batch_size=self.batch_size,
-            transform=self.transform if beside is None else _Both(self.transform, beside),
+            transform=self.transform if extra is None else _TransformWithExtra(self.transform, extra),
             workers=self.workers,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
             max_bad=self.max_bad,
             bad=bad,
         )
-        for batch in found:
-            image, made = batch["image"], []
-            if beside is not None:
-                image, made = image["image"], image["beside"]
+        for batch in loaded:
+            image, extras = batch["image"], []
+            if extra is not None:
+                image, extras = image["image"], image["extra"]
             vectors, item = self._image(image, head)
-            captions = [caption for own in batch["captions"] for caption in own] if texts else []
-            pieces = [self.text(captions[at : at + self.batch_size], head) for at in range(0, len(captions), self.batch_size)]
+            captions = [caption for each in batch["captions"] for caption in each] if texts else []
+            pieces = [self.text(part, head) for part in self._split(captions)]
             yield Batch(
                 torch.as_tensor(batch["index"]),
                 batch["image_id"],
@@ -210,17 +238,17 @@ class Encoder:
                 [vector for vector, _ in pieces],
                 item,
                 [item for _, item in pieces if item is not None],
-                made,
+                extras,
             )
 
     @torch.no_grad()
-    def texts_alone(self, source: Any) -> Iterator[Batch]:
-        """The same of captions, for which no image is loaded: ``images`` [b, 0]."""
-        found = source.items(distributed.rank(), distributed.world_size(), block=self.batch_size)
-        for _, block in groupby(found, key=lambda pair: pair[0] // self.batch_size):
+    def caption_batches(self, source: Any) -> Iterator[Batch]:
+        """Like :meth:`batches` for captions only: no image is loaded, and ``images`` is [b, 0]."""
+        share = source.items(distributed.rank(), distributed.world_size(), block=self.batch_size)
+        for _, block in groupby(share, key=lambda pair: pair[0] // self.batch_size):
             positions, items = zip(*block, strict=True)
             captions = [caption for item in items for caption in item.captions]
-            pieces = [self.text(captions[at : at + self.batch_size])[0] for at in range(0, len(captions), self.batch_size)]
+            pieces = [self.text(part)[0] for part in self._split(captions)]
             yield Batch(
                 torch.tensor(positions),
                 torch.tensor([item.image_id for item in items]),
@@ -235,77 +263,79 @@ class Encoder:
 
     @torch.no_grad()
     def text(self, captions: list[str], head: Any = None) -> tuple[Tensor, Item | None]:
-        """Vectors [n, D] of n texts, and what ``head`` keeps of them; the model must be in eval mode."""
+        """Vectors [n, D] of n texts, float32 on the CPU, and what ``head`` needs of them; the model must be in eval mode."""
         tokens = self.tokenizer(captions).to(self.device)
         with self.autocast():
-            known = self.model.describe_text(tokens)
-            vectors = self.model.coder.embed("text", known).float().cpu()
-            return vectors, None if head is None else _kept(head.text_item(known))
+            features = self.model.describe_text(tokens)
+            vectors = self.model.coder.embed("text", features).float().cpu()
+            return vectors, None if head is None else _to_half(head.text_item(features))
 
     @torch.no_grad()
     def image(self, loaded: Sequence[Any], head: Any = None) -> tuple[Tensor, Item | None]:
-        """Vectors [n, D] or [n, V, D] of n pictures or regions, as an item loads them, and what ``head`` keeps of them; the
-        model must be in eval mode."""
+        """Vectors [n, D] or [n, V, D] of n pictures or regions, float32 on the CPU, and what ``head`` needs of them; the model
+        must be in eval mode."""
         return self._image(default_collate([self.transform(each) for each in loaded]), head)
 
     def _image(self, batch: Any, head: Any) -> tuple[Tensor, Item | None]:
         with self.autocast():
-            known = self.model.describe_image(map_tensors(lambda each: each.to(self.device), batch))
-            vectors = self.model.coder.embed("image", known).float().cpu()
-            return vectors, None if head is None else _kept(head.image_item(known))
+            features = self.model.describe_image(map_tensors(lambda each: each.to(self.device), batch))
+            vectors = self.model.coder.embed("image", features).float().cpu()
+            return vectors, None if head is None else _to_half(head.image_item(features))
+
+    def _split(self, captions: list[str]) -> list[list[str]]:
+        return [captions[start : start + self.batch_size] for start in range(0, len(captions), self.batch_size)]
 
 
 def _inverse(order: Tensor) -> Tensor:
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
-    return place
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order))
+    return position
 
 
-def _kept(item: Mapping[str, Tensor]) -> Item:
-    return {name: _narrow(value).cpu() for name, value in item.items()}
+def _to_half(item: Mapping[str, Tensor]) -> Item:
+    """On the CPU, floating-point tensors as float16 where their values fit."""
+    out = {}
+    for name, value in item.items():
+        half = value.half() if value.is_floating_point() else value
+        out[name] = (half if torch.equal(half.isfinite(), value.isfinite()) else value).cpu()
+    return out
 
 
-def _narrow(value: Tensor) -> Tensor:
-    if not value.is_floating_point():
-        return value
-    half = value.half()
-    return half if torch.equal(half.isfinite(), value.isfinite()) else value
-
-
-def _join(batches: list[Item], places: Sequence[Tensor]) -> Item:
+def _gather_items(batches: list[Item], rows: Sequence[Tensor]) -> Item:
     """Every rank's batches of items as one on the first rank, padded with zeros to the longest; empty on the others.
 
-    Batch after batch, so that no rank ever holds its items twice; what ``batches`` held is given up.
+    It goes batch by batch, so that no rank holds its items twice, and empties ``batches``.
 
     Args:
-        batches: this rank's. places: of each rank, where its rows go, in the order of its batches.
+        batches: this rank's.
+        rows: for each rank, the rows of its items in the result, in the order of its batches.
     """
-    described = distributed.gather_objects(
+    shapes = distributed.gather_objects(
         [{name: (len(value), value.shape[1:], value.dtype) for name, value in batch.items()} for batch in batches]
     )
-    whole: Item = {}
+    out: Item = {}
     if distributed.rank() == 0:
-        everything = [batch for own in described for batch in own]
-        for name in everything[0]:
-            shape = [max(sizes) for sizes in zip(*(batch[name][1] for batch in everything), strict=True)]
-            dtype = reduce(torch.promote_types, (batch[name][2] for batch in everything))
-            whole[name] = torch.zeros(sum(batch[name][0] for batch in everything), *shape, dtype=dtype)
-    done = [0] * len(places)
+        all_batches = [batch for of_rank in shapes for batch in of_rank]
+        for name in all_batches[0]:
+            shape = [max(sizes) for sizes in zip(*(batch[name][1] for batch in all_batches), strict=True)]
+            dtype = reduce(torch.promote_types, (batch[name][2] for batch in all_batches))
+            out[name] = torch.zeros(sum(batch[name][0] for batch in all_batches), *shape, dtype=dtype)
+    written = [0] * len(rows)
     batches.reverse()
-    for _ in range(max(map(len, described))):
-        for rank, batch in enumerate(_to_first(batches.pop() if batches else None)):
+    for _ in range(max(map(len, shapes))):
+        for rank, batch in enumerate(_gather_to_first(batches.pop() if batches else None)):
             if batch is None:
                 continue
-            rows = places[rank][done[rank] : done[rank] + len(next(iter(batch.values())))]
-            done[rank] += len(rows)
+            target_rows = rows[rank][written[rank] : written[rank] + len(next(iter(batch.values())))]
+            written[rank] += len(target_rows)
             for name, value in batch.items():
-                at: Any = (rows, *(slice(size) for size in value.shape[1:]))
-                whole[name][at] = value.to(whole[name].dtype)
-    return whole
+                target: Any = (target_rows, *(slice(size) for size in value.shape[1:]))
+                out[name][target] = value.to(out[name].dtype)
+    return out
 
 
-def _to_first(value: Any) -> list[Any]:
-    """An object of every rank, in rank order, on the first rank; nothing on the others."""
+def _gather_to_first(value: Any) -> list[Any]:
+    """An object of every rank, in rank order, on the first rank; an empty list on the others."""
     if distributed.world_size() == 1:
         return [value]
     values: list[Any] = [None] * distributed.world_size()

@@ -1,8 +1,8 @@
-"""The trained CLIP without ``coder.*``, as a folder that plain open_clip opens (DESIGN, rule 5); a region model's likewise.
+"""Exports: a trained model as a folder that plain open_clip opens, and what else its retrieval vectors need.
 
-``open_clip.create_model(NAME, pretrained=FOLDER/open_clip_model.safetensors)`` or ``"local-dir:FOLDER"``; of a region model
-``coder_plugin.create_model(FOLDER, pretrained=FOLDER/coder_model.safetensors)``. What else the
-retrieval vectors need, scoring heads and aggregators, lies beside it in a file of its own, without banks and copies.
+An export of an open_clip model opens as ``open_clip.create_model("local-dir:FOLDER")``, one of a region model as
+``coder_plugin.create_model(FOLDER, pretrained=FOLDER/coder_model.safetensors)``. Files of their own hold the scoring heads and
+aggregators (``coder.safetensors``), their vocabulary, and how the model reads images and computes (``coder_options.json``).
 """
 
 from __future__ import annotations
@@ -21,26 +21,44 @@ from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_replace, atomic_write
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking, heads_with
 from coder_plugin.model import required_heads_with
 from coder_plugin.objective import Objective
 
-WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; backbones of ours have their own
-OLDER = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")  # what open_clip has called them
+WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; region models have their own name
+OLDER = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")  # open_clip's earlier names
 HEADS = "coder.safetensors"
 VOCABULARY = "concepts.safetensors"
+OPTIONS = "coder_options.json"
+#: Options that an export stores, because neither its weights nor its configuration hold them.
+INFERENCE_OPTIONS = ("max_regions", "precision", "rerank", "channels_last")
 
 
 def export_model(
-    model: Any, folder: Path, state: Mapping[str, Tensor] | None = None, *, tokenizer: Any = None
+    model: Any,
+    folder: str | Path,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    tokenizer: Any = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the weights and the configuration the model was made with, overrides included; returns the weights' path.
+    """Write the weights, the configuration (overrides included), and how the model reads images and computes.
 
-    Where that configuration could not be read (a hub that cannot be reached), only the weights are written. ``state``: the
-    model's state dict, where it is at hand already, such as one gathered of sharded parameters. ``tokenizer``: open_clip's; of
-    a Hugging Face one the files are written, which ``open_clip.get_tokenizer("local-dir:…")`` looks for there.
+    Args:
+        model: with or without heads.
+        folder: made if it does not exist.
+        state: the model's state dict, if it has been gathered already; None: taken from the model.
+        tokenizer: open_clip's. The files of a Hugging Face tokenizer are written, because ``local-dir:`` looks for them.
+        options: :data:`INFERENCE_OPTIONS` by name; ``model`` is stored only if open_clip's configuration could not be read
+            (from a hub that cannot be reached).
+
+    Returns:
+        The path of the weights.
     """
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    _write_options(model, folder, options or {})
     plain = plain_state(model) if state is None else without_heads(state)
     if isinstance(model, Backbone):
         _write(plain, folder / plugin_backbones.WEIGHTS)
@@ -51,87 +69,137 @@ def export_model(
     if hasattr(inner, "save_pretrained"):
         inner.save_pretrained(folder)
     text: Any = getattr(getattr(model, "text", None), "config", None)
-    if hasattr(text, "save_pretrained"):  # a Hugging Face tower's shape, which open_clip would ask its hub, or a path, for
+    if hasattr(text, "save_pretrained"):  # a Hugging Face tower's shape; open_clip would fetch it from the hub or a path
         text.save_pretrained(folder / TEXT_FOLDER)
     if model.coder_config is not None:
-        written = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
-        (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2))
+        config = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
+        (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2))
     return folder / WEIGHTS
 
 
+def inference_options(config: Any) -> dict[str, Any]:
+    """The options of a run (:class:`~coder_plugin.config.TrainConfig`) that its exports store."""
+    return {
+        "max_regions": config.data.max_regions,
+        "precision": config.optim.precision,
+        "rerank": config.evaluation.rerank,
+        "channels_last": config.model.channels_last,
+        "model": config.model.name,
+    }
+
+
+def _write_options(model: Any, folder: Path, options: Mapping[str, Any]) -> None:
+    names = [*INFERENCE_OPTIONS, *(["model"] if getattr(model, "coder_config", model) is None else [])]
+    stored = {name: options[name] for name in names if options.get(name) is not None}
+    objective = options.get("objective") or str(model.coder.objective)
+    with atomic_write(folder / OPTIONS, "w") as file:
+        file.write(json.dumps({"objective": objective, **stored}, indent=1) + "\n")
+
+
+def read_inference_options(folder: Path) -> dict[str, Any]:
+    """The options that an export stores, and its ``objective`` as text; empty for weights that are not our export.
+
+    Raises:
+        CoderError: the file cannot be read.
+    """
+    path = folder / OPTIONS
+    if not path.is_file():
+        return {}
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+        return {name: options[name] for name in ("objective", "model", *INFERENCE_OPTIONS) if options.get(name) is not None}
+    except (OSError, ValueError, AttributeError) as error:
+        raise CoderError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = None) -> Path | None:
-    """Write scoring heads and aggregators with the objective they are of, and the vocabulary beside them; None where the
-    score is the towers' alone. ``state``: as in :func:`export_model`."""
+    """Write the scoring heads and aggregators with their settings, and their vocabulary.
+
+    Args:
+        model: with its heads.
+        folder: of the export.
+        state: as in :func:`export_model`.
+
+    Returns:
+        The path of the heads' file; None if only the towers score.
+    """
     scoring = _scoring_state(model, state)
     if not scoring:
         return None
-    made = made_with(model)
-    for options in made["objective"]["heads"].values():
-        options.pop("vocabulary", None)  # it lies beside, and where it was is nobody's business
-    _write(scoring, folder / HEADS, coder=json.dumps(made))
+    settings = head_settings(model)
+    for options in settings["objective"]["heads"].values():
+        options.pop("vocabulary", None)  # it is in the folder, and its old path is private
+    _write(scoring, folder / HEADS, coder=json.dumps(settings))
     for head in heads_with(model.coder.heads, ReadsConcepts).values():
         if head.vocabulary is not None:
             head.vocabulary.save(folder / VOCABULARY)
     return folder / HEADS
 
 
-def made_with(model: Any) -> dict[str, Any]:
-    """What :class:`Made` is read from."""
+def head_settings(model: Any) -> dict[str, Any]:
+    """The settings of a model's heads as plain values; :class:`HeadSettings` is read from them."""
     aggregator = "gpo" if len(model.coder.aggregators) else "tower"
     objective, blocks = model.coder.objective, model.coder.context_blocks
     return {"objective": objective.to_dict(), "aggregator": aggregator, "context_blocks": blocks}
 
 
-def exported(folder: Path) -> tuple[Path | None, Path | None]:
-    """An export's weights, and its configuration where the model is a backbone of ours; None where there is none."""
+def export_files(folder: Path) -> tuple[Path | None, Path | None]:
+    """An export's weights, or None if ``folder`` is not an export; and a region model's configuration, else None."""
     if (folder / plugin_backbones.WEIGHTS).is_file():
         return folder / plugin_backbones.WEIGHTS, folder / plugin_backbones.CONFIG
     return next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None), None
 
 
 def weights_named(pretrained: str | None) -> str | None:
-    """What ``--pretrained`` names: of an export's folder the weights in it, else what was given."""
-    weights = exported(Path(pretrained))[0] if pretrained and Path(pretrained).is_dir() else None
+    """``--pretrained``, with an export's folder replaced by the weights in it."""
+    weights = export_files(Path(pretrained))[0] if pretrained and Path(pretrained).is_dir() else None
     return pretrained if weights is None else str(weights)
 
 
 def heads_beside(pretrained: str | None) -> Path | None:
-    """The file of scoring heads beside an export's weights, if ``pretrained`` names such weights."""
+    """The file of scoring heads next to an export's weights; None if ``pretrained`` is not the path of such weights."""
     weights = Path(pretrained or "")
     heads = weights.parent / HEADS
     return heads if weights.is_file() and heads.is_file() else None
 
 
-class Made(NamedTuple):
-    """What a model of an export was made with."""
+class HeadSettings(NamedTuple):
+    """How the heads of an exported model were made."""
 
     objective: Objective
     aggregator: str
     context_blocks: int
 
 
-def read_heads(path: Path) -> Made:
-    """What :func:`export_heads` wrote beside the weights; the vocabulary is the one beside the file."""
+def read_heads(path: Path) -> HeadSettings:
+    """The settings that :func:`export_heads` wrote, with the vocabulary in the same folder.
+
+    Raises:
+        CoderError: the file is something else, or damaged.
+    """
     from safetensors import safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            made = json.loads(file.metadata()["coder"])
-        objective = Objective.from_dict(made["objective"])
+            settings = json.loads(file.metadata()["coder"])
+        objective = Objective.from_dict(settings["objective"])
         if (vocabulary := path.parent / VOCABULARY).is_file():
             readers = required_heads_with(objective, ReadsConcepts)
             objective = objective.with_options({f"{name}.vocabulary": str(vocabulary) for name in readers})
-        # exports of earlier versions read nothing before or after a context stage
-        return Made(objective, made["aggregator"], made.get("context_blocks", 1))
+        return HeadSettings(objective, settings["aggregator"], settings.get("context_blocks", 1))
     except CoderError:
         raise
-    except Exception as error:  # whatever a damaged file makes safetensors and json say
-        raise CoderError(f"{path} is no file of scoring heads: {error}") from error
+    except Exception as error:  # safetensors and json raise many kinds for damaged files
+        raise CoderError(f"{path} is not a file of scoring heads: {error}") from error
 
 
 def start_heads(model: Any, pretrained: str | None) -> bool:
-    """Take scoring heads that come with weights to start from, those beside an export or in a checkpoint of open_clip's
-    trainer. Returns whether there were any; a warning where they are another objective's."""
+    """Load the scoring heads that come with the weights a run starts from: next to an export, or in a checkpoint of
+    open_clip's trainer. Heads of another objective are left out with a warning.
+
+    Returns:
+        Whether heads were loaded.
+    """
     file = heads_beside(pretrained)
     checkpoint = read_training_checkpoint(pretrained)
     if file is not None:
@@ -140,21 +208,21 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
         plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
         state = _scoring_state(model, plain)
         if not state:
-            logging.info("%s: its towers alone are taken", pretrained)
+            logging.info("%s: only the towers are loaded", pretrained)
             return False
     else:
         return False
     try:
         _load(model, state, str(file or pretrained))
     except CoderError as error:
-        logging.warning("the run starts from the towers alone, with fresh heads: %s", error)
+        logging.warning("only the towers are loaded, and the heads start at random: %s", error)
         return False
-    logging.info("%s: the heads that score are loaded", file or pretrained)
+    logging.info("%s: the scoring heads are loaded", file or pretrained)
     return True
 
 
 def load_heads(model: Any, path: Path) -> None:
-    """Put the weights that :func:`export_heads` wrote into a model made with the same objective."""
+    """Load the weights that :func:`export_heads` wrote into a model with the same heads."""
     _load(model, _read(path), str(path))
 
 
@@ -185,35 +253,36 @@ def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dic
 
 
 def plain_state(model: Any) -> dict[str, Tensor]:
-    """The state dict that the model's open_clip class has: no heads, low-rank adapters merged into their weights."""
+    """The state dict without heads, with low-rank adapters merged: that of the model's open_clip class."""
     if any("lora_" in name for name, _ in model.named_parameters()):
         model = _merged(model)
     return without_heads(model.state_dict())
 
 
 def without_heads(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict less what is under ``model.coder``."""
+    """A state dict without ``model.coder``."""
     return {name: value for name, value in state.items() if not name.startswith("coder.")}
 
 
 def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
-    """Beside and renamed: nobody meets half a file."""
+    """Write to a temporary file, then rename it."""
     from safetensors.torch import save_file
 
-    aside = path.with_name(f".{path.name}.writing")
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}  # safetensors shares nothing
-    save_file(own, aside, metadata={"format": "pt", **metadata})
+    temporary = path.with_name(f".{path.name}.writing")
+    # clones, because safetensors refuses tensors that share memory
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    save_file(tensors, temporary, metadata={"format": "pt", **metadata})
     umask = os.umask(0)
     os.umask(umask)
-    aside.chmod(0o666 & ~umask)  # safetensors makes its files private, against the user's umask
-    os.replace(aside, path)
+    temporary.chmod(0o666 & ~umask)  # safetensors makes its files private, whatever the user's umask
+    atomic_replace(temporary, path)
 
 
 def _merged(model: Any) -> nn.Module:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     coder = model.coder
-    model.coder = nn.Module()  # banks and momentum towers need not be copied
+    model.coder = nn.Module()  # do not copy banks and momentum towers
     try:
         merged = copy.deepcopy(model)
     finally:
@@ -222,7 +291,7 @@ def _merged(model: Any) -> nn.Module:
     outer: list[str] = []
     for name, module in layers:
         if outer and name.startswith(f"{outer[-1]}."):
-            continue  # part of an attention that has been merged as a whole
+            continue  # part of an attention that has been merged already
         outer.append(name)
         parent, _, child = name.rpartition(".")
         setattr(merged.get_submodule(parent), child, _plain_layer(module))

@@ -1,7 +1,7 @@
-"""A trained model, opened to embed: where evaluation, index, search, report and sharing begin.
+"""Open a model to embed images and texts: from an export, a run's folder, the Hugging Face Hub, or open_clip's names.
 
-It is named by a run's folder, by an export's (``RUN/export/best``, or one that was shared), by a repository that one was
-shared to (``hf-hub:OWNER/NAME``), or by open_clip's ``--model`` and ``--pretrained``.
+Opening reads the export: its configuration, its weights, the scoring heads beside them, and ``coder_options.json``. It needs no
+training configuration.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,89 +17,160 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.config import READING, TrainConfig, flatten
+from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, resolve
 from coder_plugin.data.source import decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained import build
+from coder_plugin.pretrained.build import make_model, make_tokenizer, make_transform
 from coder_plugin.pretrained.device import default_device, make_autocast
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.pretrained.export import exported, heads_beside, load_heads, read_heads
-from coder_plugin.pretrained.hub_cache import fetch, kept_options
-from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.pretrained.export import (
+    INFERENCE_OPTIONS,
+    export_files,
+    heads_beside,
+    load_heads,
+    read_heads,
+    read_inference_options,
+    weights_named,
+)
+from coder_plugin.pretrained.hub_cache import fetch, shared_options
 
-#: Of a run's options, those that say nothing of the model it has become.
-_OF_TRAINING = {
-    "recipe": None,
-    "resume": None,
-    "lora_rank": 0,
-    "pretrained_image_path": None,
-    "pretrained_image": False,
-    "report_to": "",
-}
+#: Options that opening reads, by flat name; others, such as those of training, are ignored.
+_OPTIONS = (
+    "model",
+    "model_kwargs",
+    "pretrained",
+    "force_image_size",
+    "force_context_length",
+    "force_quick_gelu",
+    "force_custom_text",
+    "image_mean",
+    "image_std",
+    "image_interpolation",
+    "image_resize_mode",
+    "cache_dir",
+    "aggregator",
+    "context_blocks",
+    "batch_size",
+    "workers",
+    "max_bad_images",
+    *INFERENCE_OPTIONS,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """How an opened model reads images and computes.
+
+    Args:
+        max_regions: a region model reads at most so many regions of an image, the first.
+        precision: auto (bf16 on a GPU, fp32 on a CPU), fp32, amp, amp_bf16 or amp_fp16.
+        rerank: how many candidates a fusion score re-ranks in evaluation and search, or "all"; None: 32.
+        batch_size: images, and captions, per forward.
+        workers: data loading processes.
+        max_bad_images: encoding a data set stops after more than so many images that cannot be read.
+        channels_last: keep images channels-last.
+    """
+
+    max_regions: int = 36
+    precision: str = "auto"
+    rerank: str | None = None
+    batch_size: int = 64
+    workers: int = 2
+    max_bad_images: int = 100
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model in eval mode with what it reads: texts -> ids [B, T], what an item loads -> a tensor or a dict of them."""
+class PretrainedModel:
+    """A model in eval mode, with its tokenizer and its image transform.
+
+    Args:
+        name: what messages and tables call it.
+        objective: the loss that it was trained with, as text; may be empty.
+        model: towers, aggregators and scoring heads.
+        tokenizer: n texts -> int64 [n, length].
+        transform: a picture (PIL) -> [3, H, W]; for a region model, regions -> a dict of tensors.
+        device: of the model.
+        config: how it reads and computes.
+    """
 
     name: str
-    config: TrainConfig
+    objective: str
     model: Any
     tokenizer: Callable[[list[str]], Tensor]
     transform: Callable[..., Any]
     device: torch.device
+    config: InferenceConfig
+
+    @property
+    def rerank(self) -> str | None:
+        """How many candidates a fusion score re-ranks, or "all"; None: 32."""
+        return self.config.rerank
 
     def encoder(self, **options: Any) -> Encoder:
-        """For data sets, as the configuration has it; ``options``: of :class:`Encoder`, instead."""
-        config = self.config
-        given = {
-            "batch_size": config.optim.batch_size,
-            "workers": config.data.workers,
-            "max_bad": config.data.max_bad_images,
-            "autocast": make_autocast(config.optim.precision, self.device),
+        """An encoder of data sets; ``options`` of :class:`Encoder` win over the model's :class:`InferenceConfig`."""
+        defaults = {
+            "batch_size": self.config.batch_size,
+            "workers": self.config.workers,
+            "max_bad": self.config.max_bad_images,
+            "autocast": make_autocast(self.config.precision, self.device),
         }
-        return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**given, **options})
+        return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**defaults, **options})
 
     def encode_images(self, images: Iterable[Any], *, batch_size: int | None = None) -> Tensor:
-        """Retrieval vectors [n, D], or [n, V, D] of a model that gives an image V features; float32, on the CPU.
+        """Retrieval vectors of images; their inner products with :meth:`encode_texts` are the scores.
 
-        Their inner products with :meth:`encode_texts` are the scores (of V features the greatest); of a model that re-ranks,
-        those of its shortlists.
+        With V vectors of an image, its greatest product counts. A model with a fusion score re-ranks the shortlists that these
+        vectors make.
 
         Args:
             images: n pictures (PIL) or their paths; for a region model :class:`~coder_plugin.data.regions.base.Regions`.
-            batch_size: None: the configuration's.
+            batch_size: images per forward; None: the model's.
+
+        Returns:
+            [n, D], or [n, V, D] for a model with V vectors of an image; float32, on the CPU.
 
         Raises:
-            CoderError: a picture that cannot be read. ValueError: no images, or a single one that is not in a list.
+            CoderError: a picture that cannot be read.
+            ValueError: no images, or a single one that is not in a list.
         """
         encoder = self.encoder(workers=0)
-        size = batch_size or encoder.batch_size
-        return torch.cat([encoder.image([_loaded(each) for each in part])[0] for part in _parts(images, size, "images")])
+        batches = _split(images, batch_size or encoder.batch_size, "images")
+        return torch.cat([encoder.image([_load(each) for each in batch])[0] for batch in batches])
 
     def encode_texts(self, texts: Iterable[str], *, batch_size: int | None = None) -> Tensor:
-        """Retrieval vectors [n, D] of n texts, float32, on the CPU.
+        """Retrieval vectors of n texts.
+
+        Args:
+            texts: n strings.
+            batch_size: texts per forward; None: the model's.
+
+        Returns:
+            [n, D], float32, on the CPU.
 
         Raises:
             ValueError: no texts, or a single one that is not in a list.
         """
         encoder = self.encoder(workers=0)
-        size = batch_size or encoder.batch_size
-        return torch.cat([encoder.text(part)[0] for part in _parts(texts, size, "texts")])
+        return torch.cat([encoder.text(batch)[0] for batch in _split(texts, batch_size or encoder.batch_size, "texts")])
 
     def fingerprint(self) -> str:
-        """Hexadecimal digest of everything that decides the retrieval vectors but the arithmetic's precision: architecture,
-        weights, scoring heads, and how pictures and texts are prepared. Paths and versions do not change it."""
+        """A digest of everything that decides the retrieval vectors except the precision: architecture, weights, scoring heads,
+        and how images and texts are prepared. Paths and versions do not change it.
+
+        Returns:
+            64 hexadecimal digits.
+        """
         digest = hashlib.sha256()
         coder = self.model.coder
         preparation = {
             "preprocess": getattr(getattr(self.model, "visual", None), "preprocess_cfg", None),
-            "max_regions": self.config.data.max_regions if isinstance(self.model, Backbone) else None,
+            "max_regions": self.config.max_regions if isinstance(self.model, Backbone) else None,
             "context_length": getattr(self.tokenizer, "context_length", None),
             "architecture": _architecture(self.model),
             "pooling": [sorted(coder.aggregators), coder.context_blocks],
-            "weights": _without_paths(coder.objective.heads),
+            "weights": _without_vocabulary(coder.objective.heads),
         }
         digest.update(json.dumps(preparation, sort_keys=True, default=str).encode())
         for name, value in sorted(self.model.state_dict().items()):
@@ -107,20 +178,25 @@ class Trained:
             digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
+    def inference_options(self) -> dict[str, Any]:
+        """The options that an export of this model stores, for :func:`~coder_plugin.pretrained.export.export_model`."""
+        options = {name: value for name, value in asdict(self.config).items() if name in INFERENCE_OPTIONS}
+        return {**options, "objective": self.objective}
 
-#: Of a configuration, what says where parts came from or how training began, and nothing of the vectors.
+
+#: Parts of a configuration's names that say where weights came from or how training started, not how vectors are computed.
 _ORIGINS = ("pretrained", "hf_model_name", "hf_tokenizer_name", "init_logit", "patch_dropout")
 
 
 def _architecture(model: Any) -> Any:
-    """How a model computes, which its weights do not say: activations, heads of attention, poolings, masks."""
-    hugging = getattr(getattr(getattr(model, "text", None), "transformer", None), "config", None)
-    named = {name: getattr(hugging, name, None) for name in ("model_type", "num_attention_heads", "hidden_act")}
+    """What a model computes beyond its weights: activations, attention heads, poolings, masks."""
+    hugging_face = getattr(getattr(getattr(model, "text", None), "transformer", None), "config", None)
+    text = {name: getattr(hugging_face, name, None) for name in ("model_type", "num_attention_heads", "hidden_act")}
     if not isinstance(model, Backbone):
-        return [named, _without_origins(model.coder_config)]
-    made = model.config()
-    options = {name: value for name, value in made["options"].items() if name not in ("text", "pretrained_text")}
-    return [named, made["backbone"], options]
+        return [text, _without_origins(model.coder_config)]
+    config = model.config()
+    options = {name: value for name, value in config["options"].items() if name not in ("text", "pretrained_text")}
+    return [text, config["backbone"], options]
 
 
 def _without_origins(config: Any) -> Any:
@@ -129,13 +205,13 @@ def _without_origins(config: Any) -> Any:
     return {key: _without_origins(value) for key, value in config.items() if not any(word in key for word in _ORIGINS)}
 
 
-def _without_paths(heads: Any) -> Any:
-    """Options of heads less where a vocabulary was: what it says is in the state."""
+def _without_vocabulary(heads: Any) -> Any:
+    """Options of heads without the vocabulary's path; its content is in the state."""
     return [(name, [option for option in options if option[0] != "vocabulary"]) for name, options in heads]
 
 
-def _loaded(image: Any) -> Any:
-    """What an item of a data set loads, of a picture or its path."""
+def _load(image: Any) -> Any:
+    """A picture (PIL, RGB) or regions, from itself or a picture's path."""
     if isinstance(image, (str, Path)):
         try:
             return decode_image(str(image))
@@ -144,118 +220,172 @@ def _loaded(image: Any) -> Any:
     return image.convert("RGB") if hasattr(image, "convert") else image
 
 
-def _parts(items: Iterable[Any], size: int, what: str) -> list[list[Any]]:
+def _split(items: Iterable[Any], size: int, what: str) -> list[list[Any]]:
     if isinstance(items, str) or not isinstance(items, Iterable):
-        raise ValueError(f"{what} must be a list, also of one, and not a {type(items).__name__}")
+        raise ValueError(f"{what} must be a list, also if there is only one, not a {type(items).__name__}")
     items = list(items)
     if not items:
         raise ValueError(f"no {what}")
-    return [items[at : at + size] for at in range(0, len(items), size)]
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def trained_config(spec: str | Path | None, given: Mapping[str, Any], *, export: str = "best") -> TrainConfig:
-    """The options that open a model.
-
-    Args:
-        spec: a run's folder, whose options hold as far as ``given`` does not say otherwise; an export's, or
-            ``hf-hub:OWNER/NAME[@REVISION]``, one that was shared; None: ``given`` alone names the model.
-        given: options, flat or nested.
-        export: which of a run's, best or last.
-
-    Raises:
-        CoderError: nothing to open there.
-    """
-    given = flatten(given)
-    if spec is not None:
-        folder = fetch(spec, cache_dir=given.get("cache_dir"))
-        given = {**_options_of(folder, given), **given, **_weights_of(folder, export)}
-    return resolve_config({**given, **_OF_TRAINING, "recipe": None})
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether the options of a training run are there, and not an export's."""
-    return exported(folder)[0] is None and (folder / "config.json").is_file()
-
-
-def _weights_of(folder: Path, export: str) -> dict[str, Any]:
-    """The options that name an export's weights, and its configuration with every option that the data decided."""
-    place = folder if exported(folder)[0] is not None else folder / "export" / export
-    weights, configuration = exported(place)
-    if weights is None:
-        there = [name for name in ("best", "last") if exported(folder / "export" / name)[0] is not None]
-        hint = f" (it has --export {there[0]})" if there else "" if folder.exists() else " (there is no such folder)"
-        raise CoderError(f"{folder} is neither an export nor a run with one in export/{export}{hint}")
-    found: dict[str, Any] = {"pretrained": str(weights)}
-    if configuration is not None:
-        found.update(model=str(configuration), model_kwargs=[])
-    elif not _is_run(folder) or _configuration_gone(folder):
-        found.update(model=f"local-dir:{place}", model_kwargs=None)
-    return found
-
-
-def _configuration_gone(run: Path) -> bool:
-    """Whether the run's model was a configuration's path that leads nowhere from here; its exports have it as well."""
-    model = flatten(json.loads((run / "config.json").read_text())).get("model", "")
-    return model.endswith(".json") and not Path(model).is_file()
-
-
-def _options_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run was trained with; of other data, how the run's were read says nothing. What came with a shared folder."""
-    if not _is_run(folder):
-        return kept_options(folder)
-    trained = flatten(json.loads((folder / "config.json").read_text()))
-    return {key: value for key, value in trained.items() if "val_data" not in given or key not in READING}
-
-
-def open_trained(
-    config: TrainConfig,
+def open_pretrained(
+    spec: str | Path | None,
+    options: Mapping[str, Any] | None = None,
     *,
+    export: str = "best",
     name: str | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     source: Any = None,
     return_intermediates: Collection[str] = (),
-) -> Trained:
-    """The model that :func:`trained_config` has named, with the heads that score, in eval mode.
+) -> PretrainedModel:
+    """Open a model with the heads that score, in eval mode.
 
     Args:
-        device: None: this process's GPU, or the CPU.
-        source: data to check it against. return_intermediates: as in :func:`coder_plugin.create_model`.
+        spec: an export's folder, a run's, or ``hf-hub:OWNER/NAME[@REVISION]``; None: ``options`` name the model.
+        options: of model, data reading and precision, flat or nested, over those stored in the export.
+        export: which export of a run: "best" or "last".
+        name: what messages call the model; None: its weights' path or its name.
+        device: of the model; None: this process's GPU, or the CPU.
+        source: data to check the model against; None: none.
+        return_intermediates: as in :func:`coder_plugin.create_model`.
+
+    Raises:
+        CoderError: no export there, or a damaged one; unknown options; data that the model cannot read.
     """
-    heads = heads_beside(config.model.pretrained)
+    config, inference, objective_text = _resolve(spec, options or {}, export)
+    heads = heads_beside(config.pretrained)
     if heads is not None:
-        made = read_heads(heads)
-        objective = made.objective
-        config = config.with_options(aggregator=made.aggregator, context_blocks=made.context_blocks)
+        settings = read_heads(heads)
+        objective = settings.objective
+        config = replace(config, aggregator=settings.aggregator, context_blocks=settings.context_blocks)
     else:
-        objective = Objective.parse(config.loss.expression)
-    if device is None:
-        device = default_device()
-    model = build.make_model(
-        config, objective, device, source, inference=True, return_intermediates=return_intermediates
+        objective = Objective.parse("clip")  # any loss without heads: the towers' features are the score
+    device = default_device() if device is None else torch.device(device)
+    model = make_model(
+        config,
+        objective,
+        device,
+        source,
+        max_regions=inference.max_regions,
+        max_bad_images=inference.max_bad_images,
+        inference=True,
+        return_intermediates=return_intermediates,
     )
     if heads is not None:
         load_heads(model, heads)
-    return Trained(
-        name or str(config.model.pretrained or config.model.name),
-        config,
-        model.eval(),
-        build.make_tokenizer(config, model),
-        build.make_transforms(model, config)[1],
-        device,
+    return PretrainedModel(
+        name=name or str(config.pretrained or config.name),
+        objective=str(objective) if heads is not None else objective_text,
+        model=model.eval(),
+        tokenizer=make_tokenizer(config, model),
+        transform=make_transform(model, max_regions=inference.max_regions),
+        device=device,
+        config=inference,
     )
 
 
-def load_model(folder: str | Path, *, device: Any = None) -> Any:
-    """A trained model, ready to embed: towers, aggregators, scoring heads and vocabulary of an export.
+def _resolve(
+    spec: str | Path | None, options: Mapping[str, Any], export: str
+) -> tuple[ModelConfig, InferenceConfig, str]:
+    """How to build the model, how it computes, and its loss as text."""
+    options = {key: value for key, value in flatten(options).items() if key in _OPTIONS}
+    stored: dict[str, Any] = {}
+    if spec is not None:
+        folder = export_folder(spec, export=export, cache_dir=options.get("cache_dir"))
+        stored = {**shared_options(folder), **read_inference_options(folder)}
+        weights, configuration = export_files(folder)
+        options["pretrained"] = str(weights)
+        if configuration is not None:
+            options.update(model=str(configuration), model_kwargs=[])
+        elif (folder / "open_clip_config.json").is_file() or not {"model"} & (options.keys() | stored.keys()):
+            options["model"] = f"local-dir:{folder}"
+    objective = stored.pop("objective", "")
+    config = resolve([("export", stored), ("flag", options)])
+    inference = InferenceConfig(
+        max_regions=config.data.max_regions,
+        precision=config.optim.precision,
+        rerank=config.evaluation.rerank,
+        batch_size=config.optim.batch_size,
+        workers=config.data.workers,
+        max_bad_images=config.data.max_bad_images,
+        channels_last=config.model.channels_last,
+    )
+    return replace(config.model, pretrained=weights_named(config.model.pretrained)), inference, objective
 
-    In eval mode; ``embed_image`` and ``embed_text`` give the retrieval vectors that the run was evaluated with; of a model with
-    a fusion score, which re-ranks, those of its shortlists (docs/ascl.md).
+
+def export_folder(spec: str | Path, *, export: str = "best", cache_dir: str | None = None) -> Path:
+    """The folder of an export.
 
     Args:
-        folder: an export, ``RUN/export/best`` or ``RUN/export/last``, or a run's folder: its best; or ``hf-hub:OWNER/NAME``.
-        device: None: the CPU.
+        spec: the folder itself, a run's folder, or ``hf-hub:OWNER/NAME[@REVISION]``.
+        export: which export of a run: "best" or "last".
+        cache_dir: of the hub's downloads; None: the hub's own.
 
     Raises:
-        CoderError: no export there, or one that is damaged.
+        CoderError: no export there.
     """
-    return open_trained(trained_config(folder, {}), device=torch.device(device or "cpu")).model
+    folder = fetch(spec, cache_dir=cache_dir)
+    place = folder if export_files(folder)[0] is not None else folder / "export" / export
+    if export_files(place)[0] is None:
+        others = [name for name in ("best", "last") if export_files(folder / "export" / name)[0] is not None]
+        hint = f" (it has --export {others[0]})" if others else "" if folder.exists() else " (there is no such folder)"
+        raise CoderError(f"{folder} is neither an export nor a run with one in export/{export}{hint}")
+    return place
+
+
+def model_name(spec: str | Path | None, options: Mapping[str, Any], *, export: str = "best") -> str:
+    """The name or configuration file of the model that :func:`open_pretrained` opens with these arguments."""
+    return _resolve(spec, options, export)[0].name
+
+
+def saved_options(spec: str | Path | None) -> dict[str, Any]:
+    """The options of a run's ``config.json`` by flat name; empty if ``spec`` is not a run's folder."""
+    if spec is None or export_files(Path(spec))[0] is not None or not (file := Path(spec) / "config.json").is_file():
+        return {}
+    return flatten(json.loads(file.read_text(encoding="utf-8")))
+
+
+def saved_data_config(spec: str | Path | None, options: Mapping[str, Any]) -> DataConfig:
+    """How to read the data of an evaluation: the run's, or those that ``options`` name.
+
+    Args:
+        spec: a run's folder; None or anything else: only ``options`` count.
+        options: by flat name, over the run's. With ``val_data``, the run's options for reading its own data do not apply.
+    """
+    options = flatten(options)
+    saved = saved_options(spec)
+    if "val_data" in options:
+        saved = {key: value for key, value in saved.items() if key not in READING}
+        options.setdefault("train_data", saved.get("train_data") or options["val_data"])  # not the built-in scenes
+    data = {name: value for name, value in {**saved, **options}.items() if name not in ("model", "loss")}
+    return resolve([("options", data)]).data
+
+
+def load_model(folder: str | Path, *, device: Any = None) -> Any:
+    """A trained model that is ready to embed: towers, aggregators, scoring heads and vocabulary, in eval mode.
+
+    ``embed_image`` and ``embed_text`` give the retrieval vectors that the run was evaluated with. For a model with a fusion
+    score, which re-ranks, they are those that make its shortlists (docs/ascl.md).
+
+    Args:
+        folder: an export, such as ``RUN/export/best``; a run's folder, for its best export; or ``hf-hub:OWNER/NAME``.
+        device: None: the CPU.
+
+    Returns:
+        The model, an ``nn.Module``.
+
+    Raises:
+        CoderError: no export there, or a damaged one.
+
+    Example:
+        >>> import tempfile, torch, coder_plugin
+        >>> from coder_plugin.pretrained.export import export_model
+        >>> model = coder_plugin.create_model("coder-tiny", loss="dcl")
+        >>> folder = tempfile.mkdtemp()
+        >>> path = export_model(model, folder)
+        >>> model = load_model(folder)
+        >>> model.embed_text(torch.zeros(2, 16, dtype=torch.long)).shape
+        torch.Size([2, 128])
+    """
+    return open_pretrained(folder, device=torch.device(device or "cpu")).model

@@ -29,7 +29,7 @@ class WriteReport(Callback):
             trainer.model.eval()
             try:
                 if "source" in content:
-                    content["pictures"] = pictures_under_regions(trainer.config, "val")
+                    content["pictures"] = pictures_under_regions(trainer.config.data, "val")
                 trainer.log.say(f"report: {write_report(trainer.folder, **content)}")
             except Exception:
                 log.warning("no report could be written (try: coder-plugin report %s)", trainer.folder, exc_info=True)

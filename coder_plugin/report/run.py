@@ -18,7 +18,7 @@ from coder_plugin.evaluation.metrics import RECALL_COLUMNS
 from coder_plugin.files import atomic_write
 from coder_plugin.html import render
 from coder_plugin.pretrained.encode import Encoded, Encoder
-from coder_plugin.pretrained.open import open_trained, trained_config
+from coder_plugin.pretrained.open import open_pretrained, saved_data_config
 from coder_plugin.report import curves, description, sections
 from coder_plugin.report.alignment import LOCALS
 from coder_plugin.report.sections import Evaluated
@@ -127,14 +127,16 @@ def report_run(
     model: dict[str, Any] = {}
     try:
         export = export or _default_export(run)
-        config = trained_config(run.path, options, export=export)
-        source = make_source(config, split=split)
+        data = saved_data_config(run.path, options)
+        source = make_source(data, split=split)
         if source is None:
             raise CoderError("the run had no validation data: name some with --val-data")
         intermediates = LOCALS if sections.aligns(run) else ()
-        trained = open_trained(config, name=f"export/{export}", source=source, return_intermediates=intermediates)
+        trained = open_pretrained(
+            run.path, options, export=export, name=f"export/{export}", source=source, return_intermediates=intermediates
+        )
         encoder = trained.encoder()
-        pictures = pictures_under_regions(config, split)
+        pictures = pictures_under_regions(data, split)
         model = {"encoder": encoder, "source": source, "pictures": pictures, "weights": f"export/{export}"}
         model["encoded"] = encoder(source)
     except (CoderError, OSError) as error:

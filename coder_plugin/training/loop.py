@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.loader import TrainLoader
@@ -30,10 +31,10 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
-from coder_plugin.model import CoderLoss, create_loss
+from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import checkpoint, prepare, resume
 from coder_plugin.training.average import WeightAverage
@@ -55,7 +56,7 @@ class Trainer:
             :func:`coder_plugin.create_model`; or a plain open_clip model, to which the loss's heads are added (give its name
             as ``config={"model": NAME}``: its tokenizer goes by that name).
         loss: a loss expression, a list of terms (names and objects), an
-            :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.model.CoderLoss` of the given model.
+            :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.coder.CoderLoss` of the given model.
         train: training data: a path, ``"scenes"``, a data source, or a list of :class:`~coder_plugin.data.item.Item`.
         val: validation data, in the same forms. None: no evaluation.
         config: all other options: a :class:`~coder_plugin.config.TrainConfig`, or a mapping of options, flat
@@ -110,13 +111,14 @@ class Trainer:
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(self.objective, model=self.model)
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
-        self.tokenizer = build.make_tokenizer(config, self.model)
-        train_transform, val_transform = build.make_transforms(self.model, config)
+        self.tokenizer = build.make_tokenizer(config.model, self.model)
+        train_transform = prepare.make_train_transform(self.model, config)
+        val_transform = build.make_transform(self.model, max_regions=data.max_regions)
         self.loader = TrainLoader(
             source,
             batch_size=optim.batch_size,
             transform=train_transform,
-            tokenizer=build.make_tokenizer(config, self.model, training=True),
+            tokenizer=build.make_tokenizer(config.model, self.model, word_dropout=data.word_dropout),
             positives=prepare.make_positives(self.model),
             tags=prepare.make_tags(self.model, config),
             seed=config.run.seed,
@@ -433,7 +435,8 @@ class Trainer:
     def _export(self, tag: str) -> None:
         if distributed.rank() == 0:
             with self.averaged_weights():
-                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer)
+                options = inference_options(self.config)
+                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer, options=options)
                 export_heads(self.model, self.folder / "export" / tag)
         distributed.barrier()
 

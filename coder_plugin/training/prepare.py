@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import TrainConfig, flatten
 from coder_plugin.data.from_config import make_source
@@ -21,7 +22,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
-from coder_plugin.model import CoderLoss, add_heads, required_heads_with
+from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model
@@ -78,7 +79,7 @@ def open_data(config: TrainConfig, data: Any, split: str) -> Any:
     if isinstance(data, (str, Path)):
         options = {"train_data": "scenes"} if split == "train" else {"val_data": "scenes"}
         named = data != "scenes" or config.data.on_scenes
-        return make_source(config if named else config.with_options(**options), split=split)
+        return make_source((config if named else config.with_options(**options)).data, split=split)
     return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data
 
 
@@ -146,7 +147,10 @@ def make_training_model(
         model: a model to use; heads are added if it has none. None or a name: make the one that ``config`` names.
     """
     if model is None or isinstance(model, str):
-        model = make_model(config, objective, device, source)
+        data = config.data
+        model = make_model(
+            config.model, objective, device, source, max_regions=data.max_regions, max_bad_images=data.max_bad_images
+        )
     elif not hasattr(model, "coder"):
         model.output_dict = True
         aggregator: Any = config.model.aggregator
@@ -172,6 +176,33 @@ def make_training_model(
     if config.model.grad_checkpointing:
         model.set_grad_checkpointing()
     return model
+
+
+def make_train_transform(model: Any, config: TrainConfig) -> Callable[..., Any]:
+    """The training transform: open_clip's augmentation, or a region model's own with region dropout.
+
+    Raises:
+        CoderError: an unknown option of ``--aug-cfg``.
+    """
+    if isinstance(model, Backbone):
+        return model.transform(max_regions=config.data.max_regions, region_dropout=config.data.region_dropout)
+    from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+
+    augmentation = None
+    if config.model.aug_cfg:
+        pairs = [item.partition("=") for item in config.model.aug_cfg]
+        augmentation = {key: _parse_sequence(value) for key, _, value in pairs}
+        options = AugmentationCfg.__dataclass_fields__
+        for key in augmentation:
+            if key not in options:
+                raise CoderError(f"--aug-cfg: unknown option {key!r}; known: {', '.join(options)}")
+    return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=True, aug_cfg=augmentation)
+
+
+def _parse_sequence(text: str) -> Any:
+    if "," in text or text[:1] in "([":
+        return tuple(parse_value(item) for item in text.strip("()[] ").split(",") if item.strip())
+    return parse_value(text)
 
 
 def freeze_batch_norm(tower: nn.Module) -> None:

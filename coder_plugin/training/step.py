@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed
+from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
-from coder_plugin.model import CoderLoss
 
 #: Outputs that a model returns once, not per sample.
 SHARED = ("logit_scale", "logit_bias")

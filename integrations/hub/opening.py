@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.hub_cache import HUB, fetch, is_on_hub
-from coder_plugin.pretrained.open import Trained, open_trained, trained_config
+from coder_plugin.pretrained.open import PretrainedModel, open_pretrained
 
 
 def from_pretrained(
@@ -19,7 +17,7 @@ def from_pretrained(
     device: Any = None,
     cache_dir: str | Path | None = None,
     token: str | bool | None = None,
-) -> Trained:
+) -> PretrainedModel:
     """A trained model with what it reads: ``encode_images`` and ``encode_texts`` give vectors whose product is the score, in
     float32 whatever a run was trained in, so that a run and what was shared of it give the same.
 
@@ -43,4 +41,4 @@ def from_pretrained(
     elif revision is not None:
         raise CoderError(f"{name} is a folder, which has no revisions: leave out revision={revision!r}")
     given = {"precision": "fp32", **({} if cache_dir is None else {"cache_dir": str(cache_dir)})}
-    return open_trained(trained_config(folder, given), name=name, device=torch.device(device or "cpu"))
+    return open_pretrained(folder, given, name=name, device=device or "cpu")

@@ -17,7 +17,7 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.errors import CoderError
 from coder_plugin.pretrained.export import export_heads, export_model
 from coder_plugin.pretrained.hub_cache import HUB, fetch
-from coder_plugin.pretrained.open import Trained, open_trained, trained_config
+from coder_plugin.pretrained.open import PretrainedModel, open_pretrained
 
 #: What its loader reads in a folder.
 FILES = ("modules.json", "config_sentence_transformers.json")
@@ -42,7 +42,7 @@ class PictureText(nn.Module):
     #: Of a batch of both, sentence-transformers says "message".
     modalities = ["text", "image", "message"]
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: PretrainedModel) -> None:
         super().__init__()
         if isinstance(trained.model, Backbone):
             raise CoderError(f"{trained.name} reads region features, and sentence-transformers gives texts and pictures")
@@ -70,7 +70,7 @@ class PictureText(nn.Module):
         folder = Path(model_name_or_path)
         if not folder.is_dir():
             folder = fetch(f"{HUB}{model_name_or_path}", revision=revision, cache_dir=cache_folder, token=token)
-        return cls(open_trained(trained_config(folder, {}), name=model_name_or_path, device=torch.device("cpu")))
+        return cls(open_pretrained(folder, name=model_name_or_path, device="cpu"))
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """What :meth:`load` opens; sentence-transformers writes its own files beside."""

@@ -25,9 +25,18 @@ from coder_plugin.integrations.hub import sentence_transformers as st
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.folder import check_replaceable, swap
 from coder_plugin.integrations.hub.record import bare, bare_objective, read_wise_ft, run_record, without_paths
-from coder_plugin.pretrained.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_heads, export_model, exported
-from coder_plugin.pretrained.hub_cache import CARD, HUB, RECORD, fetch, hub_error, is_on_hub, kept_of, read_record
-from coder_plugin.pretrained.open import Trained, open_trained, trained_config
+from coder_plugin.pretrained.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_files, export_heads, export_model
+from coder_plugin.pretrained.hub_cache import (
+    CARD,
+    HUB,
+    RECORD,
+    fetch,
+    hub_error,
+    is_on_hub,
+    read_record,
+    record_options,
+)
+from coder_plugin.pretrained.open import PretrainedModel, export_folder, open_pretrained
 
 #: Files of another model that would be read instead of the new ones or with them.
 _STALE = (WEIGHTS, *OLDER, "open_clip_config.json", HEADS, VOCABULARY, plugin_backbones.WEIGHTS, plugin_backbones.CONFIG)
@@ -167,13 +176,13 @@ def share_command(arguments: Any) -> str:
 
 def _source(spec: str | Path, export: str) -> _Source:
     folder = fetch(spec)
-    if exported(folder)[0] is not None:
+    if export_files(folder)[0] is not None:
         run = folder.parent.parent  # of RUN/export/best
         of_run = folder.parent.name == "export" and folder.name in ("best", "last") and (run / "config.json").is_file()
         return _Source(folder, run if of_run else None, read_record(folder))
     place = folder / "export" / export
-    if exported(place)[0] is None:
-        trained_config(folder, {}, export=export)  # says what there is
+    if export_files(place)[0] is None:
+        export_folder(folder, export=export)  # raises, and says what is there
     return _Source(place, folder, None)
 
 
@@ -188,13 +197,13 @@ def _write(spec: str | Path, aside: Path, name: str, export: str, **stated: Any)
     if source.record is None and (mixed := read_wise_ft(source.place)):
         record["wise_ft"] = mixed
     stated = {option: value or record.get("stated", {}).get(option) or value for option, value in stated.items()}
-    kept = kept_of(record)
-    trained = open_trained(trained_config(source.place, kept), device=torch.device("cpu"))
+    kept = record_options(record)
+    trained = open_pretrained(source.place, kept, device="cpu")
     if record["objective"] is None and (source.place / HEADS).is_file():  # an export knows the objective of its heads
         objective = trained.model.coder.objective
         record = {**record, "objective": str(objective), "terms": bare_objective(objective.to_dict())}
     aside.mkdir(parents=True)
-    export_model(trained.model, aside, tokenizer=trained.tokenizer)
+    export_model(trained.model, aside, tokenizer=trained.tokenizer, options=trained.inference_options())
     export_heads(trained.model, aside)
     _forget_paths(aside)
     facts = _facts(trained, kept)
@@ -238,7 +247,7 @@ def _own_card(source: _Source) -> Path | None:
     return None if sha256_file(card) == made else card
 
 
-def _facts(trained: Trained, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(trained: PretrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:
     """What a card says of a model."""
     model = trained.model
     known = [getattr(head, "vocabulary", None) for head in model.coder.heads.values()]
@@ -256,7 +265,7 @@ def _facts(trained: Trained, kept: Mapping[str, Any]) -> dict[str, Any]:
         "concepts": None if vocabulary is None else len(vocabulary),
         "re-ranks": trained.encoder().reranking is not None,
         "text tower": _text_tower(model),
-        "max_regions": kept.get("max_regions", trained.config.data.max_regions) if isinstance(model, Backbone) else None,
+        "max_regions": kept.get("max_regions", trained.config.max_regions) if isinstance(model, Backbone) else None,
     }
 
 
@@ -294,8 +303,8 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _check_same(trained: Trained, folder: Path) -> None:
-    again = open_trained(trained_config(folder, {}), device=trained.device)
+def _check_same(trained: PretrainedModel, folder: Path) -> None:
+    again = open_pretrained(folder, device=trained.device)
     before, after = _vectors(trained), _vectors(again)
     if not all(each.isfinite().all() for each in before):
         raise CoderError(f"{trained.name} gives vectors with NaN or infinity: nothing was shared; share another export")
@@ -304,7 +313,7 @@ def _check_same(trained: Trained, folder: Path) -> None:
         raise CoderError(f"{folder} opens as another model than {trained.name}: nothing was shared; please report this")
 
 
-def _vectors(trained: Trained) -> list[Tensor]:
+def _vectors(trained: PretrainedModel) -> list[Tensor]:
     """Of two texts and of a made-up picture or its regions: settings that are in no weights show in these."""
     if isinstance(trained.model, Backbone):
         with torch.no_grad():

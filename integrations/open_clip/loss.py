@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.model import CoderLoss
+from coder_plugin.coder import CoderLoss
 from coder_plugin.training.step import SHARED
 
 

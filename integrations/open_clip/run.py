@@ -28,7 +28,7 @@ from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.model import add_heads, create_loss, needs_logit_bias, required_heads_with
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
-from coder_plugin.pretrained.export import made_with, start_heads, weights_named
+from coder_plugin.pretrained.export import head_settings, start_heads, weights_named
 from coder_plugin.training import prepare
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Run:
             cache_dir=args.cache_dir,
         )
         self._check_precision(model)
-        self.tokenizer = build.make_tokenizer(config, model)
+        self.tokenizer = build.make_tokenizer(config.model, model)
         prepare.check_accumulation(model, config)
         self.extras = Extras(
             self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.data.captions
@@ -145,7 +145,7 @@ class Run:
     def made_with(self) -> dict[str, Any]:
         """What a checkpoint says of the run: what a resumed one must share, and what its images were normalised with."""
         preprocessing = {key: value for key, value in self.model.visual.preprocess_cfg.items() if value is not None}
-        return {**made_with(self.model), "heads_lr_scale": self.heads_lr_scale, "preprocess_cfg": preprocessing}
+        return {**head_settings(self.model), "heads_lr_scale": self.heads_lr_scale, "preprocess_cfg": preprocessing}
 
     def _take_what_data_decided(self, made: Mapping[str, Any] | None) -> None:
         """In evaluation alone, of the checkpoint's objective: there are no training data to ask."""

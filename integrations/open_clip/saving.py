@@ -14,7 +14,7 @@ from coder_plugin.backbones.clip import MADE_WITH, read_training_checkpoint
 from coder_plugin.config import TrainConfig, nest
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.training.resume import comparable
 
 #: In the directory of a sharded checkpoint (main): what its heads were made with.
@@ -56,7 +56,7 @@ def write_export(
     """
     exports = run / "export"
     aside = _aside(exports / name)
-    export_model(model, aside, state, tokenizer=tokenizer)
+    export_model(model, aside, state, tokenizer=tokenizer, options=inference_options(config))
     export_heads(model, aside, state)
     linked = _aside(exports / "last")
     shutil.copytree(aside, linked, copy_function=_link)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from coder_plugin.coder import Coder
 from coder_plugin.memory.momentum import MomentumCopy
-from coder_plugin.model import Coder
 
 
 def shard_heads(coder: Coder, blocks: Sequence[nn.Module], **options: Any) -> None:

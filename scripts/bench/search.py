@@ -29,8 +29,7 @@ import torch
 
 from coder_plugin.data.item import stable_hash
 from coder_plugin.index.build import build_index
-from coder_plugin.index.index import Index
-from coder_plugin.index.search import Query, Searcher
+from coder_plugin.index.search import Index, Query, Searcher
 from coder_plugin.pretrained.encode import Batch
 
 

@@ -82,7 +82,7 @@ def cache(options: argparse.Namespace) -> None:
     """
     model, source_of = open_model(options)
     model.visual.trunk.to(memory_format=torch.channels_last)
-    tokenize, transform = build.make_tokenizer(source_of.config, model), build.make_transforms(model, source_of.config)[1]
+    tokenize, transform = build.make_tokenizer(source_of.config.model, model), build.make_transform(model)
     encoder, splits = model.text.transformer, {}
     for split in ("train", "val"):
         grids: list[Tensor] = []
@@ -125,10 +125,10 @@ def open_model(options: argparse.Namespace) -> Any:
     )
 
     def source_of(split: str) -> Any:
-        return make_source(config, split=split)
+        return make_source(config.data, split=split)
 
     source_of.config = config  # type: ignore[attr-defined]
-    return build.make_model(config, Objective.parse("clip"), torch.device("cpu")).eval(), source_of
+    return build.make_model(config.model, Objective.parse("clip"), torch.device("cpu")).eval(), source_of
 
 
 def grid(model: Any, images: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def check(data: dict[str, Any], options: argparse.Namespace) -> None:
     runner = Clip(Objective.parse("clip + selfalign"), options, 0)
     runner.model.visual.trunk.load_state_dict(model.visual.trunk.state_dict())
     runner.model.text.transformer.load_state_dict(model.text.transformer.state_dict())
-    full_model, transform = runner.model.eval(), build.make_transforms(model, source_of.config)[1]
+    full_model, transform = runner.model.eval(), build.make_transform(model)
     items = [item for _, (_, item) in zip(range(8), source_of("val").items(), strict=False)]
     split = data["val"]
     captions = torch.searchsorted(split["image_of_caption"], torch.arange(8))

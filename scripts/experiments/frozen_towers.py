@@ -84,15 +84,15 @@ def cache(options: argparse.Namespace) -> None:
             val_data=options.val_data,
         )
     )
-    model = build.make_model(config, Objective.parse("dcl"), torch.device("cpu")).eval()
-    tokenize, transform = build.make_tokenizer(config, model), build.make_transforms(model, config)[1]
+    model = build.make_model(config.model, Objective.parse("dcl"), torch.device("cpu")).eval()
+    tokenize, transform = build.make_tokenizer(config.model, model), build.make_transform(model)
     pad, splits = model.text.config.pad_token_id, {}
     for split in ("train", "val"):
         images: list[Tensor] = []
         captions: list[str] = []
         image_of: list[int] = []
         batch: list[Tensor] = []
-        source = make_source(config, split=split)
+        source = make_source(config.data, split=split)
         for number, (_, item) in enumerate(source.items()):
             batch.append(transform(item.load()))
             captions += item.captions

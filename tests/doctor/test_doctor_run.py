@@ -100,7 +100,7 @@ def test_an_export_that_asks_a_hub(copy: Path, monkeypatch: pytest.MonkeyPatch) 
         except LocalEntryNotFoundError as error:
             raise CoderError("cannot be made") from error
 
-    monkeypatch.setattr("coder_plugin.pretrained.open.open_trained", ask)
+    monkeypatch.setattr("coder_plugin.pretrained.open.open_pretrained", ask)
     found = amiss(guarded("run", run.check_exports, copy))
     assert found.keys() == {"run.export.absent"} and found["run.export.absent"].level == "note"
 

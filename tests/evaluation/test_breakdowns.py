@@ -43,11 +43,11 @@ def test_groups() -> None:
     assert {label: mask.nonzero().flatten().tolist() for label, mask in places.items()} == {
         "caption 1": [0, 2], "caption 2": [1], "caption 3": [3],
     }  # fmt: skip
-    named = groups_of("place", captions, owner, places=["rich", "poor", "poorest"])
+    named = groups_of("place", captions, owner, caption_names=["rich", "poor", "poorest"])
     assert list(named) == ["rich", "poor", "poorest"] and torch.equal(named["poor"], places["caption 2"])
-    with pytest.raises(CoderError, match="up to 3 captions, and 2 places"):
-        groups_of("place", captions, owner, places=["rich", "poor"])
-    with pytest.raises(CoderError, match="by words, length, place, not by 'colour'"):
+    with pytest.raises(CoderError, match="up to 3 captions, but only 2 caption names"):
+        groups_of("place", captions, owner, caption_names=["rich", "poor"])
+    with pytest.raises(CoderError, match="by must be one of words, length, place, got 'colour'"):
         groups_of("colour", captions, owner)
 
 

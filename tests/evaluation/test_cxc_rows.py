@@ -13,9 +13,16 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import coco, cxc
+from coder_plugin.evaluation.benchmarks import (
+    Benchmarks,
+    DataTruths,
+    format_benchmarks,
+    load_benchmarks,
+    match_data,
+    measure_benchmarks,
+)
 from coder_plugin.evaluation.breakdowns import breakdown, groups_of
 from coder_plugin.evaluation.evaluate import ensemble
-from coder_plugin.evaluation.evaluation_sets import Known, Sets, asked, format_further, further, known_of
 from coder_plugin.evaluation.multi_positive import Scores
 from coder_plugin.evaluation.two_stage import measure
 from coder_plugin.pretrained.encode import Encoded
@@ -31,14 +38,13 @@ OWNER = torch.arange(len(IMAGES)).repeat_interleave(3)
 
 
 @pytest.fixture
-def sets(tmp_path: Path) -> Sets:
-    flags = {"by": ["words", "place"], "eccv": False, "cxc": str(write_csv(tmp_path / "cxc"))}
-    return asked(SimpleNamespace(**flags))
+def benchmarks(tmp_path: Path) -> Benchmarks:
+    return load_benchmarks(by=["words", "place"], cxc_folder=str(write_csv(tmp_path / "cxc")))
 
 
 @pytest.fixture
-def known(sets: Sets) -> Known:
-    return known_of(sets, ItemSource(ITEMS))
+def truths(benchmarks: Benchmarks) -> DataTruths:
+    return match_data(benchmarks, ItemSource(ITEMS))
 
 
 def encoded(seed: int, head: Any = None) -> Encoded:
@@ -72,51 +78,53 @@ class Fusion:
         return self.matrix
 
 
-def expected(sets: Sets, scores: Scores) -> dict[str, Any]:
+def expected(benchmarks: Benchmarks, scores: Scores) -> dict[str, Any]:
     texts = torch.arange(36)[torch.arange(36) % 3 < 2]
     numbers = coco.Numbers(IMAGES, [caption for own in CAPTIONS.values() for caption in own], texts)
-    return cxc.cxc_recalls(scores, numbers, sets.cxc)  # type: ignore[arg-type]
+    return cxc.cxc_recalls(scores, numbers, benchmarks.cxc)  # type: ignore[arg-type]
 
 
-def test_one_model_and_several(sets: Sets, known: Known) -> None:
+def test_one_model_and_several(benchmarks: Benchmarks, truths: DataTruths) -> None:
     one, other = encoded(0), encoded(1)
-    got = further(sets, known, one, measure(one, 0, None))
-    assert got["cxc"] == {**expected(sets, Scores(one.images, one.texts)), "ranked_by": VECTORS}
+    got = measure_benchmarks(benchmarks, truths, one, measure(one, 0, None))
+    assert got["cxc"] == {**expected(benchmarks, Scores(one.images, one.texts)), "ranked_by": VECTORS}
     both = ensemble([one, other])
     measured = measure(both, 0, None)
-    got = further(sets, known, both, measured)
+    got = measure_benchmarks(benchmarks, truths, both, measured)
     scores = Scores([one.images, other.images], [one.texts, other.texts])
-    assert got["cxc"] == {**expected(sets, scores), "ranked_by": VECTORS}
+    assert got["cxc"] == {**expected(benchmarks, scores), "ranked_by": VECTORS}
     groups = groups_of("place", both.captions, OWNER)
     assert got["by"]["place"] == breakdown(groups, measured["t2i_ranks"], OWNER, scores.rows("i2t"))
     assert got["by"]["words"]["colour"]["t2i"]["count"] == 12
-    text = format_further({"a": got})
+    text = format_benchmarks({"a": got})
     assert text.count("\n\n") == 2 and "CxC t2t R@10" in text and "caption 3" in text
 
 
-def test_a_fusion_score_of_all_pairs_and_of_shortlists(sets: Sets, known: Known) -> None:
+def test_a_fusion_score_of_all_pairs_and_of_shortlists(benchmarks: Benchmarks, truths: DataTruths) -> None:
     fusion = Fusion()
     one = encoded(0, fusion)
     whole = measure(one, 0, None)
-    got = further(sets, known, one, whole)
+    got = measure_benchmarks(benchmarks, truths, one, whole)
     by_matrix = Scores(one.images, one.texts, fusion.matrix)
-    assert got["cxc"] == {**expected(sets, by_matrix), "ranked_by": {**VECTORS, "i2t": "fusion score", "t2i": "fusion score"}}
-    assert got["cxc"]["t2t"] == expected(sets, Scores(one.images, one.texts))["t2t"]  # of one side: the vectors
-    assert "shortlist" not in (text := format_further({"a": {**got, "rerank": "all"}})) and text.endswith("t2t: by the vectors")
+    ranked_by = {**VECTORS, "i2t": "fusion score", "t2i": "fusion score"}
+    assert got["cxc"] == {**expected(benchmarks, by_matrix), "ranked_by": ranked_by}
+    assert got["cxc"]["t2t"] == expected(benchmarks, Scores(one.images, one.texts))["t2t"]  # of one side: the vectors
+    text = format_benchmarks({"a": {**got, "rerank": "all"}})
+    assert "shortlist" not in text and text.endswith("t2t: by the vectors")
     groups = groups_of("place", one.captions, OWNER)
     assert got["by"]["place"] == breakdown(groups, whole["t2i_ranks"], OWNER, by_matrix.rows("i2t"))
     short = measure(one, 0, 4)
     assert "scores" not in short
-    got = further(sets, known, one, short)
-    assert got["cxc"] == {**expected(sets, Scores(one.images, one.texts)), "ranked_by": VECTORS}
+    got = measure_benchmarks(benchmarks, truths, one, short)
+    assert got["cxc"] == {**expected(benchmarks, Scores(one.images, one.texts)), "ranked_by": VECTORS}
     assert got["by"]["place"] == breakdown(groups, short["t2i_ranks"], OWNER)
-    assert "a, shortlist" in (text := format_further({"a": {**got, "rerank": 4}})) and "by the vectors" not in text
-    assert "shortlist" not in format_further({"a": got})
+    assert "a, shortlist" in (text := format_benchmarks({"a": {**got, "rerank": 4}})) and "by the vectors" not in text
+    assert "shortlist" not in format_benchmarks({"a": got})
 
 
-def test_images_that_were_left_out(sets: Sets, known: Known) -> None:
+def test_images_that_were_left_out(benchmarks: Benchmarks, truths: DataTruths) -> None:
     one = encoded(0)
     less = one._replace(images=one.images[1:], texts=one.texts[3:], image_of_text=OWNER[3:] - 1, image_ids=one.image_ids[1:])
     less = less._replace(captions=one.captions[3:])
     with pytest.raises(CoderError, match="CxC is of 12 images, and 1 of them could not be read"):
-        further(sets, known, less, measure(less, 0, None))
+        measure_benchmarks(benchmarks, truths, less, measure(less, 0, None))

@@ -13,11 +13,12 @@ from torch import Tensor
 
 import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
+from coder_plugin.cli.eval import analyses_of, evaluate_command
+from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation import evaluate as evaluation
-from coder_plugin.evaluation import metrics, recall, recall_from_embeddings, rerank
-from coder_plugin.evaluation.evaluate import ensemble, evaluate, evaluate_command
+from coder_plugin.evaluation import compare, metrics, recall, recall_from_embeddings, rerank
+from coder_plugin.evaluation.evaluate import ensemble, evaluate
 from coder_plugin.evaluation.sweep import sweep
 from coder_plugin.evaluation.two_stage import measure
 from coder_plugin.heads.capabilities import Reranks
@@ -208,49 +209,50 @@ def test_numbers_beyond_float16_are_kept(data: str, encoded: Encoded, monkeypatc
     assert tokens.dtype == torch.float32 and tokens.isfinite().all() and tokens.abs().max() > 1e6
 
 
-def arguments(**options: Any) -> SimpleNamespace:
-    given = {"run_folder": ["a"], "beta": None, "context_weight": None, "folds": 2, "analyses": None}
-    return SimpleNamespace(**{**given, **options})
+def command(*, rerank: str | None = None, **flags: Any) -> dict[str, Any]:
+    arguments = {"run_folder": ["a"], "folds": 2, "analyses": None, "export": "best", "split": "val", **flags}
+    return evaluate_command(SimpleNamespace(**arguments), {} if rerank is None else {"rerank": rerank})
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     """Runs by name: a, of a model that re-ranks, and b, of one that does not."""
 
-    def made(given: SimpleNamespace, run: str) -> Any:
-        encoder, source = make_encoder(data, fusion=run == "a", seed=len(run))
-        return evaluation._Evaluated(run, source, encoder, getattr(given, "rerank", None))
+    def opened_model(setting: compare._Setting, run: str, source: Any) -> Any:
+        encoder, _ = make_encoder(data, fusion=run == "a", seed=len(run))
+        return SimpleNamespace(name=run, encoder=lambda: encoder, rerank=setting.options.get("rerank"))
 
-    monkeypatch.setattr(evaluation, "_evaluated", made)
+    monkeypatch.setattr(compare._Setting, "data", lambda *_: (make_encoder(data)[1], DataConfig()))
+    monkeypatch.setattr(compare._Setting, "open", opened_model)
 
 
 def test_the_commands_rows(opened: None) -> None:
-    rows = evaluate_command(arguments(run_folder=["a", "b"]))
+    rows = command(run_folder=["a", "b"])
     assert list(rows) == ["a", "b", "ensemble of 2"]
     assert rows["a"]["rerank"] == rows["ensemble of 2"]["rerank"] == 32 and "rerank" not in rows["b"]
     assert ["shortlist" in row for row in rows.values()] == [True, False, True] and all("folds" in row for row in rows.values())
-    assert evaluate_command(arguments(rerank="all"))["a"]["rerank"] == "all"
-    together = evaluate_command(arguments(run_folder=["b", "a"], rerank="8"))  # the flag is for the one that can
+    assert command(rerank="all")["a"]["rerank"] == "all"
+    together = command(run_folder=["b", "a"], rerank="8")  # the flag is for the one that can
     assert together["ensemble of 2"]["rerank"] == together["a"]["rerank"] == 8 and "rerank" not in together["b"]
     with pytest.raises(CoderError, match="no fusion head"):
-        evaluate_command(arguments(run_folder=["b"], rerank="8"))
+        command(run_folder=["b"], rerank="8")
 
 
 def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where shortlists hold more pairs than there are, no pair is scored by itself, and the figures are the same."""
-    from coder_plugin.evaluation import two_stage as recalls
+    from coder_plugin.evaluation import two_stage
 
     encoder, source = make_encoder(data)
     by_pairs = {depth: evaluate(encoder, source, rerank=depth) for depth in (19, 21)}
     asked: list[int] = []
-    scorer = recalls._scorer
+    scorer = two_stage._scorer
 
     def watched(given: Encoded) -> Any:
         made = scorer(given)
         asked.append(0)
         return SimpleNamespace(all_pairs=lambda: asked.append(1) or made.all_pairs())  # no call of single pairs
 
-    monkeypatch.setattr(recalls, "_scorer", watched)
+    monkeypatch.setattr(two_stage, "_scorer", watched)
     assert figures(evaluate(encoder, source, rerank=21)) == figures(by_pairs[21]) and 1 in asked
     with pytest.raises(TypeError, match="not callable"):
         evaluate(encoder, source, rerank=19)
@@ -259,8 +261,8 @@ def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, mon
 def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "new" / "figures"
-    rows = evaluate_command(arguments(run_folder=["a", "b"], analyses=str(folder), rerank=None))
-    found = evaluation.analyses_of(rows)
+    rows = command(run_folder=["a", "b"], analyses=str(folder), rerank=None)
+    found = analyses_of(rows)
     assert list(found) == ["a", "b"]  # an ensemble has no embedding of its own
     assert json.loads((folder / "analyses.json").read_text()) == found
     assert len(list(folder.glob("*.png"))) == 4
@@ -272,7 +274,7 @@ def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     assert together != pytest.approx([rows["a"]["shortlist"][key] for key in keys])
     (tmp_path / "file").write_text("")
     with pytest.raises(CoderError, match="cannot be made"):
-        evaluate_command(arguments(analyses=str(tmp_path / "file")))
+        command(analyses=str(tmp_path / "file"))
 
 
 def on_ranks(data: str) -> tuple[dict[str, Any], Encoded]:

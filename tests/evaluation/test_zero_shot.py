@@ -22,14 +22,14 @@ from coder_plugin.data import open_source
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation import wise_ft as retention
-from coder_plugin.evaluation.evaluation_sets import Sets, known_of
+from coder_plugin.evaluation import wise_ft
+from coder_plugin.evaluation.benchmarks import Benchmarks, match_data
 from coder_plugin.evaluation.zero_shot import format_zero_shot, read_classes, read_templates, zero_shot
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import WEIGHTS, export_heads, export_model
-from coder_plugin.pretrained.open import open_trained, trained_config
+from coder_plugin.pretrained.open import open_pretrained
 from tests import gloo
 from tests.training import region_data
 
@@ -59,8 +59,8 @@ def make_encoder(name: str, *, seed: int = 0, loss: str | Objective = "clip", **
     torch.manual_seed(seed)
     model = coder_plugin.create_model(name, loss=loss, **options)
     config = TrainConfig().with_options(model=name)
-    transform = build.make_transforms(model, config)[1]
-    tokenizer = build.make_tokenizer(config, model)
+    transform = build.make_transform(model)
+    tokenizer = build.make_tokenizer(config.model, model)
     return Encoder(model, tokenizer, transform, device=torch.device("cpu"), batch_size=5, workers=0)
 
 
@@ -198,11 +198,11 @@ def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def test_between_is_the_weighted_sum_and_exact_at_the_ends(models: dict[str, Any]) -> None:
-    tuned, base = models["tuned"].model, retention.weights_of(models["base"])
+    tuned, base = models["tuned"].model, wise_ft.plain_weights(models["base"])
     whole = {name: value.clone() for name, value in tuned.state_dict().items()}
-    between = retention.Between(tuned, base)
+    between = wise_ft.Interpolation(tuned, base)
     for alpha in (0.5, 0.0, 0.25, 1.0):  # in any order: none begins with the one before
-        between.to(alpha)
+        between.set_alpha(alpha)
         for name, value in tuned.state_dict().items():
             if name.startswith("coder.") or not value.is_floating_point():
                 assert torch.equal(value, whole[name]), name
@@ -214,20 +214,20 @@ def test_between_is_the_weighted_sum_and_exact_at_the_ends(models: dict[str, Any
 
 
 def test_between_models_that_are_not_alike(models: dict[str, Any]) -> None:
-    base = retention.weights_of(models["base"])
+    base = wise_ft.plain_weights(models["base"])
     tuned = models["tuned"].model
     with pytest.raises(CoderError, match="architecture: 1 weights differ in name or shape, such as positional_embedding"):
-        retention.Between(tuned, {**base, "positional_embedding": torch.zeros(3, 3)})
+        wise_ft.Interpolation(tuned, {**base, "positional_embedding": torch.zeros(3, 3)})
     with pytest.raises(CoderError, match="such as ln_final.bias"):
-        retention.Between(tuned, {name: value for name, value in base.items() if name != "ln_final.bias"})
-    retention.Between(tuned, {**base, "logit_bias": torch.zeros(())})
+        wise_ft.Interpolation(tuned, {name: value for name, value in base.items() if name != "ln_final.bias"})
+    wise_ft.Interpolation(tuned, {**base, "logit_bias": torch.zeros(())})
 
 
 def test_between_in_half_precision(models: dict[str, Any]) -> None:
     """The sum is rounded once, when it is put into the model."""
-    base, tuned = retention.weights_of(models["base"]), copy.deepcopy(models["tuned"].model).bfloat16()
-    halves = retention.weights_of(tuned)
-    retention.Between(tuned, base).to(0.25)
+    base, tuned = wise_ft.plain_weights(models["base"]), copy.deepcopy(models["tuned"].model).bfloat16()
+    halves = wise_ft.plain_weights(tuned)
+    wise_ft.Interpolation(tuned, base).set_alpha(0.25)
     name = "positional_embedding"
     assert torch.equal(tuned.state_dict()[name], torch.lerp(base[name], halves[name].float(), 0.25).bfloat16())
 
@@ -274,12 +274,12 @@ def test_between_is_of_the_model_as_opened_and_not_of_its_file(runs: Path, tmp_p
     half = Path(shutil.copytree(after, tmp_path / "half"))
     save_file({name: value.bfloat16() for name, value in load_file(after / WEIGHTS).items()}, half / WEIGHTS)
     for file, given in ((half, {}), (after, {"force_image_size": 32}), (after, {"force_custom_text": True})):
-        base, tuned = (open_trained(trained_config(each, given), device=torch.device("cpu")).model for each in (before, file))
-        ends = retention.weights_of(base), retention.weights_of(tuned)
-        between = retention.Between(tuned, ends[0])
+        base, tuned = (open_pretrained(each, given, device="cpu").model for each in (before, file))
+        ends = wise_ft.plain_weights(base), wise_ft.plain_weights(tuned)
+        between = wise_ft.Interpolation(tuned, ends[0])
         for alpha in (0, 1):
-            between.to(alpha)
-            assert all(torch.equal(value, ends[alpha][name]) for name, value in retention.weights_of(tuned).items()), given
+            between.set_alpha(alpha)
+            assert all(torch.equal(value, ends[alpha][name]) for name, value in wise_ft.plain_weights(tuned).items()), given
 
 
 def test_before_after_and_between(
@@ -311,7 +311,7 @@ def test_before_after_and_between(
     made = {"alpha": 0.5, "tuned": run, "base": str(runs / "before/export/last")}
     assert json.loads((half / "wise_ft.json").read_text()) == made
     assert main(["eval", run, "--wise-ft", "0.5", "--wise-ft-save", "1", str(half)]) == 2
-    assert "something already" in capsys.readouterr().err
+    assert "is not empty" in capsys.readouterr().err
 
 
 def test_a_run_that_began_with_nothing(runs: Path, folder: str, few: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,12 +342,12 @@ def test_a_folder_that_cannot_be_written(
         patch.setattr(Encoder, "__call__", lambda *_: pytest.fail("encoded before the folder was made"))
         for folder in (tmp_path / "file", tmp_path / "file" / "in it"):
             assert main(["eval", *run, "--wise-ft-save", "0.5", str(folder)]) == 2
-            assert f"--wise-ft-save {folder}: cannot be made" in capsys.readouterr().err
+            assert f"--wise-ft-save {folder}: the folder cannot be made" in capsys.readouterr().err
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(retention, "export_model", full)
+    monkeypatch.setattr(wise_ft, "export_model", full)
     assert main(["eval", *run, "--wise-ft-save", "0.5", str(tmp_path / "new")]) == 2
     assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
 
@@ -366,7 +366,7 @@ def test_kinds_of_captions(runs: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "glimpse" in capsys.readouterr().out
     # data of somebody's, whatever their keys are
     items = [Item(f"scenes/{number}", tuple("abcdefg"[: 6 - number]), lambda: None) for number in range(2)]
-    assert known_of(Sets(("place",)), ItemSource(items, name="scenes/captions.csv")).places is None
+    assert match_data(Benchmarks(("place",)), ItemSource(items, name="scenes/captions.csv")).caption_names is None
 
 
 def test_what_does_not_go_together(runs: Path, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -374,11 +374,11 @@ def test_what_does_not_go_together(runs: Path, folder: str, tmp_path: Path, caps
     regions = region_data.write_precomp(tmp_path / "regions")
     for arguments, match in (
         ([run, "--wise-ft", "1.5"], "from 0, the model before, to 1"),
-        ([run, "--wise-ft-save", "half", "x"], "a number from 0 to 1, then a folder"),
-        ([run, str(runs / "before"), "--zeroshot", folder], "--zeroshot: of one model, and there are 2"),
+        ([run, "--wise-ft-save", "half", "x"], "give a number from 0 to 1, then a folder"),
+        ([run, str(runs / "before"), "--zeroshot", folder], "--zeroshot is for one model, and there are 2"),
         ([run, "--zeroshot", folder, "--beta", "0.5"], "--zeroshot: leave out --beta"),
         ([run, "--wise-ft", "0.5", "--analyses", "x"], "--wise-ft: leave out --analyses"),
-        ([run, "--templates", "simple"], "--templates simple: of the classes that --zeroshot FOLDER has"),
+        ([run, "--templates", "simple"], "--templates simple needs --zeroshot FOLDER"),
         ([run, "--cxc", str(tmp_path)], "neither CxC's"),
         (["--model", "region-bigru", "--val-data", regions, "--split", "dev", "--zeroshot", folder], "reads region features"),
         (["--model", "region-bigru", "--val-data", regions, "--split", "dev", "--wise-ft", "0"], "goes between two CLIPs"),

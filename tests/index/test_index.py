@@ -19,13 +19,13 @@ import pytest
 import torch
 from PIL import Image
 
-from coder_plugin import distributed
+from coder_plugin import distributed, files
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.index import assemble, build, manifest, parts, records, vectors
+from coder_plugin.index import build, manifest, parts, records, vectors
 from coder_plugin.index.build import build_index
-from coder_plugin.index.index import Index
+from coder_plugin.index.search import Index
 from tests import gloo
 from tests.evaluation.test_evaluate import make_encoder
 from tests.training import region_data
@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "PART", 5)  # of 24 images, a batch to a part
+    monkeypatch.setattr(build, "PART_SIZE", 5)  # of 24 images, a batch to a part
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,13 @@ class Killed(BaseException):
 STAGES = {
     "the first part": (parts, "write", 0),
     "the third part": (parts, "write", 2),
-    "a part's rename": (parts, "put", 3),
+    "a part's rename": (parts, "atomic_replace", 3),
     "the records": (records, "finish", 0),
-    "the records' rename": (assemble, "put", 0),
+    "the records' rename": (parts, "atomic_replace", 5),
     "the first vectors": (vectors, "write", 0),
-    "the second vectors' rename": (vectors, "put", 1),
+    "the second vectors' rename": (vectors, "atomic_replace", 1),
     "the manifest": (manifest, "write_manifest", 0),
-    "the manifest's rename": (manifest, "put", 1),  # the first is that of building.json
+    "the manifest's rename": (files, "atomic_replace", 1),  # the first is that of building.json
 }
 
 
@@ -134,7 +134,7 @@ import sys
 from coder_plugin.index import build
 from coder_plugin.index import parts
 from tests.evaluation.test_evaluate import make_encoder
-build.PART = 5
+build.PART_SIZE = 5
 real, calls = parts.write, []
 def write(*args):
     real(*args)
@@ -171,7 +171,7 @@ def test_two_writers_and_a_killed_one(data: str, whole: Path, tmp_path: Path) ->
 
 
 def on_a_rank(data: str, folder: str) -> int:
-    build.PART = 5
+    build.PART_SIZE = 5
     build_index(folder, *make_encoder(data), model=MODEL)
     return distributed.rank()
 
@@ -223,7 +223,7 @@ def test_captions_alone_load_no_image(data: str, whole: Path, tmp_path: Path) ->
     items = [Item(i.key, i.captions, lambda: pytest.fail("an image was loaded")) for _, i in source.items()]
     build_index(tmp_path / "texts", encoder, ItemSource(items), model=MODEL, what="captions")
     assert sums(tmp_path / "texts")["captions.faiss"] == sums(whole)["captions.faiss"]
-    with pytest.raises(CoderError, match="no vectors of images: it has those of captions"):
+    with pytest.raises(CoderError, match="no vectors of images, only of captions"):
         Index(tmp_path / "texts").search(np.zeros((1, 16)), 1)
     build_index(tmp_path / "images", *make_encoder(data), model=MODEL, what="images", rerank=False)
     assert set(sums(tmp_path / "images")) == {"images.faiss", "records.sqlite"}
@@ -232,7 +232,7 @@ def test_captions_alone_load_no_image(data: str, whole: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["images.faiss", "captions.faiss", "records.sqlite", "rerank/image_tokens.npy"])
-def test_damage_is_told_by_the_files_name(whole: Path, tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_named(whole: Path, tmp_path: Path, name: str) -> None:
     import shutil
 
     folder = tmp_path / "index"
@@ -241,7 +241,7 @@ def test_damage_is_told_by_the_files_name(whole: Path, tmp_path: Path, name: str
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CoderError, match=f"{file.name} is damaged: its content"):
+    with pytest.raises(CoderError, match=f"{file.name} is damaged: its checksum"):
         Index(folder)
     file.write_bytes(content[:-1])
     with pytest.raises(CoderError, match=f"{file.name} is damaged: {len(content) - 1} bytes, not the {len(content)}"):
@@ -253,9 +253,9 @@ def test_damage_is_told_by_the_files_name(whole: Path, tmp_path: Path, name: str
 
 def test_foreign_folders_are_refused(whole: Path, tmp_path: Path, data: str) -> None:
     for text, content in (
-        ("is not of an index that coder-plugin index has made", {"format": "somebody's"}),
-        ("is not of an index that coder-plugin index has made", [1]),
-        ("is of version 2 of the format", {"format": manifest.FORMAT, "version": 2}),
+        ("was not written by coder-plugin index", {"format": "somebody's"}),
+        ("was not written by coder-plugin index", [1]),
+        ("has version 2 of the format", {"format": manifest.FORMAT, "version": 2}),
         ("manifest.json is damaged: it has been changed", {**json.loads((whole / "manifest.json").read_text()), "images": 25}),
     ):
         (tmp_path / "manifest.json").write_text(json.dumps(content))
@@ -265,10 +265,10 @@ def test_foreign_folders_are_refused(whole: Path, tmp_path: Path, data: str) -> 
     with pytest.raises(CoderError, match="manifest.json cannot be read"):
         Index(tmp_path)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(CoderError, match="is no index: it has no manifest.json"):
+    with pytest.raises(CoderError, match="is not an index: it has no manifest.json"):
         Index(tmp_path)
     (tmp_path / "holiday.txt").touch()
-    with pytest.raises(CoderError, match=r"is no index and not empty \(holiday.txt\)"):
+    with pytest.raises(CoderError, match=r"is not an index and not empty \(holiday.txt\)"):
         build_index(tmp_path, *make_encoder(data), model=MODEL)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "holiday.txt"]
 
@@ -281,7 +281,7 @@ def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monke
         patch.setattr(parts, "write", begun)
         build_index(tmp_path / "index", *make_encoder(data), model=MODEL)
     other = {**MODEL, "fingerprint": "a" * 64}
-    for folder, word in ((tmp_path / "index", "was begun with"), (whole, "is a finished index of")):
+    for folder, word in ((tmp_path / "index", "was begun with"), (whole, "is a finished index with")):
         for change, text in (
             ({"model": other}, "model was ffffffffffff…, is aaaaaaaaaaaa…"),
             ({"thumbnails": 64}, "thumbnails was 128, is 64"),
@@ -294,21 +294,21 @@ def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monke
     with pytest.raises(CoderError, match="knows no index factory 'Round'"):
         build_index(tmp_path / "index", *make_encoder(data), model=MODEL, factory="Round")
     assert build_index(tmp_path / "index", *make_encoder(data), model=MODEL)["images"] == 24  # nothing was lost by it
-    with pytest.raises(CoderError, match="must be one of both, images, captions, got 'sounds'"):
+    with pytest.raises(CoderError, match="what must be one of both, images, captions, got 'sounds'"):
         build_index(tmp_path / "new", *make_encoder(data), model=MODEL, what="sounds")
     assert not (tmp_path / "new").exists()
 
 
-def test_progress_is_told_where_there_is_no_terminal(capsys, monkeypatch) -> None:
+def test_progress_without_a_terminal_is_printed(capsys, monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr(build.time, "monotonic", lambda: now[0])
     progress = build._Progress(1000, 512, shown=True)
     for done in (600, 700, 1024):
         now[0] += 6
-        progress.to(done)
+        progress.update(done)
     progress.close()
-    assert capsys.readouterr().err.splitlines() == ["going on after 512 of 1,000 images", "700 of 1,000 images"]
-    build._Progress(None, 0, shown=False).to(5)
+    assert capsys.readouterr().err.splitlines() == ["continuing after 512 of 1,000 images", "700 of 1,000 images"]
+    build._Progress(None, 0, shown=False).update(5)
     assert capsys.readouterr().err == ""
 
 
@@ -345,7 +345,9 @@ def test_data_that_have_changed_are_refused(data: str, whole: Path, tmp_path: Pa
 def test_nothing_is_left_behind(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
     """Of a stop before the first note, between its parts, while arrays are laid out, and after the manifest."""
     folder = tmp_path / "index"
-    for module, name in ((manifest, "put"), (vectors, "write"), (build, "_tidy")):
+    folder.mkdir()
+    (folder / ".building.json.1.writing").write_text("{")  # a kill in the middle of the first file
+    for module, name in ((files, "atomic_replace"), (vectors, "write"), (build, "_remove_parts")):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(Killed))
             build_index(folder, *make_encoder(data), model=MODEL)
@@ -359,12 +361,12 @@ def test_captions_that_are_not_there(data: str, tmp_path: Path) -> None:
     encoder, source = make_encoder(data)
     items = [SimpleNamespace(key=i.key, captions=(), image_id=i.image_id, load=i.load) for _, i in source.items()]
     bare = SimpleNamespace(name="bare", num_images=24, items=lambda *_, **__: enumerate(items))
-    with pytest.raises(CoderError, match="nothing to make vectors of: the data hold no captions"):
+    with pytest.raises(CoderError, match="the data hold no captions, and only captions were asked for"):
         build_index(tmp_path / "index", encoder, bare, model=MODEL, what="captions")
 
 
 def failing_on_a_rank(data: str, folder: str) -> str:
-    build.PART = 5
+    build.PART_SIZE = 5
     encoder, source = make_encoder(data)
     if distributed.rank() == 1:
         encoder.max_bad, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
@@ -380,7 +382,7 @@ def _broken() -> Any:
     raise ValueError("broken")
 
 
-def test_a_fault_on_one_rank_is_told_on_all(data: str, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(data: str, tmp_path: Path) -> None:
     first, second = gloo.run(failing_on_a_rank, data, str(tmp_path / "index"))
     assert first.startswith("another process failed: ") and "cannot be decoded" in second and second in first
 
@@ -388,9 +390,9 @@ def test_a_fault_on_one_rank_is_told_on_all(data: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"files": {}}, "names images.faiss, records.sqlite, which is not what an index consists of"),
-        ({"files": {"../records.sqlite": {}, "images.faiss": {}}}, r"names ../records.sqlite, records.sqlite, which is not"),
-        ({"vectors": {}}, "which is not what an index consists of"),
+        ({"files": {}}, "lists images.faiss, records.sqlite, which do not match the files of an index"),
+        ({"files": {"../records.sqlite": {}, "images.faiss": {}}}, r"lists ../records.sqlite, records.sqlite, which do not"),
+        ({"vectors": {}}, "which do not match the files of an index"),
         ({"plan": None}, "manifest.json lacks plan"),
     ],
 )
@@ -404,7 +406,7 @@ def test_a_manifest_of_other_files_is_refused(data: str, tmp_path: Path, change:
         Index(tmp_path)
 
 
-def test_thumbnails_of_regions_come_from_pictures_beside(data: str, tmp_path: Path) -> None:
+def test_thumbnails_of_regions_come_from_their_pictures(data: str, tmp_path: Path) -> None:
     """Of the same key at the same place; what is missing, another's or broken has none; also after a stop."""
     encoder, source = make_encoder(data)
 

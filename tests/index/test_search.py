@@ -16,12 +16,11 @@ from PIL import Image
 import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
-from coder_plugin.cli.index import open_searcher
 from coder_plugin.data import open_source
 from coder_plugin.data.regions.arrays import npz_bytes
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
-from coder_plugin.index.search import Query
+from coder_plugin.index.search import Query, open_searcher
 from coder_plugin.pretrained.export import export_heads, export_model
 from tests.training import region_data
 
@@ -157,13 +156,13 @@ def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, cap
     [
         ([], "nothing to search for: give --text, --image or --key"),
         (["--text", " "], "--text ' ': there is nothing to search for"),
-        (["--text", "x", "-k", "0"], "1 result or more, got k = 0"),
-        (["--text", "x", "--rerank", "8"], "--rerank 8: this index keeps nothing to re-rank by"),
+        (["--text", "x", "-k", "0"], "k must be at least 1, got 0"),
+        (["--text", "x", "--rerank", "8"], "--rerank 8: the index cannot re-rank, because"),
         (["--text", "x", "--rerank=-1"], "must be a number of candidates, or all, got '-1'"),
         (["--key", "nobody"], "has no image 'nobody'"),
         (["--image", "nowhere.png"], "--image nowhere.png cannot be read"),
         (["--text", "x", "--html", "nowhere/page.html"], "--html nowhere/page.html: there is no folder nowhere"),
-        (["--text", "x", "--search-parameters", "nprobe=x"], "are no parameters of this index"),
+        (["--text", "x", "--search-parameters", "nprobe=x"], "is not valid for this index"),
     ],
 )
 def test_slips(index: Path, capsys, flags: list[str], text: str) -> None:
@@ -201,7 +200,7 @@ def test_regions_with_a_fusion_score(tmp_path: Path, capsys) -> None:
     every = searcher.search(query, 3, rerank="all")
     assert [hit.row for hit in every] == fused.argsort(descending=True)[:3].tolist()
     assert [hit.row for hit in searcher.search(query, 3)] == [hit.row for hit in every]  # 24 of 32
-    with pytest.raises(CoderError, match="the fusion score is of an image and a text, and both are captions here"):
+    with pytest.raises(CoderError, match="the fusion score compares an image with a text, and both are captions here"):
         searcher.search(query, 3, among="captions", rerank=4)
 
     regions = next(region_data.records("dev")).regions
@@ -264,9 +263,9 @@ def test_a_query_of_several_vectors_counts_its_best(index: Path) -> None:
 
 
 def test_the_fingerprint_is_of_what_decides_the_vectors(index: Path, export: Path, monkeypatch) -> None:
-    from coder_plugin.pretrained.open import open_trained, trained_config
+    from coder_plugin.pretrained.open import open_pretrained
 
-    one, again = (open_trained(trained_config(export, {})) for _ in range(2))
+    one, again = (open_pretrained(export, {}) for _ in range(2))
     before = one.fingerprint()
     assert before == again.fingerprint()
     with torch.no_grad():

@@ -101,11 +101,11 @@ def picture(path: str) -> Any:
 
 def known(runs: dict[str, Path], pictures_at: Path) -> dict[str, Any]:
     """The exports' vectors, and the towers' own features of those that plain open_clip opens, in this process."""
-    from coder_plugin.pretrained.open import open_trained, trained_config
+    from coder_plugin.pretrained.open import open_pretrained
 
     found: dict[str, Any] = {"pictures": pictures_at, "towers": {}, "vectors": {}}
     for name, run in runs.items():
-        model = open_trained(trained_config(run, {}, export="last"), device=torch.device("cpu"))
+        model = open_pretrained(run, {}, export="last", device="cpu")
         seen = inputs(model.model, pictures_at)
         found["vectors"][name] = {"images": model.encode_images(seen), "texts": model.encode_texts(TEXTS)}
         if name in ("coder", "bert", "gpo", "lora"):

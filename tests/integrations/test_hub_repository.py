@@ -17,7 +17,7 @@ import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file
-from coder_plugin.pretrained.open import open_trained, trained_config
+from coder_plugin.pretrained.open import open_pretrained
 from tests.integrations import hub_runs
 
 
@@ -102,9 +102,8 @@ def test_a_repository_is_pushed_and_opened(
     card = (hub.folder / "group/coder/README.md").read_text()
     assert 'from_pretrained("group/coder")' in card and '"hf-hub:group/coder"' in card and "secret" not in card
     # wherever a trained model is named
-    config = trained_config("hf-hub:group/coder@v1", {"batch_size": 4})
-    assert config.optim.batch_size == 4 and hub.calls[-1] == ("download", "group/coder", "v1", None)
-    again = open_trained(config, device=torch.device("cpu"))
+    again = open_pretrained("hf-hub:group/coder@v1", {"batch_size": 4}, device="cpu")
+    assert again.config.batch_size == 4 and hub.calls[-1] == ("download", "group/coder", "v1", None)
     assert again.fingerprint() == coder_plugin.from_pretrained("group/coder").fingerprint()
     assert main(["share", "hf-hub:group/coder", "--to", str(tmp_path / "copy")]) == 0
     assert (tmp_path / "copy" / "coder.safetensors").is_file() and "# copy" in (tmp_path / "copy" / "README.md").read_text()

@@ -18,7 +18,7 @@ from coder_plugin.cli import main
 from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import evaluate
-from coder_plugin.pretrained.open import open_trained, trained_config
+from coder_plugin.pretrained.open import open_pretrained, saved_data_config
 from tests.integrations import hub_runs
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_a_run_in_half_precision_and_what_was_shared_of_it_agree(
     made = [coder_plugin.from_pretrained(place) for place in (run, shared / "coder")]
     one, other = (each.encode_texts(["a red circle", "two stars"]) for each in made)
     assert torch.equal(one, other)
-    half = open_trained(trained_config(run, {}), device=torch.device("cpu"))  # as a command opens it
+    half = open_pretrained(run, {}, device="cpu")  # as a command opens it
     assert not torch.equal(half.encode_texts(["a red circle", "two stars"]), one)
 
 
@@ -85,10 +85,10 @@ def test_nothing_shared_tells_where_it_was_made(shared: Path) -> None:
 
 
 def test_what_came_with_a_run_comes_with_the_folder(shared: Path, runs: dict[str, Path]) -> None:
-    assert trained_config(shared / "bigru", {}).data.max_regions == 5
-    assert trained_config(shared / "bigru", {"max_regions": 3}).data.max_regions == 3
-    assert trained_config(shared / "gpo", {}).model.channels_last
-    assert not trained_config(shared / "lora", {}).model.channels_last
+    assert open_pretrained(shared / "bigru", device="cpu").config.max_regions == 5
+    assert open_pretrained(shared / "bigru", {"max_regions": 3}, device="cpu").config.max_regions == 3
+    assert open_pretrained(shared / "gpo", device="cpu").config.channels_last
+    assert not open_pretrained(shared / "lora", device="cpu").config.channels_last
     record = json.loads((shared / "coder" / "coder_run.json").read_text())
     assert record["options"]["concepts"] == "words.safetensors" and record["terms"]["heads"]["momentum"]["bank_size"] == 24
     assert record["objective"] == json.loads((runs["coder"] / "plan.json").read_text())["objective"]
@@ -102,9 +102,9 @@ def test_what_came_with_a_run_comes_with_the_folder(shared: Path, runs: dict[str
 
 def test_the_fingerprint_knows_the_model_wherever_it_is(shared: Path, runs: dict[str, Path]) -> None:
     for name in ("coder", "bert", "bigru"):
-        of_run = open_trained(trained_config(runs[name], {}, export="last"), device=torch.device("cpu")).fingerprint()
+        of_run = open_pretrained(runs[name], {}, export="last", device="cpu").fingerprint()
         assert coder_plugin.from_pretrained(shared / name).fingerprint() == of_run, name
-    less = open_trained(trained_config(shared / "bert", {"force_context_length": 12}), device=torch.device("cpu"))
+    less = open_pretrained(shared / "bert", {"force_context_length": 12}, device="cpu")
     assert less.fingerprint() != coder_plugin.from_pretrained(shared / "bert").fingerprint()
 
 
@@ -113,7 +113,7 @@ def test_a_run_opens_where_its_configuration_is_gone(runs: dict[str, Path], know
     run = shutil.copytree(runs["bert"], tmp_path / "run")
     options = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**flatten(options), "model": "models/with-bert-for-tests.json"}))
-    model = open_trained(trained_config(run, {}, export="last"), device=torch.device("cpu"))
+    model = open_pretrained(run, {}, export="last", device="cpu")
     assert torch.equal(model.encode_texts(hub_runs.TEXTS), known["vectors"]["bert"]["texts"])
 
 
@@ -186,10 +186,10 @@ def test_the_command(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
 def test_a_shared_folder_is_evaluated_as_its_run(runs: dict[str, Path], shared: Path) -> None:
     from coder_plugin.data.from_config import make_source
 
-    config = trained_config(shared / "bigru", {"val_data": str(runs["bigru"].parents[1] / "precomp"), "workers": 0})
+    config = saved_data_config(None, {"val_data": str(runs["bigru"].parents[1] / "precomp")})
     source = make_source(config, split="dev")
-    trained = open_trained(config, source=source, device=torch.device("cpu"))
-    of_run = open_trained(trained_config(runs["bigru"], {"workers": 0}, export="last"), device=torch.device("cpu"))
+    trained = open_pretrained(shared / "bigru", {"workers": 0}, source=source, device="cpu")
+    of_run = open_pretrained(runs["bigru"], {"workers": 0}, export="last", device="cpu")
     assert evaluate(trained.encoder(), source) == evaluate(of_run.encoder(), source)
 
 
@@ -203,7 +203,7 @@ def test_a_setting_that_is_in_no_weights_and_no_digest_shows_in_the_vectors(
         found["model_cfg"]["quick_gelu"] = not found["model_cfg"].get("quick_gelu", False)
         (folder / "open_clip_config.json").write_text(json.dumps(found))
 
-    monkeypatch.setattr(sharing.Trained, "fingerprint", lambda self: "the same")
+    monkeypatch.setattr(sharing.PretrainedModel, "fingerprint", lambda self: "the same")
     coder_plugin.save_pretrained(shared / "lora", tmp_path / "good")
     monkeypatch.setattr(sharing, "_forget_paths", lose)
     with pytest.raises(CoderError, match="opens as another model"):

@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 import coder_plugin
 from coder_plugin import cli
 from coder_plugin.backbones.clip import MADE_WITH
+from coder_plugin.cli.eval import evaluate_command
+from coder_plugin.cli.flags import read_options
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.evaluate import evaluate_command
 from coder_plugin.integrations.open_clip import saving
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import made_with
+from coder_plugin.pretrained.export import head_settings
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
 from tests.integrations import upstream_runs
@@ -128,7 +129,7 @@ def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace) -> None:
     kept = json.loads((run.folder / "config.json").read_text())
     assert kept["model"] == run.model, "the path: another process does not know the name"
     argv = ["eval", str(run.folder), "--export", "last", "--workers", "0"]
-    [found] = evaluate_command(cli.build_parser().parse_args(argv)).values()
+    [found] = evaluate(argv).values()
     logged = json.loads((run.folder / "checkpoints" / "results.jsonl").read_text().splitlines()[-1])
     assert logged["epoch"] == 3 and logged["num_images"] == found["images"] == 16 and found["texts"] == 32
     assert found["rsum"] == pytest.approx(logged["rsum"])
@@ -138,9 +139,14 @@ def test_our_evaluation_reads_the_runs_folder(run: SimpleNamespace) -> None:
             assert found[f"{ours}_r{k}"] / 100 == pytest.approx(logged[f"{name}_R@{k}"])
 
 
+def evaluate(argv: list[str]) -> dict[str, Any]:
+    arguments = cli.build_parser().parse_args(argv)
+    return evaluate_command(arguments, read_options(arguments))
+
+
 def test_best_is_asked_for_in_vain(run: SimpleNamespace) -> None:
     with pytest.raises(CoderError, match="it has --export last"):
-        evaluate_command(cli.build_parser().parse_args(["eval", str(run.folder)]))
+        evaluate(["eval", str(run.folder)])
 
 
 @pytest.mark.parametrize("start", ["checkpoints/epoch_3.pt", "export/last/open_clip_model.safetensors"])
@@ -182,7 +188,7 @@ def save(model: Any, run: Path, name: str) -> dict[str, Any]:
 
 
 def made(model: Any, **other: Any) -> dict[str, Any]:
-    return {**made_with(model), "heads_lr_scale": 1.0, **other}
+    return {**head_settings(model), "heads_lr_scale": 1.0, **other}
 
 
 def scale(folder: Path) -> float:

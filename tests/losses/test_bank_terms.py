@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import distributed
+from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity, m_dcl, pgc
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.memory.bank import CoupledBank
-from coder_plugin.model import CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 from tests import gloo

@@ -17,10 +17,10 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from coder_plugin import distributed
+from coder_plugin.coder import Coder, CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, lca, triplet
 from coder_plugin.heads.base import BackboneInfo
-from coder_plugin.model import Coder, CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from tests import gloo

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin import registry
+from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, dcl, lca, m_dcl, triplet
 from coder_plugin.heads.base import BackboneInfo
@@ -23,7 +24,6 @@ from coder_plugin.losses.clip import Clip
 from coder_plugin.losses.dcl import DCL
 from coder_plugin.losses.siglip import SigLip
 from coder_plugin.losses.triplet import Triplet
-from coder_plugin.model import CoderLoss
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
 

@@ -18,11 +18,10 @@ from PIL import Image
 
 from coder_plugin import create_model
 from coder_plugin.backbones.tokenizers import build_vocabulary
-from coder_plugin.config import TrainConfig
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.build import make_transforms
+from coder_plugin.pretrained.build import make_transform
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import LOCALS, Aligner, Alignment, plot_alignment, write_alignments
 from tests.training import region_data
@@ -122,7 +121,7 @@ def test_patches_of_a_clip(tiny_model: str) -> None:
     import open_clip
 
     tokenizer = open_clip.SimpleTokenizer(context_length=40)
-    encoder = Encoder(model, tokenizer, make_transforms(model, TrainConfig())[1], device=torch.device("cpu"), workers=0)
+    encoder = Encoder(model, tokenizer, make_transform(model), device=torch.device("cpu"), workers=0)
     aligner = Aligner(encoder)
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     with aligner.evaluating():

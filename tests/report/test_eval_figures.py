@@ -17,15 +17,15 @@ from PIL import Image
 from coder_plugin import create_model
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
-from coder_plugin.config import TrainConfig
+from coder_plugin.cli.eval import evaluate_command
+from coder_plugin.config import DataConfig, TrainConfig
 from coder_plugin.data import open_source
 from coder_plugin.data.from_config import pictures_under_regions
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation import evaluate as evaluation
-from coder_plugin.evaluation.evaluate import evaluate_command
+from coder_plugin.evaluation import compare
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.report import eval_figures
 from tests.training import region_data
@@ -84,18 +84,19 @@ def test_what_is_missing_is_told_of_at_once(absent: str, tmp_path: Path, monkeyp
             raise ImportError(name)
         return imported(name, *rest)
 
-    monkeypatch.setattr(evaluation, "_evaluated", lambda *_: pytest.fail("read before the extras were looked for"))
+    monkeypatch.setattr(compare._Setting, "data", lambda *_: pytest.fail("read before the extras were looked for"))
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(CoderError, match=r"coder-plugin\[report\]"):
-        evaluate_command(arguments(pictures=str(tmp_path / "new")))
+        evaluate_command(arguments(pictures=str(tmp_path / "new")), {})
 
 
 def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    def made(given: Any, run: str) -> Any:
-        encoder, source = make_encoder(data, seed=len(run), loss="dcl + cra" if run == "runs/a" else "dcl")
-        return evaluation._Evaluated(run, source, encoder, None)
+    def opened_model(setting: compare._Setting, run: str, source: Any) -> Any:
+        encoder, _ = make_encoder(data, seed=len(run), loss="dcl + cra" if run == "runs/a" else "dcl")
+        return SimpleNamespace(name=run, encoder=lambda: encoder, rerank=None)
 
-    monkeypatch.setattr(evaluation, "_evaluated", made)
+    monkeypatch.setattr(compare._Setting, "data", lambda *_: (make_encoder(data)[1], DataConfig()))
+    monkeypatch.setattr(compare._Setting, "open", opened_model)
     folder = tmp_path / "pictures"
     flags = ["--pictures", str(folder), "--pictures-count", "3", "--pictures-concepts", "dog,cat,ball"]
     assert main(["eval", "runs/a", "runs/bb", *flags, "--json", str(tmp_path / "numbers.json")]) == 0
@@ -171,7 +172,7 @@ def test_pictures_lie_under_their_regions(tmp_path: Path) -> None:
     (folder / "images").mkdir()
     Image.new("RGB", (50, 45), (10, 200, 30)).save(folder / "images" / "dev_000.jpg")
     config = TrainConfig().with_options(train_data=spec, val_data=spec, regions=regions, model="region-bigru")
-    beside = pictures_under_regions(config, "val")
+    beside = pictures_under_regions(config.data, "val")
     encoder, _ = make_encoder(regions)
     by_name = {record.name: record.regions for record in region_data.records("dev")}
     captions = open_source(spec, split="val", pictures=False)
@@ -182,4 +183,4 @@ def test_pictures_lie_under_their_regions(tmp_path: Path) -> None:
     first, second = (each.picture for each in found.alignments)
     assert first.shape == (45, 50, 3) and np.abs(first[0, 0].astype(int) - [10, 200, 30]).max() < 8
     assert second.shape == (288, 320, 3) and len(np.unique(second)) == 1  # blank
-    assert pictures_under_regions(TrainConfig().with_options(train_data=spec, val_data=spec), "val") is None
+    assert pictures_under_regions(TrainConfig().with_options(train_data=spec, val_data=spec).data, "val") is None

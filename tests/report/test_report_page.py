@@ -22,8 +22,7 @@ from coder_plugin.data import scenes
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation import recall_from_embeddings
-from coder_plugin.evaluation import two_stage as recalls
+from coder_plugin.evaluation import recall_from_embeddings, two_stage
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Items
 from coder_plugin.report import sections
@@ -191,7 +190,7 @@ class Minus(torch.nn.Module):
     """A head that orders a shortlist the other way round."""
 
     def scorer(self, images: dict[str, torch.Tensor], texts: dict[str, torch.Tensor]) -> Any:
-        return recalls._Known(-images["x"] @ texts["x"].T)
+        return two_stage._ScoreMatrix(-images["x"] @ texts["x"].T)
 
 
 def test_scores_of_two_kinds_are_told_apart(made: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:

@@ -560,7 +560,7 @@ def test_adapters_leave_no_new_layer_untrained(tmp_path, made):
 
 def setup_model(given: dict[str, Any]) -> Any:
     options = resolve_config(given)
-    source = make_source(options, split="train")
+    source = make_source(options.data, split="train")
     return prepare.make_training_model(options, prepare.make_objective(options), torch.device("cpu"), source)
 
 

@@ -85,7 +85,7 @@ class Noisy(nn.Module):
 
 
 def test_replayed_forward_has_the_same_dropout_and_statistics_move_once(accelerator):
-    from coder_plugin.model import CoderLoss
+    from coder_plugin.coder import CoderLoss
     from coder_plugin.objective import Objective
     from coder_plugin.resolver import resolve
 

@@ -456,7 +456,7 @@ def precomp_of(folder: Path, *names: str, ids=()) -> str:
 def test_files_that_have_an_image_of_one_name_are_refused(tmp_path):
     one, other = precomp_of(tmp_path / "one", "a", "b"), precomp_of(tmp_path / "other", "c", "d")
     config = TrainConfig().with_options(regions=f"{one}::{other}")
-    assert list(make_regions(config, split="train")) == ["a", "b", "c", "d"]
+    assert list(make_regions(config.data, split="train")) == ["a", "b", "c", "d"]
     third = precomp_of(tmp_path / "third", "e", "b")
     config = config.with_options(regions=f"{one}::{other}::{third}")
     message = fault(make_regions, config, split="train")

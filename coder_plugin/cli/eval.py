@@ -1,0 +1,237 @@
+"""The command ``coder-plugin eval``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.errors import CoderError
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import OPENING, READING
+
+    parser = commands.add_parser(
+        "eval",
+        help="recall of a model on a data set",
+        description="Image-to-text and text-to-image recall of a run's export, a shared model, or any open_clip model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run_folder", nargs="*", help="a training run's folder: its model, options and best export; several: an ensemble too"
+    )
+    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument("--folds", type=int, default=0, help="also the mean over so many folds (COCO 1K: 5)")
+    parser.add_argument(
+        "--beta",
+        type=float,
+        nargs="+",
+        metavar="B",
+        help="weights of the instance level against the concept level, instead of the objective's: a row for each",
+    )
+    parser.add_argument(
+        "--context-weight",
+        type=float,
+        nargs="+",
+        metavar="W",
+        help="weights of SelfAlign's context level, instead of the objective's: a row for each; 0 leaves it out (of one run, "
+        "without pictures)",
+    )
+    parser.add_argument(
+        "--analyses",
+        metavar="FOLDER",
+        help="also alignment, uniformity and recall by the length of queries (AsCL section III): a table, and numbers and "
+        "plots in FOLDER",
+    )
+    parser.add_argument(
+        "--pictures",
+        metavar="FOLDER",
+        help="also figures in FOLDER: which region or patch each word finds, the context map, and t-SNE of words and regions "
+        "(SelfAlign figures 4 and 5)",
+    )
+    parser.add_argument("--pictures-count", type=int, metavar="N", help="figures of the first N images [8]")
+    parser.add_argument(
+        "--pictures-concepts", metavar="WORDS", help="words of t-SNE, such as dog,water,snow [the ten most frequent]"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
+    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
+    group = parser.add_argument_group("further figures")
+    group.add_argument(
+        "--by",
+        nargs="+",
+        choices=("words", "length", "place"),
+        metavar="KIND",
+        help="recall of kinds of captions: words (colour, number, relation, size, people, action), length, or place among "
+        "their image's; with counts and 95 %% intervals",
+    )
+    group.add_argument(
+        "--eccv",
+        action="store_true",
+        help="ECCV Caption on COCO's Karpathy test split: mAP@R, R-Precision and recall, and CxC's and COCO's recall",
+    )
+    group.add_argument(
+        "--cxc", metavar="FOLDER", help="CxC's recalls, i2t t2i i2i t2t, on that split: its csv files, or VSE-infinity's of it"
+    )
+    group = parser.add_argument_group("what fine-tuning has kept")
+    group.add_argument(
+        "--zeroshot",
+        metavar="FOLDER",
+        help="classify the pictures of FOLDER/CLASS/ by their classes' names, before and after fine-tuning",
+    )
+    group.add_argument(
+        "--classnames", metavar="FILE", help="names of --zeroshot's classes: JSON, or folder TAB name [FOLDER/classnames.txt]"
+    )
+    group.add_argument(
+        "--templates", metavar="NAME", help="prompts of --zeroshot: openai (80), simple (7) or a file of lines with {} [openai]"
+    )
+    group.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="the model before: a run's folder, an export's, or weights of the same architecture [the run's --pretrained]",
+    )
+    group.add_argument(
+        "--wise-ft",
+        type=float,
+        nargs="+",
+        metavar="A",
+        help="also the towers between the two, (1 - A) * before + A * after: a row for each (WiSE-FT)",
+    )
+    group.add_argument(
+        "--wise-ft-save", nargs=2, metavar=("A", "FOLDER"), help="write the model at A as an export, to use or to train on"
+    )
+    only = [*OPENING, *READING, "val_data", "max_bad_images", "workers", "batch_size", "rerank"]
+    add_flags(parser, only=only)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.flags import read_options
+
+    if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():
+        raise CoderError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
+    results = evaluate_command(arguments, read_options(arguments))
+    if not results:
+        return 0  # another rank prints
+    if arguments.json:
+        rows = [{"name": name, **result} for name, result in results.items()]
+        single = len(rows) == 1 and not (arguments.beta or arguments.context_weight)
+        text = json.dumps(rows[0] if single else rows, indent=2)
+        if arguments.json == "-":
+            print(text)
+            return 0
+        with open(arguments.json, "w") as file:
+            file.write(text + "\n")
+    print(_format(results, arguments))
+    return 0
+
+
+def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of :func:`~coder_plugin.evaluation.compare.evaluate_models` for the flags; writes analyses and pictures.
+
+    Args:
+        arguments: the flags.
+        options: of model and data, by flat name.
+
+    Raises:
+        CoderError: flags that do not go together, models or data that cannot be opened.
+    """
+    from coder_plugin.data.from_config import pictures_under_regions
+    from coder_plugin.evaluation.benchmarks import load_benchmarks
+    from coder_plugin.evaluation.compare import Measures, evaluate_models
+    from coder_plugin.evaluation.wise_ft import fine_tuning
+
+    flags = vars(arguments)
+    drawing: Any = None
+    on_model: Any = None
+    collected: dict[str, Any] = {}
+    if any(flags.get(name) is not None for name in ("pictures", "pictures_count", "pictures_concepts")):
+        from coder_plugin.report import eval_figures
+        from coder_plugin.report.alignment import LOCALS
+
+        drawing = eval_figures.figure_options(
+            flags.get("pictures"),
+            images=flags.get("pictures_count"),
+            concepts=flags.get("pictures_concepts"),
+            reweighted=bool(flags.get("beta") or flags.get("context_weight")),
+        )
+
+        def on_model(name: str, encoder: Any, source: Any, data: Any) -> None:
+            pictures = pictures_under_regions(data, arguments.split)
+            collected[name] = eval_figures.collect(drawing, encoder, source, pictures)
+
+    tuning = fine_tuning(
+        zeroshot=flags.get("zeroshot"), base=flags.get("base"), alphas=flags.get("wise_ft"), save=flags.get("wise_ft_save")
+    )
+    if tuning is not None and drawing is not None:
+        raise CoderError(f"{tuning.flags}: leave out --pictures, and draw them in a run of their own")
+    measures = Measures(
+        folds=arguments.folds,
+        betas=tuple(flags.get("beta") or ()),
+        context_weights=tuple(flags.get("context_weight") or ()),
+        analyses=bool(flags.get("analyses")),
+        benchmarks=load_benchmarks(
+            by=flags.get("by") or (),
+            eccv_caption=bool(flags.get("eccv")),
+            cxc_folder=flags.get("cxc"),
+            zeroshot=flags.get("zeroshot"),
+            classnames=flags.get("classnames"),
+            templates=flags.get("templates"),
+        ),
+        fine_tuning=tuning,
+    )
+    if measures.analyses:
+        from coder_plugin.report.figures import check_figures
+
+        check_figures("--analyses", arguments.analyses, "draws with matplotlib", "matplotlib")
+    results = evaluate_models(
+        arguments.run_folder,
+        options,
+        measures,
+        export=arguments.export,
+        split=arguments.split,
+        return_intermediates=LOCALS if drawing is not None else (),
+        on_model=on_model if drawing is not None else None,
+    )
+    if results and measures.analyses:
+        from coder_plugin.report.figures import plot_analyses
+
+        rows = analyses_of(results)
+        (Path(arguments.analyses) / "analyses.json").write_text(json.dumps(rows, indent=2) + "\n")
+        plot_analyses(rows, Path(arguments.analyses))
+    if results and drawing is not None:
+        for name, measured in eval_figures.write(drawing, collected).items():
+            results[name]["concept_words"] = measured
+    return results
+
+
+def analyses_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The analyses among the rows, by name."""
+    return {name: result["analyses"] for name, result in results.items() if "analyses" in result}
+
+
+def _format(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace) -> str:
+    """The tables that the command prints."""
+    from coder_plugin.evaluation import format_analyses, format_table
+    from coder_plugin.evaluation.benchmarks import format_benchmarks
+
+    rows = {}
+    for name, result in results.items():
+        first = f"{name}, re-ranked {result['rerank']}" if "rerank" in result else name
+        for label, figures in ((first, result), (f"{name}, shortlist", result.get("shortlist"))):
+            if figures is not None:
+                rows[label] = figures
+                if "folds" in figures:
+                    rows[f"{label}, mean of {arguments.folds} folds"] = figures["folds"]
+    parts = [format_table(rows), format_benchmarks(results)]
+    if analyses := analyses_of(results):
+        parts.append(format_analyses(analyses))
+    if arguments.pictures:
+        from coder_plugin.report.eval_figures import format_measured
+
+        measured = {name: result["concept_words"] for name, result in results.items() if "concept_words" in result}
+        parts.append("\n".join([*format_measured(measured), f"pictures: {arguments.pictures}"]))
+    return "\n\n".join(part for part in parts if part)

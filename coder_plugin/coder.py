@@ -1,0 +1,195 @@
+"""What a model with heads consists of: its heads, under ``model.coder``, and its loss.
+
+Shapes: B batch, D joint dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.aggregator import Aggregator
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, ReadsTags, Scores, heads_with
+from coder_plugin.objective import Objective
+from coder_plugin.resolver import Resolution
+
+AggregatorName = Literal["tower", "gpo"]
+
+
+class Coder(nn.Module):
+    """``model.coder``: the heads that an objective needs, run in order inside the model's forward.
+
+    Args:
+        objective: holds the options of the heads.
+        resolution: names the heads, in order.
+        backbone: sizes that the heads are built from.
+        aggregator: ``"tower"``, the backbone's own pooling, or ``"gpo"``, GPO over its tokens.
+        context_blocks: kept for exports; see :func:`coder_plugin.create_model`.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        resolution: Resolution,
+        backbone: BackboneInfo,
+        *,
+        aggregator: AggregatorName = "tower",
+        context_blocks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.objective: Objective = objective
+        self.views: int = backbone.views
+        self.context_blocks: int = context_blocks
+        self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
+        self.aggregators: Any = nn.ModuleDict()
+        if aggregator == "gpo":
+            channels = {"image": backbone.image_tokens, "text": backbone.text_tokens}
+            self.aggregators.update({side: Aggregator(width, backbone.embed_dim) for side, width in channels.items()})
+        options = dict(objective.heads)
+        self.heads: Any = nn.ModuleDict()
+        #: Names of the heads that were passed as objects.
+        self.passed_heads: tuple[str, ...] = tuple(resolution.targets)
+        for name in resolution.heads:
+            head = resolution.head(name)
+            if not isinstance(head, Head):
+                try:
+                    head = head(backbone, **dict(options.pop(name, ())))
+                except (ValueError, TypeError) as error:
+                    raise CoderError(f"head {name!r}: {error}") from error
+            head.requested_keys = resolution.reads
+            self.heads[name] = head
+        if options:
+            logging.warning("the loss does not need these heads, whose options are set: %s", ", ".join(options))
+
+    def aggregate(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The pooled features that replace the towers' own, where an aggregator pools the tokens."""
+        pooled = {}
+        for side, aggregator in self.aggregators.items():
+            if f"{side}_tokens" in features:
+                feature = aggregator(features[f"{side}_tokens"], features[f"{side}_mask"])
+                pooled[f"{side}_features"] = F.normalize(feature.float(), dim=-1)
+                if side == "image":
+                    pooled["image_pooled"] = feature
+        return pooled
+
+    def embed(self, side: Literal["image", "text"], features: Mapping[str, Tensor]) -> Tensor:
+        """Retrieval vectors of one side: the feature and the scoring heads' blocks, concatenated as sqrt(weight) * block."""
+        base = 1.0
+        blocks: list[tuple[float, Tensor]] = []
+        scoring = heads_with(self.heads, Scores).values()
+        # heads that interpolate come before heads that add, whatever their order in the loss
+        for head in sorted(scoring, key=lambda head: head.adds_score):
+            base_factor, weight = head.score_weights()
+            if weight > 0:
+                blocks = [(other * base_factor, block) for other, block in blocks]
+                base *= base_factor
+                blocks.append((weight, head.image_block(features) if side == "image" else head.text_block(features)))
+        feature = features[f"{side}_features"]
+        if not blocks:
+            return feature
+        scaled = [weight**0.5 * block.float() for weight, block in blocks]
+        if feature.ndim == 3:  # an image of several features has the same block in each
+            scaled = [block[:, None].expand(-1, feature.shape[1], -1) for block in scaled]
+        return torch.cat([base**0.5 * feature, *scaled], -1)
+
+    @property
+    def adds_texts(self) -> AddsTexts | None:
+        """The head that has further texts encoded, if there is one."""
+        return next(iter(heads_with(self.heads, AddsTexts).values()), None)
+
+    @property
+    def reads_tags(self) -> bool:
+        """Whether a head reads the classes of the words."""
+        return any(head.tag_classes() for head in heads_with(self.heads, ReadsTags).values())
+
+    def without_heads(self) -> Coder:
+        """A copy with the same aggregators and no heads, for momentum copies of the model."""
+        bare = copy.copy(self)
+        bare._modules = {**self._modules, "heads": nn.ModuleDict()}
+        return bare
+
+    def attach(self, model: Any) -> None:
+        """Let heads that follow the model copy it: when the model is complete, and again after modules were replaced."""
+        for head in heads_with(self.heads, FollowsModel).values():
+            head.attach(model)
+
+    def discard(self) -> None:
+        """Forget what the loss stashed: no step follows."""
+        for head in heads_with(self.heads, KeepsState).values():
+            head.discard()
+
+    def check(self, *, batch: int, samples: int) -> None:
+        """Raise :class:`CoderError` where a head cannot work with a global batch, or a run, of so many samples."""
+        for name, head in self.heads.items():
+            try:
+                head.check(batch=batch, samples=samples)
+            except ValueError as error:
+                raise CoderError(f"head {name!r}: {error}") from error
+
+    def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out."""
+        pool = dict(features)
+        for head in self.heads.values():
+            if all(key in pool for key in head.requires):
+                pool.update(head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool}))
+        return {key: value for key, value in pool.items() if key.startswith("coder_")}
+
+    def post_step(self) -> None:
+        """Write the heads' state: call once after every optimizer step that was performed."""
+        for head in heads_with(self.heads, KeepsState).values():
+            head.post_step()
+
+    def health(self) -> dict[str, float]:
+        """Figures of the heads' state for the log, as ``head/figure``."""
+        stateful = heads_with(self.heads, KeepsState)
+        return {f"{name}/{figure}": value for name, head in stateful.items() for figure, value in head.health().items()}
+
+    def state_names(self) -> list[str]:
+        """Names, within the whole model, of the heads' accumulating buffers and frozen copies."""
+        return [f"coder.heads.{name}.{inner}" for name, head in self.heads.items() for inner in head.state_names()]
+
+
+class CoderLoss(nn.Module):
+    """An objective's terms: takes the model's output as keywords and returns ``{"dcl_loss": …}``, as open_clip's losses do.
+
+    The values are already weighted, so their sum is the objective. It has no parameters and no state.
+
+    Args:
+        bindings: for each term, the key that each of its arguments reads.
+        heads: the model's heads by name.
+    """
+
+    def __init__(self, objective: Objective, bindings: tuple[Mapping[str, str], ...], heads: Mapping[str, Head]) -> None:
+        super().__init__()
+        self.objective: Objective = objective
+        self.bindings: tuple[Mapping[str, str], ...] = bindings
+        self.terms: Any = nn.ModuleDict()
+        for label, spec in zip(objective.labels(), objective.terms, strict=True):
+            term = spec.build()
+            if next(term.parameters(), None) is not None:
+                raise CoderError(f"loss {spec.name!r} owns parameters, which nothing would train: put them into a head")
+            self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
+
+    def forward(self, *, output_dict: bool = True, **outputs: Tensor) -> dict[str, Tensor] | Tensor:
+        """The model's outputs as keywords -> weighted scalars by name, or their sum with ``output_dict=False``."""
+        losses: dict[str, Tensor] = {}
+        for (label, term), spec, binding in zip(self.terms.items(), self.objective.terms, self.bindings, strict=True):
+            missing = [binding[argument] for argument in term.requires if binding[argument] not in outputs]
+            if missing:
+                raise CoderError(
+                    f"loss {spec.name!r} needs {', '.join(missing)}, which the model did not return: is the model made "
+                    "with this loss, in training mode, and given what its heads require (image_id, text_positive)?"
+                )
+            value = term(**{argument: outputs[key] for argument, key in binding.items() if key in outputs})
+            values = value if isinstance(value, dict) else {"loss": value}
+            for name, scalar in values.items():
+                losses[f"{label}_{name}"] = spec.weight * scalar
+        return losses if output_dict else torch.stack(list(losses.values())).sum()

@@ -1,0 +1,264 @@
+"""Terms and heads as objects, and names by ``register``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import coder_plugin
+from coder_plugin import create_loss, create_model, registry
+from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import BackboneInfo, Head
+from coder_plugin.losses.base import Term
+from coder_plugin.objective import Objective, TermSpec
+
+
+class Spread(nn.Module):
+    """A plain module: ``requires`` and nothing else."""
+
+    requires = ("image_features", "text_features")
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, image_features: Tensor, text_features: Tensor) -> Tensor:
+        return self.weight * (image_features - text_features).square().sum()
+
+
+class Norms(Head):
+    requires, provides = ("image_features",), ("coder_norms",)
+
+    def __init__(self, backbone: BackboneInfo, *, power: float = 1.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((backbone.embed_dim,), power))
+
+    def forward(self, image_features: Tensor) -> dict[str, Tensor]:
+        return {"coder_norms": (image_features * self.scale).norm(dim=1)}
+
+
+class ReadsNorms(Term):
+    requires = ("coder_norms",)
+
+    def forward(self, coder_norms: Tensor) -> Tensor:
+        return coder_norms.mean()
+
+
+@pytest.fixture(scope="module")
+def outputs() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    images, texts = (nn.functional.normalize(torch.randn(4, 8), dim=1) for _ in range(2))
+    return {"image_features": images, "text_features": texts, "logit_scale": torch.tensor(10.0)}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("coder-tiny", loss=["clip", Spread()]).train()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    before = dict(registry._registered)
+    yield
+    for group, name in registry._registered.keys() - before.keys():
+        registry.unregister(group, name)
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "weights"),
+    [
+        (Spread(), ["spread"], [1.0]),
+        ([Spread()], ["spread"], [1.0]),
+        (["clip", Spread(weight=2.0)], ["clip", "spread"], [1.0, 1.0]),
+        (["2*clip", (0.5, Spread())], ["clip", "spread"], [2.0, 0.5]),
+        ([(2, "3*clip"), Spread(), Spread()], ["clip", "spread", "spread_2"], [6.0, 1.0, 1.0]),
+        ((2, ["clip", (3, Spread())]), ["clip", "spread"], [2.0, 6.0]),
+        ((Spread(), "clip"), ["spread", "clip"], [1.0, 1.0]),
+        ([Objective.parse("clip"), Spread()], ["clip", "spread"], [1.0, 1.0]),
+    ],
+)
+def test_terms_as_objects(model, outputs, loss, labels, weights):
+    created = create_loss(loss, model=model)
+    assert created.objective.labels() == labels and [term.weight for term in created.objective.terms] == weights
+    losses = created(**outputs)
+    assert list(losses) == [f"{label}_loss" for label in labels]
+    factor = {id(term): term.term.weight for term in created.objective.terms if term.term is not None}
+    gap = (outputs["image_features"] - outputs["text_features"]).square().sum()
+    for label, term in zip(labels, created.objective.terms, strict=True):
+        if term.term is not None:
+            torch.testing.assert_close(losses[f"{label}_loss"], term.weight * factor[id(term)] * gap)
+
+
+def test_an_object_is_the_same_as_its_name(group, outputs):
+    coder_plugin.register("losses", "spread", Spread)
+    model = create_model("coder-tiny", loss="clip + 0.5*spread(weight=3)")
+    by_name = create_loss("clip + 0.5*spread(weight=3)", model=model)(**outputs)
+    by_object = create_loss(["clip", (0.5, Spread(weight=3.0))], model=model)(**outputs)
+    assert by_name.keys() == by_object.keys() and all(torch.equal(by_name[key], by_object[key]) for key in by_name)
+
+
+def test_a_term_binds_to_the_model(model):
+    term = ReadsNorms()
+    created = create_model("coder-tiny", loss=term, heads=[Norms])
+    assert list(created.coder.heads) == ["norms"]
+    assert create_loss(term, model=created).terms["reads_norms"] is term and "norms" in term.heads
+    plain = create_loss(Spread(), model=model).terms["spread"]
+    assert plain.uses == () and plain.takes_views is False and plain.masks_same_image is True
+
+
+def test_printing_and_files():
+    spread = Spread()
+    objective = Objective.parse(["clip", (0.5, spread)])
+    assert str(objective) == "clip + 0.5*spread" and objective.terms[1] == TermSpec("spread", 0.5, term=spread)
+    assert hash(objective) == hash(Objective.parse(["clip", (0.5, spread)]))
+    data = json.loads(json.dumps(objective.to_dict()))
+    assert data["terms"][1]["class"] == f"{__name__}:Spread"
+    with pytest.raises(CoderError, match="the term 'spread' was an object of test_objects:Spread.*pass the object again"):
+        Objective.from_dict(data)
+    with pytest.raises(CoderError, match="'spread' was passed as an object: set its options when you build it"):
+        objective.with_options({"spread.weight": 2.0})
+
+
+class Learns(Spread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class OneKey(Spread):
+    requires = "image_features"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (Learns(), "loss 'learns' owns parameters, which nothing would train: put them into a head"),
+        (Spread, "Spread is a class: pass an instance"),
+        (OneKey(), "loss 'one_key' is at fault: its 'requires' is 'image_features', not a tuple of keys"),
+        (nn.Linear(2, 2), "is no loss: pass an expression, or an nn.Module that names the keys it reads in 'requires'"),
+        (None, "None is no loss"),
+        ([], "the loss is an empty list"),
+        ((0, Spread()), "a weight must be > 0, got 0"),
+        ((float("nan"), "clip"), "a weight must be > 0, got nan"),
+        (["clip", "dlc"], "did you mean 'dcl'"),
+        (ReadsNorms(), "requires 'coder_norms', which neither this model nor any head provides"),
+    ],
+)
+def test_mistakes(model, loss, message):
+    with pytest.raises(CoderError, match=message):
+        create_loss(loss, model=model)
+
+
+# Heads
+
+
+def test_a_head_class_and_a_head_object():
+    model = create_model("coder-tiny", loss=["clip", ReadsNorms()], heads=[Norms]).train()
+    width = model.coder.heads["norms"].scale.numel()
+    images, texts = torch.rand(2, 3, 64, 64), torch.ones(2, model.context_length, dtype=torch.long)
+    features = model(images, texts)
+    assert features["coder_norms"].shape == (2,) and "coder_norms" not in model.eval()(images, texts)
+    created = create_loss(["clip", ReadsNorms()], model=model)
+    torch.testing.assert_close(created(**features)["reads_norms_loss"], features["coder_norms"].mean())
+    head = Norms(BackboneInfo(embed_dim=width), power=2.0)
+    model = create_model("coder-tiny", loss=ReadsNorms(), heads=[head]).train()
+    assert model.coder.heads["norms"] is head
+    assert any(name == "coder.heads.norms.scale" for name, _ in model.named_parameters())
+    torch.testing.assert_close(model(images, texts)["coder_norms"], torch.full((2,), 2.0))
+
+
+def test_an_expression_may_name_a_passed_head():
+    class Pair(Head):
+        requires, provides = ("image_features", "text_features"), ("coder_a", "coder_b")
+        feature_keys = ("coder_a", "coder_b")
+
+        def __init__(self, backbone: BackboneInfo) -> None:
+            super().__init__()
+
+        def forward(self, image_features: Tensor, text_features: Tensor) -> dict[str, Tensor]:
+            return {"coder_a": -image_features, "coder_b": text_features}
+
+    model = create_model("coder-tiny", loss="clip + clip@pair", heads=[Pair])
+    loss = create_loss("clip + clip@pair", model=model)
+    assert loss.bindings[1]["image_features"] == "coder_a" and list(loss.terms) == ["clip", "clip_pair"]
+    with pytest.raises(CoderError, match="column 13: unknown head 'pear'"):
+        create_model("coder-tiny", loss="clip + clip@pear", heads=[Pair])
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ([Spread], "is neither a subclass nor an object of coder_plugin.heads.base.Head"),
+        ([Norms, Norms], "there is another head 'norms'; rename the class"),
+        ([type("Ids", (Norms,), {})], "there is another head 'ids'; rename the class"),
+        ([Norms], "the loss needs no head norms"),
+    ],
+)
+def test_mistakes_with_heads(heads, message):
+    with pytest.raises(CoderError, match=message):
+        create_model("coder-tiny", loss="clip", heads=heads)
+
+
+# register
+
+
+def test_register(group):
+    assert coder_plugin.register("losses", "spread", Spread) is Spread
+    assert "spread" in registry.names("losses") and registry.load("losses", "spread") is Spread
+    assert coder_plugin.register("losses", "spread", Spread) is Spread, "the same object again"
+    (plugin,) = (plugin for plugin in registry.list_plugins("losses", check=True) if plugin.name == "spread")
+    assert plugin.error is None and plugin.target == f"{__name__}:Spread"
+    assert "register()" in registry.format_plugins([plugin])
+    coder_plugin.register("coder_plugin.heads", "norms", f"{__name__}:Norms")
+    assert registry.load("heads", "norms") is Norms
+    registry.refresh()
+    assert registry.load("losses", "spread") is Spread, "a registration stays"
+
+
+def test_register_as_decorator(group, outputs, model):
+    @coder_plugin.register("losses", "zero")
+    class Zero(nn.Module):
+        requires = ("image_features",)
+
+        def forward(self, image_features: Tensor) -> Tensor:
+            return 0 * image_features.sum()
+
+    assert registry.load("losses", "zero") is Zero
+    assert create_loss("clip + zero", model=model)(**outputs)["zero_loss"] == 0
+
+
+def test_a_conflict_names_both(group):
+    with pytest.raises(
+        CoderError,
+        match=r"register: 'dcl' in coder_plugin.losses is already coder_plugin.losses.dcl:DCL \(from coder-plugin .*\), so it "
+        r"cannot be test_objects:Spread",
+    ):
+        coder_plugin.register("losses", "dcl", Spread)
+    coder_plugin.register("losses", "spread", Spread)
+    with pytest.raises(CoderError, match=r"already test_objects:Spread \(from register\(\)\), so it cannot be .*Norms"):
+        coder_plugin.register("losses", "spread", Norms)
+    with pytest.raises(CoderError, match="unknown plugin group: 'loses'; did you mean 'losses'"):
+        coder_plugin.register("loses", "spread", Spread)
+
+
+def test_a_class_that_is_defined_again_replaces_the_old_one(group):
+    def define() -> type:
+        class Again(Spread):
+            pass
+
+        return coder_plugin.register("losses", "again", Again)
+
+    first, second = define(), define()
+    assert first is not second and registry.load("losses", "again") is second
+
+
+def test_a_broken_registration_breaks_no_other(group, model):
+    coder_plugin.register("losses", "lost", "no_such_module:Lost")
+    with pytest.raises(CoderError, match="'lost' in coder_plugin.losses, from register.., cannot be loaded"):
+        registry.load("losses", "lost")
+    assert create_loss("clip", model=model)

@@ -1,4 +1,4 @@
-"""SelfAlign the slow way (eq. 1-10; docs/equations.md), one word, region and prototype at a time in float64, without padding."""
+"""SelfAlign the slow way (eq. 1-10; docs/equations.md), one word, region and prototype at a time in float64, unpadded."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     group.add_argument(
         "--cxc", metavar="FOLDER", help="CxC's recalls, i2t t2i i2i t2t, on that split: its csv files, or VSE-infinity's of it"
     )
-    group = parser.add_argument_group("what fine-tuning has kept")
+    group = parser.add_argument_group("before and after fine-tuning")
     group.add_argument(
         "--zeroshot",
         metavar="FOLDER",

@@ -8,12 +8,65 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from coder_plugin.concepts.build import build_vocabulary
-from coder_plugin.concepts.tagging import make_tagger
-from coder_plugin.concepts.vectors import WordVectors
-from coder_plugin.concepts.vocabulary import artefact_path, check_writable, describe
-from coder_plugin.concepts.words import read_stop_words
 from coder_plugin.errors import CoderError
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import READING
+
+    parser = commands.add_parser(
+        "concepts",
+        help="make the concept vocabulary that CODER trains with, from captions",
+        description="The most frequent nouns, verbs and adjectives of the training captions, how often they occur "
+        "together, and "
+        "their word vectors (see docs/equations.md), for --loss coder --concepts FILE.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="the .safetensors to write; a .json is written next to it"
+    )
+    parser.add_argument(
+        "--vectors", required=True, metavar="FILE", help="word vectors: a GloVe or word2vec text file (also .gz or "
+        ".zip), or none for random vectors"
+    )
+    parser.add_argument("--size", type=int, default=400, help="number of concepts [400]")
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        nargs=3,
+        default=[7, 2, 1],
+        metavar=("OBJECT", "MOTION", "PROPERTY"),
+        help="shares of nouns, verbs and adjectives [7 2 1]",
+    )
+    parser.add_argument(
+        "--lemmas",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="count dog and dogs as one concept rather than two [True]",
+    )
+    parser.add_argument(
+        "--stop-words",
+        default="default",
+        metavar="WORDS",
+        help="words that are not concepts: default (be, have, other …), none, or a file with one word per line [default]",
+    )
+    parser.add_argument(
+        "--tagger",
+        metavar="NAME",
+        help="part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]",
+    )
+    parser.add_argument("--processes", type=int, default=1, help="number of spaCy processes [1]")
+    parser.add_argument("--max-captions", type=int, metavar="N", help="read only the first N captions")
+    parser.add_argument("--split", default="train", help="split of Karpathy files and scenes [train]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random vectors [0]")
+    add_flags(parser, only=["train_data", *READING])
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    print(concepts_command(arguments))
+    return 0
 
 
 def concepts_command(arguments: argparse.Namespace) -> str:
@@ -22,6 +75,11 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     Everything that can fail is checked first, since tagging a large corpus takes minutes.
     """
     from coder_plugin.cli.flags import read_options
+    from coder_plugin.concepts.build import build_vocabulary
+    from coder_plugin.concepts.tagging import make_tagger
+    from coder_plugin.concepts.vectors import WordVectors
+    from coder_plugin.concepts.vocabulary import artefact_path, check_writable, describe
+    from coder_plugin.concepts.words import read_stop_words
     from coder_plugin.config import READING, resolve
     from coder_plugin.data.from_config import make_captions, make_source
 

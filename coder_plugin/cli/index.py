@@ -1,16 +1,56 @@
-"""``coder-plugin index`` and ``coder-plugin search``."""
+"""``coder-plugin index``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from coder_plugin.errors import CoderError
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import OPENING, READING
+
+    parser = commands.add_parser(
+        "index",
+        help="encode images and captions into an index to search",
+        description="Encode a folder of pictures, shards, a CSV or any other data set, or region features, into one folder: "
+        "FAISS index, keys, captions, thumbnails. An interrupted command continues where it stopped. Several processes: "
+        "accelerate launch -m coder_plugin.cli index ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
+    )
+    parser.add_argument("--data", required=True, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
+    parser.add_argument("--output", required=True, metavar="INDEX", help="the folder to write")
+    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
+    parser.add_argument(
+        "--what", choices=("both", "images", "captions"), default="both",
+        help="which vectors to keep; the captions' texts are kept in any case [both]"
+    )
+    parser.add_argument(
+        "--factory", default="Flat", help="FAISS index factory string: Flat (exact), HNSW32, IVF1024,Flat, PQ64 … [Flat]"
+    )
+    parser.add_argument(
+        "--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side of the thumbnails; 0: no thumbnails [128]"
+    )
+    parser.add_argument(
+        "--rerank-items",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep what a fusion head needs to re-rank, if the model has one [True]",
+    )
+    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_images"])
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if told := index_command(arguments):
+        print(told)
+    return 0
 
 
 def index_command(arguments: argparse.Namespace) -> str:
@@ -72,92 +112,3 @@ def _absolute_data(data: str) -> str:
     """The data's name, the same from whichever working directory; commands and addresses stay as they are."""
     unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith("pipe:")
     return data if unchanged else os.path.abspath(data)
-
-
-def search_command(arguments: argparse.Namespace) -> str:
-    """Search an index; returns what to print, and writes the page that ``--html`` names."""
-    from coder_plugin.index.search import open_searcher
-
-    page = None if arguments.html is None else Path(arguments.html)
-    if page is not None and not page.parent.is_dir():
-        raise CoderError(f"--html {page}: there is no folder {page.parent}")
-    searcher = open_searcher(
-        arguments.index,
-        model=arguments.model_folder,
-        verify=arguments.verify,
-        parameters=arguments.search_parameters,
-        gpu=arguments.gpu,
-        need_model=bool(arguments.text or arguments.image),
-    )
-    results = [
-        (name, picture, searcher.search(query, arguments.k, among=arguments.among, rerank=arguments.rerank))
-        for name, picture, query in _queries(arguments, searcher)
-    ]
-    records = searcher.index.records
-    if page is not None:
-        from coder_plugin.index.page import results_page
-
-        try:
-            page.write_text(results_page(searcher.index, results), encoding="utf-8")
-        except OSError as error:
-            raise CoderError(f"--html {page} cannot be written: {error.strerror or error}") from error
-        print(f"page: {page}", file=sys.stderr)
-    if arguments.json:
-        rows = [
-            {"query": name, "results": [_row(rank, hit, records) for rank, hit in enumerate(hits, 1)]}
-            for name, _, hits in results
-        ]
-        return json.dumps(rows, indent=2, ensure_ascii=False)
-    lines = []
-    for name, _, hits in results:
-        lines += [f"{name}:" if len(results) > 1 else "", *_table(hits, records), ""]
-    return "\n".join(lines).strip("\n")
-
-
-def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, Any, Any]]:
-    """The name, the picture (None for a text) and the query of each query."""
-    from coder_plugin.index.records import storable
-    from coder_plugin.index.search import load_image
-
-    texts = [storable(text) for value in arguments.text or [] for text in (_read_lines() if value == "-" else [value])]
-    queries: list[tuple[str, Any, Any]] = []
-    if blank := [text for text in texts if not text.strip()]:
-        raise CoderError(f"--text {blank[0]!r}: there is nothing to search for")
-    if texts:
-        queries += [(text, None, query) for text, query in zip(texts, searcher.text(texts), strict=True)]
-    for path in arguments.image or []:
-        picture = load_image(path)
-        queries += [(storable(path), picture, query) for query in searcher.image([picture])]
-    queries += [(storable(key), searcher.index.thumbnail(key), searcher.key(key)) for key in arguments.key or []]
-    if not queries:
-        raise CoderError("nothing to search for: give --text, --image or --key")
-    return queries
-
-
-def _read_lines() -> list[str]:
-    return [line.strip() for line in sys.stdin if line.strip()]
-
-
-def _row(rank: int, hit: Any, records: Any) -> Mapping[str, Any]:
-    row = {"rank": rank, "score": hit.score, "key": hit.image.key, "image_id": hit.image.image_id}
-    if hit.fused is not None:
-        row["fused"] = hit.fused
-    if hit.text is not None:
-        return {**row, "text": hit.text}
-    return {**row, "captions": list(records.captions_of(hit.image.row))}
-
-
-def _table(hits: Sequence[Any], records: Any) -> list[str]:
-    """The lines of a table; an image is shown with its first caption."""
-    fused = any(hit.fused is not None for hit in hits)
-    rows = [["", "score", *(["fused"] if fused else []), "image", "caption"]]
-    for rank, hit in enumerate(hits, 1):
-        caption = hit.text if hit.text is not None else next(iter(records.captions_of(hit.image.row)), "")
-        scores = [f"{hit.score:.4f}", *(["" if hit.fused is None else f"{hit.fused:.4f}"] if fused else [])]
-        rows.append([str(rank), *scores, hit.image.key, " ".join(caption.split())])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return [
-        "  ".join([*(cell.rjust(width) if cell[:1].isdigit() or "score" in cell else cell.ljust(width)
-                     for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    ]

@@ -1,11 +1,11 @@
-"""The command ``recipes``: list objectives and recipes, or print one as TOML."""
+"""``coder-plugin recipes``: list objectives and recipes, or print one as TOML."""
 
 from __future__ import annotations
 
 import argparse
 
 
-def add_recipes(commands: argparse._SubParsersAction) -> None:
+def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "recipes",
         help="list objectives (for --loss) and recipes (for --recipe), or print one",
@@ -14,10 +14,10 @@ def add_recipes(commands: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list, or a .toml file")
-    parser.set_defaults(run=_recipes)
+    parser.set_defaults(run=run)
 
 
-def _recipes(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     print(list_recipes() if arguments.name is None else print_recipe(arguments.name))
     return 0
 

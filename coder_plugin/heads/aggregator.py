@@ -1,4 +1,4 @@
-"""Pooling of tokens into the joint space: an instance branch of our own in place of a tower's (METHODS 7)."""
+"""Pooling of tokens into the joint space, used instead of a tower's pooling (CODER eq. 9-11, docs/equations.md#gpo)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from coder_plugin.backbones.gpo import GPO
 
 
 class Aggregator(nn.Module):
-    """Tokens [B, L, C] and mask [B, L] -> pooled features [B, D], not normalised: projection, then GPO."""
+    """Linear projection, then GPO.
+
+    Args:
+        channels: C. embed_dim: D.
+
+    Example:
+        >>> import torch
+        >>> Aggregator(4, 6)(torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.bool)).shape
+        torch.Size([2, 6])
+    """
 
     def __init__(self, channels: int, embed_dim: int) -> None:
         super().__init__()
@@ -16,4 +25,5 @@ class Aggregator(nn.Module):
         self.pool = GPO()
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Tokens [B, L, C] and bool mask [B, L], True where valid -> pooled features [B, D], not normalised."""
         return self.pool(self.project(tokens.to(self.project.weight.dtype)), mask)

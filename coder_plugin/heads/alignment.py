@@ -1,4 +1,4 @@
-"""Local concept alignment: words and regions seen as mixtures of shared prototypes (SelfAlign eq. 1-4; METHODS 9).
+"""Local concept alignment: words and regions as mixtures of shared prototypes (SelfAlign eq. 1-4, docs/equations.md#selfalign).
 
 Shapes: B batch, T words, L regions, C their channels before the context stage, K prototypes.
 """
@@ -17,26 +17,38 @@ from coder_plugin.functional.lca_loss import correspondence, prototype_scores
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import KeepsState, ReadsTags
 
-#: Classes of words, and their codes in ``text_tags``.
+#: Values of the option ``words`` -> codes in ``text_tags``.
 _CLASSES = {"noun": (NOUN,), "noun+adj+verb": (NOUN, VERB, ADJECTIVE)}
 
 
 class Alignment(KeepsState, ReadsTags):
-    """Words' and regions' cosines with the prototypes, and which of them belong together within each pair.
+    """Cosines of words and regions with the prototypes, and the most similar word and region within each pair (eq. 1, 2).
 
-    ``coder_word_scores`` [B, T, K] and ``coder_region_scores`` [B, L, K], float32 or better; ``coder_word_regions`` int64
-    [B, T], each word's most similar region, and ``coder_region_words`` [B, L], each region's most similar word;
-    ``coder_word_mask`` [B, T], True at the words that count, and ``coder_region_mask`` [B, L]. A text's start and end
-    count as words, as in the authors' code, but for the start of a text that is read forward: it is the same in all.
+    Requires ``image_locals`` [B, L, C] and ``text_locals`` [B, T, C], the tokens before the context stage, with their bool
+    masks ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T]; uses ``text_tags`` [B, T].
 
-    The K prototypes are of unit length and all that the head learns: words and regions are compared in the space that the
-    backbone gives them before its context stage.
+    Provides ``coder_word_scores`` [B, T, K] and ``coder_region_scores`` [B, L, K], float32 or better; ``coder_word_regions``
+    int64 [B, T], each word's most similar region; ``coder_region_words`` int64 [B, L], each region's most similar word; and
+    the bool masks ``coder_word_mask`` [B, T] and ``coder_region_mask`` [B, L]. A text's start and end count as words, as in
+    the authors' code, except the start of a text under causal attention, which is the same in every text.
+
+    The K prototypes, vectors of unit length, are the only parameters.
 
     Args:
-        prototypes: K.
-        words: ``all``, or the classes of the ablation: ``noun``, or ``noun+adj+verb``; they take tagged captions.
-        freeze_steps: the prototypes keep their directions for so many optimizer steps; ``epoch``: for the first epoch, as in
-            the authors' code for CAMERA (a trainer says how many steps that is).
+        prototypes: K, >= 2.
+        words: ``all``, or the classes of the ablation, ``noun`` or ``noun+adj+verb``, which need tagged captions.
+        freeze_steps: the prototypes are frozen for so many optimizer steps, >= 0. ``epoch``: for the first epoch, as in the
+            authors' code for CAMERA; a trainer puts its number of steps there.
+
+    Raises:
+        ValueError: options out of range, or words and regions of different numbers of channels.
+
+    Example:
+        >>> head = Alignment(BackboneInfo(embed_dim=4, image_locals=4, text_locals=4), prototypes=8)
+        >>> words, mask = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+        >>> out = head(words, mask, words, mask, torch.zeros(2, 3, dtype=torch.int64))
+        >>> out["coder_word_scores"].shape, out["coder_word_regions"].tolist()
+        (torch.Size([2, 3, 8]), [[0, 1, 2], [0, 1, 2]])
     """
 
     requires = ("image_locals", "image_context_mask", "text_locals", "text_context_mask", "text")
@@ -87,24 +99,24 @@ class Alignment(KeepsState, ReadsTags):
         text: Tensor,
         text_tags: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        length = text.shape[1]  # towers cut padding, each batch its own
+        length = text.shape[1]  # towers cut padding, to another length in each batch
         counted = self._counted(text_context_mask, text_tags)
         with torch.no_grad():
-            alike = correspondence(text_locals, counted, image_locals, image_context_mask)
-        prototypes = self._entered()
+            similarity = correspondence(text_locals, counted, image_locals, image_context_mask)
+        prototypes = self._trained_prototypes()
         # the assignment gets no gradient: regions' scores need one where regions predict
         with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.requested_keys):
             regions = prototype_scores(image_locals, prototypes, image_context_mask)
-        # of a caption's words alone: most places of a text are padding
+        # scores of valid words only: most positions of a text are padding
         row, column = counted.nonzero(as_tuple=True)
         words = prototype_scores(text_locals[row, column], prototypes)
         return {
             "coder_word_scores": words.new_zeros(len(text), length, len(prototypes)).index_put_((row, column), words),
             "coder_word_mask": _padded(counted, length),
-            "coder_word_regions": _padded(alike.argmax(2), length),
+            "coder_word_regions": _padded(similarity.argmax(2), length),
             "coder_region_scores": regions,
             "coder_region_mask": image_context_mask,
-            "coder_region_words": alike.argmax(1),
+            "coder_region_words": similarity.argmax(1),
         }
 
     @classmethod
@@ -130,14 +142,14 @@ class Alignment(KeepsState, ReadsTags):
         codes = torch.tensor(self.tag_classes(), device=tags.device)
         return mask & torch.isin(tags[:, : mask.shape[1]], codes)
 
-    def _entered(self) -> Tensor:
-        """The prototypes; while they are frozen their gradient is zero, and not absent, on which DDP would fail."""
+    def _trained_prototypes(self) -> Tensor:
+        """The prototypes. While they are frozen their gradient is zero; DDP would fail without a gradient."""
         if not self.freeze_steps:
             return self.prototypes
-        free = (self.steps >= self.freeze_steps).to(self.prototypes.dtype)
-        return self.prototypes.detach() + free * (self.prototypes - self.prototypes.detach())
+        scale = (self.steps >= self.freeze_steps).to(self.prototypes.dtype)
+        return self.prototypes.detach() + scale * (self.prototypes - self.prototypes.detach())
 
 
 def _padded(words: Tensor, length: int) -> Tensor:
-    """[B, T] -> [B, length]: what leaves a model has one shape in every batch (DESIGN, rule 1)."""
+    """[B, T] -> [B, length]: the outputs of a model have the same shape in every batch."""
     return F.pad(words, (0, length - words.shape[1]))

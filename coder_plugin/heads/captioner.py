@@ -1,4 +1,4 @@
-"""Captions generated from an image's tokens: what VSRN learns beside matching (Li et al., ICCV 2019).
+"""Caption generation from an image's tokens, VSRN's second objective (Li et al., ICCV 2019).
 
 Shapes: B batch, L image tokens, T text positions, H hidden, W word vectors, Y tokens of the vocabulary.
 """
@@ -15,14 +15,28 @@ from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Captioner(Head):
-    """``coder_caption_nll`` [B]: negative log-likelihood of each text given its image, summed over its tokens.
+    """Negative log-likelihood of each text given its image, summed over its tokens.
 
-    A GRU encodes the image's tokens after the context stage; a second one, started by the first one's last state, reads the
-    text token by token, attends to the encoder's states by a two-layer perceptron, and predicts the next token. The text is
-    that of the batch, so training with word dropout trains the captioner on what is left of it.
+    Requires ``image_tokens`` [B, L, C] with bool ``image_mask`` [B, L], and ``text`` [B, T] with bool ``text_mask`` [B, T'],
+    T' <= T. Provides ``coder_caption_nll`` [B].
+
+    A GRU encodes the image's tokens after the context stage. A second GRU starts from its last state, reads the text token by
+    token, attends to the encoder's states by a two-layer perceptron, and predicts the next token. With word dropout the
+    text is what word dropout leaves of the caption.
 
     Args:
-        hidden: H. word_dim: W. dropout: of the image tokens (0.2 released) and, halved, of the decoder's input.
+        hidden: H, >= 1. word_dim: W, >= 1.
+        dropout: rate for the image tokens, in [0, 1) (0.2 released); half of it for the decoder's input.
+
+    Raises:
+        ValueError: options out of range, or a backbone that does not report the size of its vocabulary.
+
+    Example:
+        >>> sizes = BackboneInfo(embed_dim=4, image_tokens=4, vocabulary=9)
+        >>> head = Captioner(sizes, hidden=5, word_dim=3)
+        >>> mask = torch.ones(2, 6, dtype=torch.bool)
+        >>> head(torch.randn(2, 6, 4), mask, torch.ones(2, 6, dtype=torch.int64), mask)["coder_caption_nll"].shape
+        torch.Size([2])
     """
 
     requires = ("image_tokens", "image_mask", "text", "text_mask")
@@ -51,19 +65,19 @@ class Captioner(Head):
         states, _ = self.encoder(self.drop_tokens(self.project(torch.where(mask[..., None], tokens, 0))))
         hidden = last_state(states, mask)
         words = self.embed(text)
-        # the first layer of the attention, over [states ; hidden], in two halves: that of the states once
-        of_states, of_hidden = self.attend.weight.chunk(2, dim=1)
-        keys = F.linear(states, of_states, self.attend.bias)
+        # the attention's first layer, over [states ; hidden], is split: the half for the states is computed once
+        states_weight, hidden_weight = self.attend.weight.chunk(2, dim=1)
+        keys = F.linear(states, states_weight, self.attend.bias)
         predicted = []
-        for place in range(text.shape[1] - 1):
-            scores = self.weigh(torch.tanh(keys + F.linear(hidden, of_hidden)[:, None])).squeeze(-1)
+        for position in range(text.shape[1] - 1):
+            scores = self.weigh(torch.tanh(keys + F.linear(hidden, hidden_weight)[:, None])).squeeze(-1)
             with torch.autocast(scores.device.type, enabled=False):
                 weights = raise_precision(scores).masked_fill(~mask, -torch.inf).softmax(1)
                 context = (weights[:, None] @ raise_precision(states)).squeeze(1)
-            hidden = self.decoder(self.drop_input(torch.cat([words[:, place], context.to(words.dtype)], 1)), hidden)
+            hidden = self.decoder(self.drop_input(torch.cat([words[:, position], context.to(words.dtype)], 1)), hidden)
             predicted.append(hidden)
-        # logits of the valid places alone: over a vocabulary of 30,000 words they are the largest thing here
+        # logits of valid positions only: with 30,000 words they are the largest tensor here
         row, column = text_mask[:, 1:].nonzero(as_tuple=True)
-        found = torch.stack(predicted, 1)[row, column] if predicted else hidden[:0]
-        each = F.cross_entropy(raise_precision(self.out(found)), text[row, column + 1], reduction="none")
-        return {"coder_caption_nll": each.new_zeros(len(text)).index_add(0, row, each)}
+        selected = torch.stack(predicted, 1)[row, column] if predicted else hidden[:0]
+        losses = F.cross_entropy(raise_precision(self.out(selected)), text[row, column + 1], reduction="none")
+        return {"coder_caption_nll": losses.new_zeros(len(text)).index_add(0, row, losses)}

@@ -1,6 +1,6 @@
-"""Commonsense concepts: a graph convolution over word vectors that images and texts query (CODER eq. 2, 12-14).
+"""Commonsense concepts: a graph convolution over word vectors, queried by images and texts (CODER eq. 2, 12-14).
 
-Shapes: B batch, D joint dimension (F, the concepts' dimension, is D as well), T text tokens of C channels, g concepts.
+Shapes: B batch, D joint dimension (also that of the concepts), T text tokens of C channels, g concepts.
 """
 
 from __future__ import annotations
@@ -27,23 +27,30 @@ log = logging.getLogger(__name__)
 
 
 class Concepts(Reweighs, KeepsState, ReadsConcepts):
-    """``coder_image_concepts`` and ``coder_text_concepts`` [B, D], L2-normalised mixtures of g concepts (METHODS 4).
+    """Images and texts as L2-normalised mixtures of g concepts (docs/equations.md#concepts).
 
-    ``Y = LeakyReLU(A X W_sc)`` over the vocabulary's word vectors X and graph A. The image's query is its pooled feature
-    before normalisation, so the visual aggregator is the instance branch's; the text's is a second aggregator, GPO over
-    the last layer's tokens. A linear encoder each, then attention over Y.
+    Requires ``image_pooled`` [B, D], ``text_tokens`` [B, T, C] and bool ``text_mask`` [B, T]. Provides
+    ``coder_image_concepts`` and ``coder_text_concepts`` [B, D].
 
-    Takes part in the score: ``S = beta S_instance + (1 - beta) S_concepts`` (METHODS 6).
+    ``Y = LeakyReLU(A X W)`` with the vocabulary's word vectors X and graph A (eq. 2). An image's query is its pooled feature
+    before normalisation; a text's is GPO over the last layer's tokens. Each goes through a linear layer, then attends to Y
+    (eq. 12-14).
+
+    Scores as ``S = beta S_instance + (1 - beta) S_concepts`` (docs/equations.md#score).
 
     Args:
-        vocabulary: file that ``coder-plugin concepts`` wrote, or ``scenes`` for the built-in scenes' words. Without one
-            there are 400 random vectors and no graph, which is no commonsense at all; the trainer asks for one.
-        threshold: smallest conditional probability that makes an edge. rescale: rescale probabilities first.
-        layers: graph convolutions; the paper prints one, CVSE has two.
-        scale: sharpness of the attention (lambda).
+        vocabulary: a file that ``coder-plugin concepts`` wrote, or ``scenes`` for the words of the built-in scenes. Without
+            one there are 400 random vectors and no graph; the trainer requires one.
+        threshold: smallest conditional probability that makes an edge, in [0, 1].
+        rescale: rescale the probabilities before the threshold.
+        layers: number of graph convolutions, >= 1; the paper prints one, CVSE has two.
+        scale: factor on the cosines before the attention's softmax (lambda), > 0.
         beta: weight of the instance level in the score, in [0, 1].
-        warmup: steps over which the head enters: the gradient it sends into the towers grows from zero to its whole, and
-            1 - beta from zero to its value. 0: at once.
+        warmup: number of steps, >= 0, over which the gradient into the towers grows from zero to its full size, and the
+            weight 1 - beta from zero to its value.
+
+    Raises:
+        ValueError: options out of range, or a text tower without tokens. CoderError: a vocabulary that cannot be read.
     """
 
     requires = ("image_pooled", "text_tokens", "text_mask")
@@ -77,12 +84,12 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         if not backbone.text_tokens:
             raise ValueError("the text query needs the text tower's tokens, and this tower gives none")
         self.scale, self.beta, self.warmup = scale, beta, warmup
-        self.vocabulary = words = _load(vocabulary)
-        if words is None:
+        self.vocabulary = _load(vocabulary)
+        if self.vocabulary is None:
             vectors, graph = torch.randn(400, 300, generator=torch.Generator().manual_seed(0)), torch.eye(400)
         else:
-            vectors = words.vectors.float()
-            graph = concept_graph(words.cooccurrence, words.counts, threshold=threshold, rescale=rescale)
+            vectors = self.vocabulary.vectors.float()
+            graph = concept_graph(self.vocabulary.cooccurrence, self.vocabulary.counts, threshold=threshold, rescale=rescale)
         self.register_buffer("vectors", vectors)  # X [g, 300]
         self.register_buffer("graph", graph)  # [g, g]
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -92,7 +99,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         self.text_pool = GPO()
         self.image_query = nn.Linear(dim, dim)
         self.text_query = nn.Linear(backbone.text_tokens, dim)
-        # W^v and W^w start as the plain cosine: of a random matrix the attention would be flat
+        # W^v and W^w start as the identity, the plain cosine: with random matrices the attention would be flat
         self.image_weight = nn.Parameter(torch.eye(dim))
         self.text_weight = nn.Parameter(torch.eye(dim))
 
@@ -113,8 +120,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
     def forward(self, image_pooled: Tensor, text_tokens: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
         concepts = self.concepts()
         return {
-            "coder_image_concepts": self._of_image(image_pooled, concepts)[0],
-            "coder_text_concepts": self._of_text(text_tokens, text_mask, concepts)[0],
+            "coder_image_concepts": self._image_concepts(image_pooled, concepts)[0],
+            "coder_text_concepts": self._text_concepts(text_tokens, text_mask, concepts)[0],
         }
 
     def concepts(self) -> Tensor:
@@ -125,50 +132,50 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         return hidden
 
     def score_weights(self) -> tuple[float, float]:
-        entered = min(1.0, int(self.steps) / self.warmup) if self.warmup else 1.0
-        own = (1 - self.beta) * entered
+        progress = min(1.0, int(self.steps) / self.warmup) if self.warmup else 1.0
+        own = (1 - self.beta) * progress
         return 1 - own, own
 
     @contextlib.contextmanager
     def weighing(self, weight: float) -> Iterator[None]:
         """Inside the context the score uses this beta, without warm-up."""
-        kept = self.beta, self.warmup
+        saved = self.beta, self.warmup
         self.beta, self.warmup = weight, 0
         try:
             yield
         finally:
-            self.beta, self.warmup = kept
+            self.beta, self.warmup = saved
 
     def image_block(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._of_image(features["image_pooled"], self.concepts())[0]
+        return self._image_concepts(features["image_pooled"], self.concepts())[0]
 
     def text_block(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._of_text(features["text_tokens"], features["text_mask"], self.concepts())[0]
+        return self._text_concepts(features["text_tokens"], features["text_mask"], self.concepts())[0]
 
     def image_attention(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._of_image(features["image_pooled"], self.concepts())[1]
+        return self._image_concepts(features["image_pooled"], self.concepts())[1]
 
     def text_attention(self, features: Mapping[str, Tensor]) -> Tensor:
-        return self._of_text(features["text_tokens"], features["text_mask"], self.concepts())[1]
+        return self._text_concepts(features["text_tokens"], features["text_mask"], self.concepts())[1]
 
     def post_step(self) -> None:
         self.steps += 1
         super().post_step()
 
-    def _of_image(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.image_query(self._entering(pooled).to(self.image_query.weight.dtype))
+    def _image_concepts(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
+        query = self.image_query(self._scale_gradient(pooled).to(self.image_query.weight.dtype))
         return concept_embedding(query, self.image_weight, concepts, scale=self.scale)
 
-    def _of_text(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.text_query(self.text_pool(self._entering(tokens), mask).to(self.text_query.weight.dtype))
+    def _text_concepts(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
+        query = self.text_query(self.text_pool(self._scale_gradient(tokens), mask).to(self.text_query.weight.dtype))
         return concept_embedding(query, self.text_weight, concepts, scale=self.scale)
 
-    def _entering(self, features: Tensor) -> Tensor:
-        """The same values, their gradient scaled by how far the head has entered."""
+    def _scale_gradient(self, features: Tensor) -> Tensor:
+        """The same values; their gradient is scaled by the progress of the warm-up."""
         if not self.warmup or not features.requires_grad:
             return features
-        entered = (self.steps / self.warmup).clamp(max=1).to(features.dtype)
-        return features.detach() + entered * (features - features.detach())
+        progress = (self.steps / self.warmup).clamp(max=1).to(features.dtype)
+        return features.detach() + progress * (features - features.detach())
 
 
 def _load(vocabulary: str | None) -> Vocabulary | None:

@@ -1,4 +1,6 @@
-"""Context relation alignment: the other modality's context as the guide of local features (SelfAlign eq. 5-10; METHODS 9).
+"""Context relation alignment: one modality's context guides the other's local features (SelfAlign eq. 5-10).
+
+See docs/equations.md#selfalign.
 
 Shapes: B batch, L regions, T words, D joint dimension.
 """
@@ -25,11 +27,11 @@ _SIDES = ("image", "text")
 
 
 class Guide(nn.Module):
-    """A side's mean context g [B, D] -> the guide ``s = ReLU(BN(W g + b))`` (eq. 5) and ``f = gate * s + (1 - gate) * g``
-    (eq. 9).
+    """The guide ``s = ReLU(BN(W g + b))`` (eq. 5) of a mean context g, and ``f = gate * s + (1 - gate) * g`` (eq. 9).
 
     Args:
-        gate: ``linear``, ``sigmoid(W_g [s, g] + b_g)``, a value for each dimension; ``mlp``, two layers and one value, as in
+        dim: D.
+        gate: ``linear``: ``sigmoid(W_g [s, g] + b_g)``, one value per dimension. ``mlp``: two layers and one value, as in
             the authors' code. With either, CRA and LCA together have the 27.3 M parameters that the paper counts at D 2,048.
     """
 
@@ -40,6 +42,7 @@ class Guide(nn.Module):
         self.gate = linear if gate == "linear" else nn.Sequential(linear, nn.ReLU(), nn.Linear(dim, 1))
 
     def forward(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean contexts [B, D] -> guides [B, D] and fusions [B, D]."""
         context = context.to(self.project.weight.dtype)
         guide = self.norm(self.project(context)).relu()
         gate = self.gate(torch.cat([guide, context], -1)).sigmoid()
@@ -47,24 +50,38 @@ class Guide(nn.Module):
 
 
 class Contexts(Reweighs, MapsContext):
-    """The context-level score ``S_c``, and the features that shared context enhancement contrasts.
+    """The context score S_c, and the features that context relation alignment contrasts.
 
-    With the mean v_g and t_g of the local context features v_i and t_i, the guides t_s, v_s and their fusions t_f, v_f
-    (:class:`Guide`), and the locals ``v*_i = ReLU(BN(v_i))``, ``t*_i`` with means v*_g, t*_g:
-    ``S_c = (cos(t_f, v*_g) + cos(v_f, t*_g)) / 2`` (eq. 10). ``coder_image_contexts`` and ``coder_text_contexts`` [B, 2 D],
-    or [B, D] of one branch or none, are the vectors whose inner product it is. Scores as ``S_b + weight * S_c``
-    (eq. 14), as one vector: retrieval pays for their dimension alone.
+    With the means v_g and t_g of the context features v_i and t_i, the guides v_s, t_s and fusions v_f, t_f of
+    :class:`Guide`, and the locals ``v*_i = ReLU(BN(v_i))``, ``t*_i`` with means v*_g, t*_g:
+    ``S_c = (cos(t_f, v*_g) + cos(v_f, t*_g)) / 2`` (eq. 10). It is the inner product of two vectors per item and adds to the
+    score as ``S_b + weight * S_c`` (eq. 14).
 
-    Besides, for the term ``cra``: ``coder_text_guide`` [B, D] with ``coder_image_locals`` [B, L, D] and their mask, of the
-    branch T-global/V-local, and ``coder_image_guide`` with ``coder_text_locals`` [B, T, D], of V-global/T-local.
+    Requires ``image_contexts`` [B, L, D] and ``text_contexts`` [B, T, D], the tokens after the context stage, with their bool
+    masks ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T].
 
-    Statistics of the BatchNorms are those of all ranks and never of padding.
+    Provides ``coder_image_contexts`` and ``coder_text_contexts``, those vectors, [B, 2 D], or [B, D] with one branch or none.
+    For the term ``cra``: ``coder_text_guide`` [B, D], ``coder_image_locals`` [B, L, D] and ``coder_image_locals_mask`` [B, L]
+    of the branch T-global/V-local; ``coder_image_guide``, ``coder_text_locals`` and ``coder_text_locals_mask`` of
+    V-global/T-local.
+
+    The BatchNorms use the statistics of all ranks, without padding.
 
     Args:
-        branches: ``both``; ``text_global`` or ``image_global`` alone, with the projection, fusion and half of eq. 10 that
-            belong to it; ``none``: ``S_c = cos(v_g, t_g)``, and nothing to learn.
+        branches: ``both``; ``text_global`` or ``image_global`` alone, with its projection, fusion and half of eq. 10;
+            ``none``: ``S_c = cos(v_g, t_g)`` without parameters.
         gate: of the fusion, see :class:`Guide`.
-        weight: of S_c in the score; 0 leaves the context block out.
+        weight: of S_c in the score, >= 0; 0 leaves the context block out.
+
+    Raises:
+        ValueError: a negative weight, or contexts of different numbers of channels.
+
+    Example:
+        >>> head = Contexts(BackboneInfo(embed_dim=4, image_contexts=4, text_contexts=4))
+        >>> contexts, mask = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+        >>> out = head(contexts, mask, contexts, mask, torch.zeros(2, 3, dtype=torch.int64))
+        >>> out["coder_image_contexts"].shape, out["coder_text_guide"].shape
+        (torch.Size([2, 8]), torch.Size([2, 4]))
     """
 
     requires = ("image_contexts", "image_context_mask", "text_contexts", "text_context_mask", "text")
@@ -96,21 +113,22 @@ class Contexts(Reweighs, MapsContext):
         guided = {"both": _SIDES, "text_global": ("text",), "image_global": ("image",), "none": ()}[branches]
         self.guides = nn.ModuleDict({side: Guide(dim, gate) for side in guided})
         self.block_dim = dim * max(1, len(guided))
-        #: By side, as the guides: the locals of a side are guided by the other.
+        # keyed by the side of the locals, which the other side guides
         self.norms = nn.ModuleDict({_other(side): MaskedBatchNorm(dim, across_ranks=True) for side in guided})
 
     def forward(
         self, image_contexts: Tensor, image_context_mask: Tensor, text_contexts: Tensor, text_context_mask: Tensor, text: Tensor
     ) -> dict[str, Tensor]:
         out = {}
-        given = {"image": (image_contexts, image_context_mask), "text": (text_contexts, text_context_mask)}
-        for side, (contexts, mask) in given.items():
+        sides = {"image": (image_contexts, image_context_mask), "text": (text_contexts, text_context_mask)}
+        for side, (contexts, mask) in sides.items():
             guide, locals_, block = self._side(side, contexts, mask)
             out[f"coder_{side}_contexts"] = block
             if guide is not None:
                 out[f"coder_{side}_guide"] = guide
             if locals_ is not None:
-                length = (text if side == "text" else image_context_mask).shape[1]  # towers cut padding, each batch its own
+                # towers cut padding, to another length in each batch
+                length = (text if side == "text" else image_context_mask).shape[1]
                 out[f"coder_{side}_locals"] = F.pad(locals_, (0, 0, 0, length - locals_.shape[1]))
                 out[f"coder_{side}_locals_mask"] = F.pad(mask, (0, length - mask.shape[1]))
         return out
@@ -121,11 +139,11 @@ class Contexts(Reweighs, MapsContext):
     @contextlib.contextmanager
     def weighing(self, weight: float) -> Iterator[None]:
         """Inside the context the score uses this weight."""
-        kept, self.weight = self.weight, weight
+        saved, self.weight = self.weight, weight
         try:
             yield
         finally:
-            self.weight = kept
+            self.weight = saved
 
     def image_block(self, features: Mapping[str, Tensor]) -> Tensor:
         return self._side("image", features["image_contexts"], features["image_context_mask"])[2]
@@ -135,9 +153,11 @@ class Contexts(Reweighs, MapsContext):
 
     @torch.no_grad()
     def maps(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """How relevant each local feature is to the other side's context (the paper's figure 4e): cosines of a pair's text
-        guide and regions, ``image`` [B, L], and of its image guide and words, ``text`` [B, T]; -inf at padding. A branch
-        that is not there gives none."""
+        """Relevance of each local feature to the other side's context (the paper's figure 4e).
+
+        ``image`` [B, L]: cosines of a pair's text guide and its regions. ``text`` [B, T]: cosines of its image guide and its
+        words. -inf at padding. Only the branches that the head has.
+        """
         sides = {side: self._side(side, features[f"{side}_contexts"], features[f"{side}_context_mask"]) for side in _SIDES}
         out = {}
         for side, (_, locals_, _) in sides.items():
@@ -148,7 +168,7 @@ class Contexts(Reweighs, MapsContext):
         return out
 
     def _side(self, side: str, contexts: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """A side's guide [B, D] and locals [B, ·, D], where a branch has them, and its block of the score."""
+        """A side's guide [B, D] and locals [B, L or T, D], or None without the branch, and its block of the score."""
         context = mean(contexts, mask)
         guide = locals_ = None
         blocks = []
@@ -158,11 +178,11 @@ class Contexts(Reweighs, MapsContext):
         if side in self.norms:
             locals_ = self.norms[side](contexts, mask).relu()
             blocks.append(mean(locals_, mask))
-        # [v*_g ; v_f] against [t_f ; t*_g]: a branch has the same place on both sides
+        # [v*_g ; v_f] and [t_f ; t*_g]: a branch has the same position on both sides
         blocks = blocks[::-1] if side == "image" else blocks
         if not blocks:
             return None, None, unit(context)
-        return guide, locals_, torch.cat([unit(block) for block in blocks], -1) / 2**0.5  # eq. 10, of one branch too
+        return guide, locals_, torch.cat([unit(block) for block in blocks], -1) / 2**0.5  # eq. 10, also with one branch
 
 
 def _other(side: str) -> str:

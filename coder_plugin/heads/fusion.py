@@ -1,4 +1,4 @@
-"""Cross-modal fusion: a score of each pair of image and text from their regions and words (AsCL eq. 1-4).
+"""Cross-modal fusion: a score of each image-text pair from its regions and words (AsCL eq. 1-4, docs/equations.md#ascl).
 
 Shapes: B batch of this rank, N batch of all ranks, L regions, T words, D joint dimension, G groups of a images x b texts.
 """
@@ -21,7 +21,7 @@ from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion_scorer import FusionScorer
 
-#: The sets of texts that images are scored against: key of the output, prefix of the inputs.
+#: The sets of texts that images are scored with: key of the output -> prefix of the inputs.
 _TEXTS = {
     "coder_fusion": "text",
     "coder_fusion_positive": "positive",
@@ -33,7 +33,8 @@ _IMAGES = 32
 
 
 class Direction(nn.Module):
-    """The matrices of one direction of the attention: Z^X, Z^Y, Z^O and the map into the common space, [D, D] each."""
+    """The matrices of one direction of the attention, [D, D] each: query Z^X, key and value Z^Y, output Z^O, and the map into
+    the common space."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -48,23 +49,35 @@ class Direction(nn.Module):
 
 
 class Fusion(Reranks):
-    """``coder_fusion`` [B, N]: S of this rank's images with the texts of all ranks, in rank order (AsCL eq. 1-4, METHODS 8).
+    """Scores of this rank's images with the texts of all ranks: ``S = u S_local + (1 - u) S_global`` (eq. 1-4).
 
-    ``S = u S_local + (1 - u) S_global``, in [-1, 1], float32 or better. Likewise against generated positives
-    (``coder_fusion_positive``) and the noised texts of both, where the model has their tokens.
+    Requires ``image_tokens`` [B, L, C] and ``text_tokens`` [B, T, C'] with their bool masks ``image_mask`` [B, L] and
+    ``text_mask`` [B, T]. Uses ``image_global`` [B, G], and tokens and masks of generated texts (``positive_tokens`` …).
 
-    The two directions of the attention have matrices of their own: the paper prints "two single symmetrical versions" and
-    does not say that they share them. Tokens of other channels than D are projected first. With a feature of the whole
-    image (``backbone.image_global``), V_g is the sum of both parts.
+    Provides ``coder_fusion`` [B, N], in rank order, in [-1, 1], float32 or better; and, if the model has their tokens,
+    ``coder_fusion_positive`` with the generated positives, ``coder_fusion_noised`` and ``coder_fusion_noised_positive`` with
+    the noised texts of both.
 
-    Pairs are scored in tiles that the backward pass computes again, so that memory grows with the tokens and not with the
-    pairs.
+    Each direction of the attention has its own matrices: the paper prints "two single symmetrical versions" and does not
+    say that they share them. Tokens with other channels than D are projected first. With a feature of the whole image,
+    V_g is the sum of both parts.
+
+    Pairs are scored in tiles that the backward pass recomputes, so memory grows with the tokens and not with the pairs.
 
     Args:
-        heads: H of the attention; it divides D.
-        local_weight: u, of the local score; the paper has 0.6 for Flickr30K and 0.8 for COCO.
-        pairs_per_tile: how many pairs are scored at once, by default 256 on a CPU and 4,096 elsewhere. In training a pair of
-            36 regions and 32 words takes 0.2 MB while its tile is at work, or 0.3 MB with D 1,024.
+        heads: number of attention heads, a divisor of D.
+        local_weight: u, in [0, 1]; the paper has 0.6 for Flickr30K and 0.8 for COCO.
+        pairs_per_tile: number of pairs that are scored at once, by default 256 on a CPU and 4,096 elsewhere. In training a
+            pair of 36 regions and 32 words takes 0.2 MB while its tile is computed, or 0.3 MB with D 1,024.
+
+    Raises:
+        ValueError: options out of range, or a backbone without tokens.
+
+    Example:
+        >>> head = Fusion(BackboneInfo(embed_dim=8, image_tokens=8, text_tokens=8))
+        >>> tokens, mask = torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)
+        >>> head(tokens, mask, tokens, mask)["coder_fusion"].shape
+        torch.Size([3, 3])
     """
 
     requires = ("image_tokens", "image_mask", "text_tokens", "text_mask")
@@ -103,21 +116,25 @@ class Fusion(Reranks):
     def forward(
         self, image_tokens: Tensor, image_mask: Tensor, text_tokens: Tensor, text_mask: Tensor, **others: Tensor
     ) -> dict[str, Tensor]:
-        known = {"text_tokens": text_tokens, "text_mask": text_mask, **others}
+        texts = {"text_tokens": text_tokens, "text_mask": text_mask, **others}
         weights = self._weights()
         images = self._image_side(self.image_item({"image_tokens": image_tokens, "image_mask": image_mask, **others}), weights)
-        present = {key: name for key, name in _TEXTS.items() if key in self.requested_keys and f"{name}_tokens" in known}
-        widths = [known[f"{name}_mask"].shape[1] for name in present.values()]
+        present = {key: name for key, name in _TEXTS.items() if key in self.requested_keys and f"{name}_tokens" in texts}
+        longest = [texts[f"{name}_mask"].shape[1] for name in present.values()]
         if distributed.world_size() > 1:
-            widths = distributed.all_max(torch.tensor(widths, device=image_mask.device)).tolist()
+            longest = distributed.all_max(torch.tensor(longest, device=image_mask.device)).tolist()
         scores = {}
-        for (key, name), length in zip(present.items(), widths, strict=True):
-            tokens, mask = self._gathered(known[f"{name}_tokens"], known[f"{name}_mask"], length)
+        for (key, name), length in zip(present.items(), longest, strict=True):
+            tokens, mask = self._gathered(texts[f"{name}_tokens"], texts[f"{name}_mask"], length)
             scores[key] = self._against(images, tokens, mask, weights)
         return scores
 
     def image_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What scoring images needs: ``tokens`` [B, L, D], ``mask`` [B, L] and, of a whole-image feature, ``whole`` [B, D]."""
+        """``tokens`` [B, L, D], ``mask`` [B, L] and, with a whole-image feature, ``whole`` [B, D].
+
+        Raises:
+            ValueError: the head reads a whole-image feature, and ``features`` have none.
+        """
         item = {"tokens": self.project_image(features["image_tokens"]), "mask": features["image_mask"]}
         if self.project_whole is not None:
             if "image_global" not in features:
@@ -126,19 +143,17 @@ class Fusion(Reranks):
         return item
 
     def text_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What scoring texts needs: ``tokens`` [B, T, D] and ``mask`` [B, T], as long as the tower gave them. To join the
-        items of several batches, pad both with zeros."""
+        """``tokens`` [B, T, D] and ``mask`` [B, T], with the tower's own T. Pad both with zeros to join several batches."""
         return {"tokens": self.project_text(features["text_tokens"]), "mask": features["text_mask"]}
 
     @torch.no_grad()
     def scorer(
         self, images: Mapping[str, Tensor], texts: Mapping[str, Tensor], *, memory: int = 4 << 30
     ) -> FusionScorer:
-        """Scores of a data set's pairs from its items, kept anywhere and in any float type: ``scorer(image_index,
-        text_index)`` of [G, a] and [G, b] is [G, a, b], ``scorer.all_pairs()`` is [N, M].
+        """Items of a data set's images and texts, on any device and in any float type -> what scores their pairs.
 
         Args:
-            memory: bytes on the head's device for what items bring to all their pairs; beyond, re-ranking is slower.
+            memory: bytes on the head's device for what is computed once per item; with less, re-ranking is slower.
         """
         weights = self._weights()
         return FusionScorer(
@@ -187,14 +202,17 @@ class Fusion(Reranks):
         return 256 if self.image_to_text.query.device.type == "cpu" else 4096
 
     def _gathered(self, tokens: Tensor, mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Projected tokens [N, T, D] and mask [N, T] of all ranks, T the longest of any."""
+        """Projected tokens [N, T, D] and mask [N, T] of all ranks; T is the longest of any rank."""
         more = length - mask.shape[1]
         tokens = distributed.gather(F.pad(raise_precision(self.project_text(tokens)), (0, 0, 0, more)))
         return tokens, distributed.gather(F.pad(mask, (0, more)).to(torch.uint8)).bool()
 
     def _against(self, images: Side, tokens: Tensor, mask: Tensor, weights: tuple[Attention, Attention]) -> Tensor:
-        """Scores of images with texts [B, N], tile after tile. Texts of like length go together, and padding that none of a
-        tile needs is cut: with joined captions among them the longest is twice the mean."""
+        """Scores of images with texts [B, N], tile by tile.
+
+        Texts of similar length share a tile, and common padding is cut: with joined captions the longest text is
+        twice as long as the mean.
+        """
 
         def tile(images: Side, texts: Side) -> Tensor:
             return self._pairs(images, texts, weights)[0]

@@ -1,4 +1,4 @@
-"""Image ids out of the model, for every term that masks captions of one image."""
+"""Image ids as an output of the model, for terms that mask captions of one image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Ids(Head):
-    """Passes ``image_id`` [B] (63-bit hashes of image keys) on as ``coder_ids``."""
+    """Requires ``image_id``, int64 [B], 63-bit hashes of image keys, and provides it unchanged as ``coder_ids``.
+
+    Example:
+        >>> import torch
+        >>> Ids(BackboneInfo(embed_dim=1))(image_id=torch.tensor([7, 8]))
+        {'coder_ids': tensor([7, 8])}
+    """
 
     requires = ("image_id",)
     provides = ("coder_ids",)

@@ -1,4 +1,4 @@
-"""Momentum keys of the batch and the coupled banks of earlier ones (CODER section 3.2.3; METHODS 3)."""
+"""Momentum keys of the batch, and banks of earlier keys (CODER section 3.2.3, docs/equations.md#m-dcl)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from coder_plugin.memory.momentum import Mode, MomentumCopy
 
 
 class Momentum(KeepsState, FollowsModel):
-    """``coder_image_keys`` and ``coder_text_keys`` [B, D]: the momentum towers' embeddings of the batch, no gradient.
+    """The momentum towers' embeddings of the batch, and the banks of earlier ones.
 
-    Keeps the banks that ``m_dcl`` and ``dcl(diversity_over='batch+bank')`` compare with. What they stash is written
-    after the step, and the momentum towers follow the model by one step.
+    Requires ``image`` and ``text``, the model's inputs. Provides ``coder_image_keys`` and ``coder_text_keys`` [B, D], without
+    gradient.
+
+    The terms ``m_dcl`` and ``dcl(diversity_over='batch+bank')`` compare with the banks and stash the keys of all ranks. After
+    the step these are written, and the momentum towers are updated (:class:`~coder_plugin.memory.momentum.MomentumCopy`).
 
     Args:
         momentum: m of the average, in [0, 1).
-        bank_size: Q, entries per modality.
+        bank_size: Q, entries per modality, at least the global batch.
         bank_dtype: storage of the entries: ``float32``, ``float16`` or ``bfloat16``.
         mode: the towers' mode, ``eval`` or ``train`` (dropout and batch statistics as in training).
+
+    Raises:
+        ValueError: options out of range, or a model with several features per image.
     """
 
     requires = ("image", "text")
@@ -70,9 +76,12 @@ class Momentum(KeepsState, FollowsModel):
         self.bank.enqueue(image_keys, text_keys, ids)
 
     def health(self) -> dict[str, float]:
-        """``filled``: share of the bank's entries. ``images``: share of the filled ones that are of different images.
-        ``spread``: of the image and the text keys, their variance about their mean, 0 where they have collapsed to one point,
-        1 at most. ``drift``: distance of the momentum towers' trained parameters from the model's, over these' norm."""
+        """Figures of the bank and the momentum towers.
+
+        ``filled``: share of entries that are filled. ``images``: share of the filled entries with different images.
+        ``image_spread``, ``text_spread``: variance of the keys about their mean, from 0 (collapsed to a point) to 1.
+        ``drift``: distance of the momentum towers' trained parameters from the model's, relative to the norm of the latter.
+        """
         bank = self.bank
         filled = int(bank.count)
         figures = {"filled": filled / bank.size, "drift": self.towers.drift(self._online[0])}

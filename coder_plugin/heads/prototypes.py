@@ -1,4 +1,4 @@
-"""Prototypes of pairs and their classifier (CODER eq. 7; METHODS 5)."""
+"""Prototypes of pairs and their classifier (CODER eq. 7, docs/equations.md#pgc)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,27 @@ from coder_plugin.memory.kmeans import OnlineKMeans
 
 
 class Prototypes(KeepsState):
-    """``coder_image_logits`` and ``coder_text_logits`` [B, K]: one classifier P_C over both concept embeddings, no bias.
+    """One linear classifier P_C without bias over both concept embeddings, and the centres that label the pairs.
 
-    Keeps the centres that say which prototype a pair belongs to; ``pgc`` asks them, and stashes the pairs that move them
-    after the step.
+    Requires ``coder_image_concepts`` and ``coder_text_concepts`` [B, D]. Provides ``coder_image_logits`` and
+    ``coder_text_logits`` [B, K].
+
+    The term ``pgc`` takes its labels from :meth:`assign` and stashes the pairs that update the centres after the step.
 
     Args:
-        clusters: K. The paper: 10,000 for Flickr30K, 20,000 for COCO; for small sets about pairs / 15.
-        patience: a centre that none of the last ``patience * clusters`` pairs chose is reseeded.
-        recluster: cluster the last so many pairs anew with FAISS whenever so many have passed (an epoch's number of samples:
-            once an epoch), the new centres matched to the old ids. They are kept in float16, ``recluster * D * 2`` bytes
-            of state. 0: never, the online updates alone.
+        clusters: K. The paper has 10,000 for Flickr30K and 20,000 for COCO; for small sets about pairs / 15.
+        patience: a centre that none of the last ``patience * clusters`` pairs chose is reseeded; >= 1.
+        recluster: number of pairs after which the last so many pairs are clustered anew with FAISS; the new centres are
+            matched to the old ids. The samples of an epoch: once per epoch. The pairs are kept in float16, ``recluster * D *
+            2`` bytes of state. 0: online updates only.
+
+    Raises:
+        ValueError: options out of range.
+
+    Example:
+        >>> head = Prototypes(BackboneInfo(embed_dim=4), clusters=3)
+        >>> head(torch.randn(2, 4), torch.randn(2, 4))["coder_image_logits"].shape
+        torch.Size([2, 3])
     """
 
     recent: Tensor
@@ -75,9 +85,12 @@ class Prototypes(KeepsState):
         return self.centres.assign(samples)
 
     def health(self) -> dict[str, float]:
-        """``filled``: share of the centres. ``idle``: share of the filled ones that none of the last ``patience * K / 2`` pairs
-        chose, on their way to be reseeded. ``reseeded``: so far, over K. ``used``: perplexity of the centres' counts, over K:
-        1 where all are as large."""
+        """Figures of the centres.
+
+        ``filled``: share of filled centres. ``idle``: share of the filled ones that none of the last ``patience * K / 2`` pairs
+        chose. ``reseeded``: number reseeded so far, divided by K. ``used``: perplexity of the centres' counts, divided by K: 1
+        if all clusters have the same size.
+        """
         centres = self.centres
         total, filled = centres.clusters, int(centres.filled)
         figures = {"filled": filled / total, "reseeded": int(centres.reseeded) / total}
@@ -95,8 +108,8 @@ class Prototypes(KeepsState):
 
     def _remember(self, samples: Tensor) -> None:
         before = int(self.passed)
-        places = (before + torch.arange(len(samples), device=samples.device)) % self.recluster
-        self.recent[places] = samples.to(self.recent.dtype)
+        positions = (before + torch.arange(len(samples), device=samples.device)) % self.recluster
+        self.recent[positions] = samples.to(self.recent.dtype)
         self.passed += len(samples)
         if (before + len(samples)) // self.recluster > before // self.recluster:
             self.centres.recluster(self.recent)

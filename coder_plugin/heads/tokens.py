@@ -1,4 +1,4 @@
-"""Token and region features out of the model, for terms that compare them themselves."""
+"""Token and region features as outputs of the model, for terms that compare tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Tokens(Head):
-    """Passes the towers' last-layer tokens on: image [B, L, C] with mask [B, L], text [B, T, C] with mask [B, T].
+    """The towers' last-layer tokens, those of texts padded to the input's length T.
 
-    T is the text input's length, whatever part of it a tower has run over.
+    Requires ``image_tokens`` [B, L, C], ``image_mask`` [B, L], ``text_tokens`` [B, T', C], ``text_mask`` [B, T'] and ``text``
+    [B, T], T' <= T. Provides them as ``coder_image_tokens``, ``coder_image_mask``, ``coder_text_tokens`` [B, T, C] and
+    ``coder_text_mask`` [B, T].
     """
 
     requires = ("image_tokens", "image_mask", "text_tokens", "text_mask", "text")

@@ -1,4 +1,4 @@
-"""How much the views of CAMERA's summarisation look at the same regions."""
+"""Overlap of the views of CAMERA's summarisation (Qu et al., ACM MM 2020)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from coder_plugin.heads.base import BackboneInfo, Head
 
 
 class Views(Head):
-    """``coder_view_overlap`` [B]: ``||A^T A - I||_F^2`` of an image's scores A [L, V], each view's of unit length over the
-    regions (CAMERA, released)."""
+    """``||A^T A - I||_F^2`` of an image's region scores A, each view's scores of unit length (CAMERA, released code).
+
+    Requires ``image_views`` [B, L, V], the scores of L regions for V views. Provides ``coder_view_overlap`` [B].
+
+    Example:
+        >>> Views(BackboneInfo(embed_dim=1))(torch.eye(3)[None])["coder_view_overlap"]
+        tensor([0.])
+    """
 
     requires = ("image_views",)
     provides = ("coder_view_overlap",)

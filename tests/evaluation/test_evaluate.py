@@ -13,7 +13,7 @@ from torch import Tensor
 
 import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
-from coder_plugin.cli.evaluate import analyses_of, evaluate_command
+from coder_plugin.cli.eval import analyses_of, evaluate_command
 from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source
 from coder_plugin.errors import CoderError

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import coder_plugin
 from coder_plugin import cli
 from coder_plugin.backbones.clip import MADE_WITH
-from coder_plugin.cli.evaluate import evaluate_command
+from coder_plugin.cli.eval import evaluate_command
 from coder_plugin.cli.flags import read_options
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError

@@ -17,7 +17,7 @@ from PIL import Image
 from coder_plugin import create_model
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
-from coder_plugin.cli.evaluate import evaluate_command
+from coder_plugin.cli.eval import evaluate_command
 from coder_plugin.config import DataConfig, TrainConfig
 from coder_plugin.data import open_source
 from coder_plugin.data.from_config import pictures_under_regions

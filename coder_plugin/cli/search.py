@@ -1,0 +1,140 @@
+"""``coder-plugin search``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.errors import CoderError
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "search",
+        help="find images or captions in an index",
+        description="Search an index by texts, by pictures or by its own images. Prints a table or JSON, or writes a page.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
+    parser.add_argument("--text", nargs="+", metavar="TEXT", help="texts; - reads one from each line of standard input")
+    parser.add_argument("--image", nargs="+", metavar="FILE", help="pictures; for a region model, .npz files")
+    parser.add_argument("--key", nargs="+", metavar="KEY", help="images of the index, by their keys")
+    parser.add_argument("-k", type=int, default=10, help="results [10]")
+    parser.add_argument(
+        "--among", choices=("images", "captions"), help="what to search for [images for a text, captions for an image]"
+    )
+    parser.add_argument(
+        "--rerank", metavar="K",
+        help="candidates that a fusion head re-ranks, or all; 0: none [32 if the model has a fusion head]"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
+    parser.add_argument(
+        "--model", dest="model_folder", metavar="RUN", help="the index's model, if it has moved: a run or an export"
+    )
+    parser.add_argument("--search-parameters", metavar="P", help="FAISS search parameters, such as nprobe=16 or efSearch=64")
+    parser.add_argument(
+        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
+    )
+    parser.add_argument(
+        "--verify", action=argparse.BooleanOptionalAction, default=True, help="verify the files' checksums first [True]"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    print(search_command(arguments))
+    return 0
+
+
+def search_command(arguments: argparse.Namespace) -> str:
+    """Search an index; returns what to print, and writes the page that ``--html`` names."""
+    from coder_plugin.index.search import open_searcher
+
+    page = None if arguments.html is None else Path(arguments.html)
+    if page is not None and not page.parent.is_dir():
+        raise CoderError(f"--html {page}: there is no folder {page.parent}")
+    searcher = open_searcher(
+        arguments.index,
+        model=arguments.model_folder,
+        verify=arguments.verify,
+        parameters=arguments.search_parameters,
+        gpu=arguments.gpu,
+        need_model=bool(arguments.text or arguments.image),
+    )
+    results = [
+        (name, picture, searcher.search(query, arguments.k, among=arguments.among, rerank=arguments.rerank))
+        for name, picture, query in _queries(arguments, searcher)
+    ]
+    records = searcher.index.records
+    if page is not None:
+        from coder_plugin.index.page import results_page
+
+        try:
+            page.write_text(results_page(searcher.index, results), encoding="utf-8")
+        except OSError as error:
+            raise CoderError(f"--html {page} cannot be written: {error.strerror or error}") from error
+        print(f"page: {page}", file=sys.stderr)
+    if arguments.json:
+        rows = [
+            {"query": name, "results": [_row(rank, hit, records) for rank, hit in enumerate(hits, 1)]}
+            for name, _, hits in results
+        ]
+        return json.dumps(rows, indent=2, ensure_ascii=False)
+    lines = []
+    for name, _, hits in results:
+        lines += [f"{name}:" if len(results) > 1 else "", *_table(hits, records), ""]
+    return "\n".join(lines).strip("\n")
+
+
+def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, Any, Any]]:
+    """The name, the picture (None for a text) and the query of each query."""
+    from coder_plugin.index.records import storable
+    from coder_plugin.index.search import load_image
+
+    texts = [storable(text) for value in arguments.text or [] for text in (_read_lines() if value == "-" else [value])]
+    queries: list[tuple[str, Any, Any]] = []
+    if blank := [text for text in texts if not text.strip()]:
+        raise CoderError(f"--text {blank[0]!r}: there is nothing to search for")
+    if texts:
+        queries += [(text, None, query) for text, query in zip(texts, searcher.text(texts), strict=True)]
+    for path in arguments.image or []:
+        picture = load_image(path)
+        queries += [(storable(path), picture, query) for query in searcher.image([picture])]
+    queries += [(storable(key), searcher.index.thumbnail(key), searcher.key(key)) for key in arguments.key or []]
+    if not queries:
+        raise CoderError("nothing to search for: give --text, --image or --key")
+    return queries
+
+
+def _read_lines() -> list[str]:
+    return [line.strip() for line in sys.stdin if line.strip()]
+
+
+def _row(rank: int, hit: Any, records: Any) -> Mapping[str, Any]:
+    row = {"rank": rank, "score": hit.score, "key": hit.image.key, "image_id": hit.image.image_id}
+    if hit.fused is not None:
+        row["fused"] = hit.fused
+    if hit.text is not None:
+        return {**row, "text": hit.text}
+    return {**row, "captions": list(records.captions_of(hit.image.row))}
+
+
+def _table(hits: Sequence[Any], records: Any) -> list[str]:
+    """The lines of a table; an image is shown with its first caption."""
+    fused = any(hit.fused is not None for hit in hits)
+    rows = [["", "score", *(["fused"] if fused else []), "image", "caption"]]
+    for rank, hit in enumerate(hits, 1):
+        caption = hit.text if hit.text is not None else next(iter(records.captions_of(hit.image.row)), "")
+        scores = [f"{hit.score:.4f}", *(["" if hit.fused is None else f"{hit.fused:.4f}"] if fused else [])]
+        rows.append([str(rank), *scores, hit.image.key, " ".join(caption.split())])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return [
+        "  ".join([*(cell.rjust(width) if cell[:1].isdigit() or "score" in cell else cell.ljust(width)
+                     for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    ]

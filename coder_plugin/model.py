@@ -22,7 +22,7 @@ def create_model(
     name: str,
     *,
     loss: Any = "coder",
-    heads: Sequence[Any] = (),
+    custom_heads: Sequence[Any] = (),
     pretrained: str | None = None,
     pretrained_image_path: str | None = None,
     aggregator: AggregatorName = "tower",
@@ -44,7 +44,7 @@ def create_model(
             ``region-bigru-vsrn``, or the ``coder_model.json`` of its export.
         loss: a loss expression, an :class:`~coder_plugin.objective.Objective`, a term object, or a list of these;
             ``(weight, loss)`` weighs any of them.
-        heads: head classes or objects that are not registered. The loss must need each of them.
+        custom_heads: head classes or objects that are not registered. The loss must need each of them.
         pretrained: an open_clip tag, or a file that open_clip can load, such as an export. For region models an export's
             weights, or a released VSE-infinity, VSRN or CAMERA ``.pth``.
         pretrained_image_path: weights of the image tower.
@@ -75,7 +75,7 @@ def create_model(
     """
     from coder_plugin.backbones import clip, plugin_backbones
 
-    passed = _heads_by_name(heads)
+    passed = _heads_by_name(custom_heads)
     objective = Objective.parse(loss, heads=passed)
     if aggregator not in get_args(AggregatorName):
         raise CoderError(f"aggregator must be one of {', '.join(get_args(AggregatorName))}, got {aggregator!r}")
@@ -100,7 +100,7 @@ def create_model(
         model,
         name,
         loss=objective,
-        heads=heads,
+        custom_heads=custom_heads,
         aggregator=aggregator,
         context_blocks=context_blocks,
         return_intermediates=return_intermediates,
@@ -114,7 +114,7 @@ def add_heads(
     name: str,
     *,
     loss: Any,
-    heads: Sequence[Any] = (),
+    custom_heads: Sequence[Any] = (),
     aggregator: AggregatorName = "tower",
     context_blocks: int = 1,
     return_intermediates: Collection[str] = (),
@@ -126,7 +126,7 @@ def add_heads(
     Args:
         model: an open_clip model that returns a dict, or a region model.
         name: the name that it was created by; where texts are generated, the tokenizer is found by it.
-        loss, heads, aggregator, context_blocks, return_intermediates, inference: as in :func:`create_model`.
+        loss, custom_heads, aggregator, context_blocks, return_intermediates, inference: as in :func:`create_model`.
         cache_dir: folder of the tokenizer's download.
 
     Raises:
@@ -136,14 +136,15 @@ def add_heads(
     from coder_plugin.backbones.base import Backbone, make_word_embeddings
     from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 
-    passed = _heads_by_name(heads)
+    passed = _heads_by_name(custom_heads)
     objective = Objective.parse(loss, heads=passed)
     is_region_model = isinstance(model, Backbone)
     intermediates: Set[str] = model.intermediate_keys if is_region_model else clip.INTERMEDIATE_KEYS
     _check_intermediates(return_intermediates, intermediates)
     resolution = resolve(objective, clip.available_keys(model), intermediates, heads=passed)
     if unused := [name for name in passed if name not in resolution.heads]:
-        raise CoderError(f"heads: the loss needs no head {', '.join(unused)}; a term or head must require what it provides")
+        names = ", ".join(unused)
+        raise CoderError(f"custom_heads: the loss needs no head {names}; a term or head must require what it provides")
     if inference:
         resolution = resolution.of_heads([name for name in resolution.heads if affects_ranking(resolution.head(name))])
         objective = replace(objective, heads=tuple(options for options in objective.heads if options[0] in resolution.heads))
@@ -238,10 +239,10 @@ def _heads_by_name(heads: Sequence[Any]) -> Mapping[str, Any]:
     named: dict[str, Any] = {}
     for head in heads:
         if not (isinstance(head, Head) or (isinstance(head, type) and issubclass(head, Head))):
-            raise CoderError(f"heads: {head!r} is neither a subclass nor an object of coder_plugin.heads.base.Head")
+            raise CoderError(f"custom_heads: {head!r} is neither a subclass nor an object of coder_plugin.heads.base.Head")
         name = object_name(head)
         if name in named or name in registry.names("heads"):
-            raise CoderError(f"heads: there is another head {name!r}; rename the class")
+            raise CoderError(f"custom_heads: there is another head {name!r}; rename the class")
         named[name] = head
     return named
 

@@ -104,7 +104,7 @@ def test_an_object_is_the_same_as_its_name(group, outputs):
 
 def test_a_term_binds_to_the_model(model):
     term = ReadsNorms()
-    created = create_model("coder-tiny", loss=term, heads=[Norms])
+    created = create_model("coder-tiny", loss=term, custom_heads=[Norms])
     assert list(created.coder.heads) == ["norms"]
     assert create_loss(term, model=created).terms["reads_norms"] is term and "norms" in term.heads
     plain = create_loss(Spread(), model=model).terms["spread"]
@@ -158,7 +158,7 @@ def test_mistakes(model, loss, message):
 
 
 def test_a_head_class_and_a_head_object():
-    model = create_model("coder-tiny", loss=["clip", ReadsNorms()], heads=[Norms]).train()
+    model = create_model("coder-tiny", loss=["clip", ReadsNorms()], custom_heads=[Norms]).train()
     width = model.coder.heads["norms"].scale.numel()
     images, texts = torch.rand(2, 3, 64, 64), torch.ones(2, model.context_length, dtype=torch.long)
     features = model(images, texts)
@@ -166,7 +166,7 @@ def test_a_head_class_and_a_head_object():
     created = create_loss(["clip", ReadsNorms()], model=model)
     torch.testing.assert_close(created(**features)["reads_norms_loss"], features["coder_norms"].mean())
     head = Norms(BackboneInfo(embed_dim=width), power=2.0)
-    model = create_model("coder-tiny", loss=ReadsNorms(), heads=[head]).train()
+    model = create_model("coder-tiny", loss=ReadsNorms(), custom_heads=[head]).train()
     assert model.coder.heads["norms"] is head
     assert any(name == "coder.heads.norms.scale" for name, _ in model.named_parameters())
     torch.testing.assert_close(model(images, texts)["coder_norms"], torch.full((2,), 2.0))
@@ -183,11 +183,11 @@ def test_an_expression_may_name_a_passed_head():
         def forward(self, image_features: Tensor, text_features: Tensor) -> dict[str, Tensor]:
             return {"coder_a": -image_features, "coder_b": text_features}
 
-    model = create_model("coder-tiny", loss="clip + clip@pair", heads=[Pair])
+    model = create_model("coder-tiny", loss="clip + clip@pair", custom_heads=[Pair])
     loss = create_loss("clip + clip@pair", model=model)
     assert loss.bindings[1]["image_features"] == "coder_a" and list(loss.terms) == ["clip", "clip_pair"]
     with pytest.raises(CoderError, match="column 13: unknown head 'pear'"):
-        create_model("coder-tiny", loss="clip + clip@pear", heads=[Pair])
+        create_model("coder-tiny", loss="clip + clip@pear", custom_heads=[Pair])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_an_expression_may_name_a_passed_head():
 )
 def test_mistakes_with_heads(heads, message):
     with pytest.raises(CoderError, match=message):
-        create_model("coder-tiny", loss="clip", heads=heads)
+        create_model("coder-tiny", loss="clip", custom_heads=heads)
 
 
 # register

@@ -1,7 +1,7 @@
-"""Which characters of a caption each position of a tokenizer's ids [B, T] is of: ours tell, open_clip's are followed.
+"""Which characters of a caption each token of a tokenizer's ids [B, T] covers.
 
-open_clip's tokenizers clean a text and cut it, and hand out ids alone. Here the same is done once more with the places kept,
-and compared with the ids that the tokenizer itself gave: where they differ, the text is not matched, and says so.
+Our tokenizers report it themselves. open_clip's return ids only, so their cleaning and splitting is repeated here with
+positions, and compared with the ids of the tokenizer; a caption whose ids differ is reported as not matched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ Locate = Callable[[list[str]], tuple[Tensor, list[Located]]]
 
 
 def locator(tokenizer: Any) -> Locate:
-    """What gives the ids of a tokenizer, of the same draws, and where they come from.
+    """A function from captions to the tokenizer's ids and the characters that they cover.
 
     Raises:
-        CoderError: the tokenizer tells of no characters: neither ours (any that has ``located``) nor open_clip's, or one
-            of transformers' slow ones.
+        CoderError: a tokenizer that neither has the method ``located`` nor is open_clip's, or a slow one of transformers.
     """
     if hasattr(tokenizer, "located"):
         return tokenizer.located
@@ -37,13 +36,13 @@ def locator(tokenizer: Any) -> Locate:
             return partial(_by_offset, tokenizer)
         kind = type(tokenizer.tokenizer).__name__
     raise CoderError(
-        f"classes of words need a tokenizer that tells which characters a token is of; {kind} does not: take a model with "
-        "one of open_clip's or a fast one of transformers (a backbone's own: give its tokenizer the method located)"
+        f"word classes need a tokenizer that reports which characters a token covers; {kind} does not: use a model with one "
+        "of open_clip's or a fast one of transformers (your own tokenizer: add the method located)"
     )
 
 
 def _by_word(tokenizer: Any, captions: list[str]) -> tuple[Tensor, list[Located]]:
-    """Of open_clip's byte-pair tokenizer: each of its words is encoded by itself."""
+    """For open_clip's byte-pair tokenizer, which encodes each word separately."""
     from open_clip.tokenizer import basic_clean
 
     ids, located = tokenizer(captions), []
@@ -57,14 +56,14 @@ def _by_word(tokenizer: Any, captions: list[str]) -> tuple[Tensor, list[Located]
         expected = [tokenizer.sot_token_id, *(piece for piece, _ in pieces), tokenizer.eot_token_id]
         matched = row == expected + [0] * (len(row) - len(expected))
         spans = [span for _, span in pieces]
-        if not matched:  # one of its ways to shorten a text has left other words out
+        if not matched:  # some ways of shortening a text drop other words
             spans = [(0, len(view))] * (row.index(tokenizer.eot_token_id) - 1)
         located.append(Located(basic_clean(caption), view, [(0, 0), *spans], matched))
     return ids, located
 
 
 def _by_offset(tokenizer: Any, captions: list[str]) -> tuple[Tensor, list[Located]]:
-    """Of open_clip's wrappers around a fast tokenizer of transformers, which knows offsets."""
+    """For open_clip's wrappers around a fast tokenizer of transformers, which returns offsets."""
     from open_clip.tokenizer import basic_clean, canonicalize_text
 
     ids, inner = tokenizer(captions), tokenizer.tokenizer
@@ -77,7 +76,7 @@ def _by_offset(tokenizer: Any, captions: list[str]) -> tuple[Tensor, list[Locate
     encoded = inner(views, **({"add_special_tokens": False} if clips else whole))
     located = []
     for caption, view, row, encoding in zip(captions, views, ids.tolist(), encoded.encodings, strict=True):
-        # byte-level ones leave a space without a character where it is a token: it is of the word behind it
+        # byte-level tokenizers give a space token no character; it belongs to the word after it
         widths = [0 if special else 1 for special in encoding.special_tokens_mask]
         spans = [(start, max(end, start + width)) for (start, end), width in zip(encoding.offsets, widths, strict=True)]
         expected = encoding.ids

@@ -22,86 +22,90 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "run_folder", nargs="*", help="a training run's folder: its model, options and best export; several: an ensemble too"
+        "run_folder", nargs="*",
+        help="folder of a run (its options and best export), an export or a shared model; several: also their ensemble"
     )
     parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
-    parser.add_argument("--folds", type=int, default=0, help="also the mean over so many folds (COCO 1K: 5)")
+    parser.add_argument("--folds", type=int, default=0, help="also report the mean over N folds (COCO 1K: 5)")
     parser.add_argument(
         "--beta",
         type=float,
         nargs="+",
         metavar="B",
-        help="weights of the instance level against the concept level, instead of the objective's: a row for each",
+        help="weights of the instance score against the concept score, instead of the trained one: a row for each",
     )
     parser.add_argument(
         "--context-weight",
         type=float,
         nargs="+",
         metavar="W",
-        help="weights of SelfAlign's context level, instead of the objective's: a row for each; 0 leaves it out (of one run, "
-        "without pictures)",
+        help="weights of SelfAlign's context score, instead of the trained one: a row for each; 0 leaves it out (one run "
+        "only, without --pictures)",
     )
     parser.add_argument(
         "--analyses",
         metavar="FOLDER",
-        help="also alignment, uniformity and recall by the length of queries (AsCL section III): a table, and numbers and "
-        "plots in FOLDER",
+        help="also report alignment, uniformity and recall by query length (AsCL, section III); write numbers and plots "
+        "to FOLDER",
     )
     parser.add_argument(
         "--pictures",
         metavar="FOLDER",
-        help="also figures in FOLDER: which region or patch each word finds, the context map, and t-SNE of words and regions "
-        "(SelfAlign figures 4 and 5)",
+        help="also write figures to FOLDER: which region or patch each word attends to, the context map, and t-SNE of words "
+        "and regions (SelfAlign, figures 4 and 5)",
     )
-    parser.add_argument("--pictures-count", type=int, metavar="N", help="figures of the first N images [8]")
+    parser.add_argument("--pictures-count", type=int, metavar="N", help="draw the first N images [8]")
     parser.add_argument(
-        "--pictures-concepts", metavar="WORDS", help="words of t-SNE, such as dog,water,snow [the ten most frequent]"
+        "--pictures-concepts", metavar="WORDS",
+        help="words to show in the t-SNE, such as dog,water,snow [the ten most frequent]"
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE ('-': standard output)")
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    group = parser.add_argument_group("further figures")
+    group = parser.add_argument_group("more metrics")
     group.add_argument(
         "--by",
         nargs="+",
         choices=("words", "length", "place"),
         metavar="KIND",
-        help="recall of kinds of captions: words (colour, number, relation, size, people, action), length, or place among "
-        "their image's; with counts and 95 %% intervals",
+        help="recall by kind of caption: words (colour, number, relation, size, people, action), length, or place in the "
+        "image's list of captions; with counts and 95 %% intervals",
     )
     group.add_argument(
         "--eccv",
         action="store_true",
-        help="ECCV Caption on COCO's Karpathy test split: mAP@R, R-Precision and recall, and CxC's and COCO's recall",
+        help="ECCV Caption on COCO's Karpathy test split: mAP@R, R-Precision and recall, with CxC's and COCO's recall",
     )
     group.add_argument(
         "--cxc", metavar="FOLDER", help="CxC's recalls, i2t t2i i2i t2t, on that split: its csv files, or VSE-infinity's of it"
     )
-    group = parser.add_argument_group("what fine-tuning has kept")
+    group = parser.add_argument_group("before and after fine-tuning")
     group.add_argument(
         "--zeroshot",
         metavar="FOLDER",
-        help="classify the pictures of FOLDER/CLASS/ by their classes' names, before and after fine-tuning",
+        help="zero-shot classification of the pictures in FOLDER/CLASS/, before and after fine-tuning",
     )
     group.add_argument(
-        "--classnames", metavar="FILE", help="names of --zeroshot's classes: JSON, or folder TAB name [FOLDER/classnames.txt]"
+        "--classnames", metavar="FILE",
+        help="class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]"
     )
     group.add_argument(
-        "--templates", metavar="NAME", help="prompts of --zeroshot: openai (80), simple (7) or a file of lines with {} [openai]"
+        "--templates", metavar="NAME",
+        help="prompts for --zeroshot: openai (80), simple (7) or a file with one prompt per line, {} for the class [openai]"
     )
     group.add_argument(
         "--base",
         metavar="MODEL",
-        help="the model before: a run's folder, an export's, or weights of the same architecture [the run's --pretrained]",
+        help="the model before fine-tuning: a run, an export, or weights of the same architecture [the run's --pretrained]",
     )
     group.add_argument(
         "--wise-ft",
         type=float,
         nargs="+",
         metavar="A",
-        help="also the towers between the two, (1 - A) * before + A * after: a row for each (WiSE-FT)",
+        help="also evaluate interpolated weights, (1 - A) * before + A * after: a row for each (WiSE-FT)",
     )
     group.add_argument(
-        "--wise-ft-save", nargs=2, metavar=("A", "FOLDER"), help="write the model at A as an export, to use or to train on"
+        "--wise-ft-save", nargs=2, metavar=("A", "FOLDER"), help="write the interpolated model at A as an export"
     )
     only = [*OPENING, *READING, "val_data", "max_bad_images", "workers", "batch_size", "rerank"]
     add_flags(parser, only=only)

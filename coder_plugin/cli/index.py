@@ -16,27 +16,32 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "index",
         help="encode images and captions into an index to search",
         description="Encode a folder of pictures, shards, a CSV or any other data set, or region features, into one folder: "
-        "FAISS index, keys, captions, thumbnails. A command that was stopped goes on where it was. Several processes: "
+        "FAISS index, keys, captions, thumbnails. An interrupted command continues where it stopped. Several processes: "
         "accelerate launch -m coder_plugin.cli index ...",
         allow_abbrev=False,
     )
-    parser.add_argument("run_folder", nargs="?", metavar="RUN", help="a run's, export's or shared folder; else --model")
+    parser.add_argument(
+        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
+    )
     parser.add_argument("--data", required=True, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
     parser.add_argument("--output", required=True, metavar="INDEX", help="the folder to write")
     parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     parser.add_argument(
-        "--what", choices=("both", "images", "captions"), default="both", help="whose vectors to keep; texts stay [both]"
+        "--what", choices=("both", "images", "captions"), default="both",
+        help="which vectors to keep; the captions' texts are kept in any case [both]"
     )
     parser.add_argument(
-        "--factory", default="Flat", help="FAISS index factory: Flat is exact; HNSW32, IVF1024,Flat, PQ64 … [Flat]"
+        "--factory", default="Flat", help="FAISS index factory string: Flat (exact), HNSW32, IVF1024,Flat, PQ64 … [Flat]"
     )
-    parser.add_argument("--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side; 0: none [128]")
+    parser.add_argument(
+        "--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side of the thumbnails; 0: no thumbnails [128]"
+    )
     parser.add_argument(
         "--rerank-items",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep what a fusion score needs, if the model has one [True]",
+        help="keep what a fusion head needs to re-rank, if the model has one [True]",
     )
     add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_images"])
     parser.set_defaults(run=run)

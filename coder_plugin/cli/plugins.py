@@ -8,7 +8,7 @@ import argparse
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("plugins", help="list losses, heads, readers … and where they come from")
     parser.add_argument("group", nargs="?", help="one group: losses, heads, readers, recipes …")
-    parser.add_argument("--check", action="store_true", help="import each of them and report what fails")
+    parser.add_argument("--check", action="store_true", help="import each one and report failures")
     parser.set_defaults(run=run)
 
 

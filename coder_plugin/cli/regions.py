@@ -39,7 +39,7 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
         "extract",
         help="regions of pictures, by a detector or a grid",
         description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards or SCAN's "
-        "precomp files. A interrupted run continues where it stopped.",
+        "precomp files. An interrupted run continues where it stopped.",
         allow_abbrev=False,
     )
     add_extract_flags(parser)

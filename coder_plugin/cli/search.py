@@ -16,29 +16,32 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "search",
         help="find images or captions in an index",
-        description="Search an index by texts, pictures or its own images: a table, JSON or a page.",
+        description="Search an index by texts, by pictures or by its own images. Prints a table or JSON, or writes a page.",
         allow_abbrev=False,
     )
-    parser.add_argument("index", metavar="INDEX", help="a folder that coder-plugin index has made")
+    parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
     parser.add_argument("--text", nargs="+", metavar="TEXT", help="texts; - reads one from each line of standard input")
-    parser.add_argument("--image", nargs="+", metavar="FILE", help="pictures; of a model of regions, .npz files")
+    parser.add_argument("--image", nargs="+", metavar="FILE", help="pictures; for a region model, .npz files")
     parser.add_argument("--key", nargs="+", metavar="KEY", help="images of the index, by their keys")
     parser.add_argument("-k", type=int, default=10, help="results [10]")
     parser.add_argument(
-        "--among", choices=("images", "captions"), help="what to find [images for a text, captions for an image, if any]"
+        "--among", choices=("images", "captions"), help="what to search for [images for a text, captions for an image]"
     )
     parser.add_argument(
-        "--rerank", metavar="K", help="candidates that a fusion score puts in order, or all; 0: none [32, if the model has one]"
+        "--rerank", metavar="K",
+        help="candidates that a fusion head re-ranks, or all; 0: none [32 if the model has a fusion head]"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
-    parser.add_argument("--model", dest="model_folder", metavar="RUN", help="run or export, where the index's model has moved")
-    parser.add_argument("--search-parameters", metavar="P", help="FAISS's, such as nprobe=16 or efSearch=64")
     parser.add_argument(
-        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU, where FAISS sees one [True]"
+        "--model", dest="model_folder", metavar="RUN", help="the index's model, if it has moved: a run or an export"
+    )
+    parser.add_argument("--search-parameters", metavar="P", help="FAISS search parameters, such as nprobe=16 or efSearch=64")
+    parser.add_argument(
+        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
     )
     parser.add_argument(
-        "--verify", action=argparse.BooleanOptionalAction, default=True, help="compare the files' checksums first [True]"
+        "--verify", action=argparse.BooleanOptionalAction, default=True, help="verify the files' checksums first [True]"
     )
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""Data in: one call opens any data set that a reader is registered for."""
+"""Open any data set that a reader is registered for."""
 
 from __future__ import annotations
 
@@ -15,26 +15,45 @@ _PEEK = 65536  # bytes: COCO's files have tens of megabytes
 
 
 def open_source(spec: str, kind: str = "auto", *, split: str = "train", **options: Any) -> Source:
-    """The data set that ``spec`` names, read by the reader ``kind``: ours or a plugin's (``coder_plugin.readers``).
+    """Open the data set ``spec`` by the reader ``kind``, one of the entry points ``coder_plugin.readers``.
 
-    Options that are None count as not given, so that a command line can hand over all its flags; any other option that
-    the reader does not have is an error. A reader may return a plain sequence of items.
+    Args:
+        spec: a file, folder, shard pattern, or ``scenes``.
+        kind: the reader; ``auto`` tells it from the spec (:func:`guess_kind`).
+        split: which split, where a data set holds several.
+        options: of the reader; those that are None are ignored.
+
+    Raises:
+        CoderError: an unknown reader or option, or data that are missing or faulty.
+
+    Example:
+        >>> source = open_source("scenes", count=3)
+        >>> [len(item.captions) for _, item in source.items()]
+        [5, 5, 5]
     """
     from coder_plugin.data.source import ItemSource
     from coder_plugin.registry import load
 
     kind = guess_kind(spec) if kind == "auto" else kind
     reader: Any = load("readers", kind)
-    given = {name: value for name, value in options.items() if value is not None}
-    _check_options(kind, reader, given)
-    source = reader(split, **given) if kind == "scenes" else reader(spec, split=split, **given)
+    options = {name: value for name, value in options.items() if value is not None}
+    _check_options(kind, reader, options)
+    source = reader(split, **options) if kind == "scenes" else reader(spec, split=split, **options)
     if isinstance(source, Sequence):
         return ItemSource(source, name=f"scenes ({split})" if kind == "scenes" else spec)
     return source
 
 
 def guess_kind(spec: str) -> str:
-    """The reader that a data set's name calls for; JSON files and folders are told apart by what is in them."""
+    """The reader for a data set, told from its name or, for JSON files and folders, from their content.
+
+    Raises:
+        CoderError: no reader fits, or nothing exists there.
+
+    Example:
+        >>> guess_kind("train-{000000..000005}.tar"), guess_kind("captions.csv")
+        ('webdataset', 'csv')
+    """
     import os
 
     from coder_plugin.errors import CoderError
@@ -56,18 +75,18 @@ def guess_kind(spec: str) -> str:
         raise CoderError(f"{spec!r}: no such file or folder")
     raise CoderError(
         f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, a _caps.txt, "
-        "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset or CLIP_benchmark, or 'scenes', or name the "
+        "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset or CLIP_benchmark, or 'scenes', or set the "
         "kind (--dataset-type)"
     )
 
 
 def _json_kind(spec: str) -> str:
-    """COCO's annotations, or Karpathy's with the sentences in each image; the signs are in every entry, so its start tells."""
+    """``coco`` or ``karpathy``, from the keys in the first entries of the file."""
     try:
         with open(spec, "rb") as file:
             start = file.read(_PEEK)
     except OSError:
-        return "karpathy"  # the reader says what is wrong with the file
+        return "karpathy"  # the reader reports what is wrong with the file
     coco = any(sign in start for sign in (b'"annotations"', b'"file_name"', b'"image_id"'))
     return "coco" if coco and b'"sentences"' not in start else "karpathy"
 
@@ -89,11 +108,11 @@ def _folder_kind(spec: str) -> str:
         return "img2dataset"
     raise CoderError(
         f"cannot tell what kind of data the folder {spec!r} holds: neither SCAN's (train_ims.npy), CLIP_benchmark's "
-        f"(nshards.txt) nor img2dataset's files (00000/000000000.txt); of shards, give '{spec}/*.tar'"
+        f"(nshards.txt) nor img2dataset's files (00000/000000000.txt); for shards, give '{spec}/*.tar'"
     )
 
 
-def _check_options(kind: str, reader: Any, given: dict[str, Any]) -> None:
+def _check_options(kind: str, reader: Any, options: dict[str, Any]) -> None:
     import inspect
 
     from coder_plugin.errors import CoderError
@@ -101,7 +120,7 @@ def _check_options(kind: str, reader: Any, given: dict[str, Any]) -> None:
     parameters = inspect.signature(reader).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
-    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "split"]
-    for name in given:
-        if name not in known:
-            raise CoderError(f"reader {kind!r} has no option {name!r}; it has: {', '.join(known) or 'none'}")
+    allowed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "split"]
+    for name in options:
+        if name not in allowed:
+            raise CoderError(f"reader {kind!r} has no option {name!r}; it has: {', '.join(allowed) or 'none'}")

@@ -1,8 +1,8 @@
-"""The built-in data set: small composed pictures with five captions each, made on the spot and never downloaded.
+"""The built-in data set: small generated pictures with five captions each; nothing is downloaded.
 
-A scene is symbolic: a background and one to four things on a three by three grid. The picture and the captions are both
-derived from it, so a caption is true of its picture by construction. The captions run from a rich one over a redundant
-one to a poor one that many pictures share, because that asymmetry is what the losses here are about.
+A scene is symbolic: a background and one to four things on a 3 x 3 grid. Picture and captions are both generated from it, so
+captions are always correct. They range from a rich one to a poor one that many pictures share, since the losses here are about
+this asymmetry.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from PIL import Image, ImageChops, ImageDraw
 
-from ..errors import CoderError
-from .item import Item, stable_hash
+from coder_plugin.data.item import Item, stable_hash
+from coder_plugin.errors import CoderError
 
 DEFAULT_COUNTS = {"train": 6000, "val": 500}
 COLOURS = {
@@ -59,9 +59,9 @@ PLACES = (
     ("on the left", "in the middle", "on the right"),
     ("in the bottom left corner", "at the bottom", "in the bottom right corner"),
 )
-#: What the five captions of a scene are, in their order.
+#: The kinds of a scene's five captions, in their order.
 KINDS = ("relations", "listing", "pair", "tally", "glimpse")
-_VAL_SHARE = 8  # one scene in eight belongs to val, whatever the seed
+_VAL_SHARE = 8  # one scene in eight belongs to val, for every seed
 _SUPERSAMPLING = 8
 _T = TypeVar("_T")
 
@@ -80,31 +80,49 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """All there is to know about a picture. No two things of a scene share both colour and shape, so that "the red
-    star" is always one thing; they stand in reading order, so that equal pictures are equal scenes."""
+    """The content of a picture. No two things share both colour and shape, so "the red star" is unique; things are in
+    reading order, so equal pictures are equal scenes."""
 
     background: str
     things: tuple[Thing, ...]
 
     @property
     def description(self) -> str:
-        """The scene in one canonical line: what its split, its wording and its small shifts are hashed from."""
+        """The scene in one canonical line, from which its split, wording and small shifts are hashed."""
         rows = (f"{t.size} {t.look} {t.colour} {t.shape} @{t.column},{t.row}" for t in self.things)
         return f"{self.background}: " + "; ".join(rows)
 
 
 def make_scene(split: str, index: int, seed: int = 0) -> Scene:
-    """Scene number ``index`` of a split: a pure function of its arguments, and no other index gives the same scene."""
+    """Scene number ``index`` of a split: a pure function of its arguments; every index gives a different scene.
+
+    Example:
+        >>> make_scene("train", 0) == make_scene("train", 0) != make_scene("train", 1)
+        True
+    """
     if index < 0:
         raise CoderError(f"scenes: index is {index}; it must be 0 or more")
-    # Uniqueness needs the scenes before this one; whole powers of two let neighbouring calls share one cached run.
+    # Uniqueness needs all scenes before this one; powers of two let neighbouring calls share a cached result.
     return _first_scenes(split, max(512, 1 << index.bit_length()), seed)[index]
 
 
 def open_scenes(split: str = "train", *, count: int | None = None, size: int = 64, seed: int = 0) -> list[Item]:
-    """The items of a split, drawn only when loaded; a smaller ``count`` is a prefix of a larger one.
+    """The reader ``scenes``. Pictures are drawn when they are loaded.
 
-    A scene belongs to one split for every ``seed``, so a val picture never occurs in any train set.
+    A scene belongs to the same split for every ``seed``, so a validation picture never occurs in a training set.
+
+    Args:
+        split: ``train`` or ``val``.
+        count: number of pictures (default: 6,000 and 500). A smaller count gives a prefix of a larger one.
+        size: width and height in pixels, from 16.
+
+    Raises:
+        CoderError: an unknown split, or a value out of range.
+
+    Example:
+        >>> item = open_scenes("val", count=2)[0]
+        >>> item.key, len(item.captions), item.load().size
+        ('scenes/val/000000', 5, (64, 64))
     """
     count = DEFAULT_COUNTS.get(split, 1) if count is None else count
     if count < 1:
@@ -123,23 +141,23 @@ def _first_scenes(split: str, number: int, seed: int) -> tuple[Scene, ...]:
 
 
 def _distinct_scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Imagine scenes and keep those that hash to this split and were not seen before."""
+    """Draw scenes, and yield new ones that hash to this split."""
     seen: set[Scene] = set()
     for attempt in naturals():
-        scene = _imagine(Random(stable_hash("scene", split, seed, attempt)))
+        scene = _draw_scene(Random(stable_hash("scene", split, seed, attempt)))
         is_val = stable_hash("split", scene.description) % _VAL_SHARE == 0
         if is_val == (split == "val") and scene not in seen:
             seen.add(scene)
             yield scene
 
 
-def _imagine(rng: Random) -> Scene:
+def _draw_scene(rng: Random) -> Scene:
     background = _pick(rng, tuple(BACKGROUNDS))
     number = _pick(rng, (1, 2, 2, 2, 3, 3, 3, 4, 4, 4))
     cells = [(row, column) for row in range(3) for column in range(3)]
     things: list[Thing] = []
     while len(things) < number:
-        # Now and then repeat a shape or a colour of the scene, so that there is something to count and to tell apart.
+        # Sometimes repeat a shape or a colour, so that there are things to count and to distinguish.
         repeat_shape, repeat_colour = (bool(things) and rng.random() < 0.25 for _ in range(2))
         shape = _pick(rng, things).shape if repeat_shape else _pick(rng, SHAPES)
         colour = _pick(rng, things).colour if repeat_colour else _pick(rng, tuple(COLOURS))
@@ -151,13 +169,13 @@ def _imagine(rng: Random) -> Scene:
 
 
 def _pick(rng: Random, options: Sequence[_T]) -> _T:
-    """Choose by ``random()``, the one method whose sequence Python promises never to change."""
+    """Choose by ``random()``, the only method whose sequence Python guarantees not to change."""
     return options[int(rng.random() * len(options))]
 
 
 def captions(scene: Scene) -> tuple[str, ...]:
-    """Five captions, from rich to poor: how all things relate, the same things as a list (redundant with the first),
-    two things, a tally of colours or shapes, and a glimpse of one thing."""
+    """Five captions, from rich to poor: all things with their relations, all things as a list, two things, numbers of
+    colours or shapes, and one thing (:data:`KINDS`)."""
     rng = Random(stable_hash("words", scene.description))
     things = list(scene.things)
     things = [things.pop(int(rng.random() * len(things))) for _ in scene.things]
@@ -185,7 +203,7 @@ def _listing(rng: Random, scene: Scene, things: list[Thing]) -> str:
 
 
 def _pair(rng: Random, things: list[Thing]) -> str:
-    """Two things with their relation or their places; a thing on its own with its place."""
+    """Two things with their relation or positions; a single thing with its position."""
     article = _pick(rng, ("a", "the"))
     first, *others = (_name(rng, thing, "colour", article=article) for thing in things[:2])
     places = [_place(thing) for thing in things[:2]]
@@ -199,7 +217,7 @@ def _pair(rng: Random, things: list[Thing]) -> str:
 
 
 def _tally(rng: Random, scene: Scene, things: list[Thing]) -> str:
-    """Every shape, or every colour, with its number, and nothing else in the picture."""
+    """The number of things of every shape or every colour."""
     noun = _word(rng, "shape")
     by_shape = rng.random() < 0.5
     as_sentence = len(things) > 1 and rng.random() < 0.5
@@ -207,10 +225,10 @@ def _tally(rng: Random, scene: Scene, things: list[Thing]) -> str:
     for value, number in Counter(t.shape if by_shape else t.colour for t in things).items():
         what = _word(rng, value) if by_shape else f"{_word(rng, value)} {'one' if as_sentence else noun}"
         parts.append(f"{NUMBERS[number]} {_plural(what) if number > 1 else what}")
-    told, on = " and ".join(parts), _on_background(rng, scene)
+    counts, on = " and ".join(parts), _on_background(rng, scene)
     if as_sentence:
-        return f"the {NUMBERS[len(things)]} {noun}s {on} are {told}"
-    return _pick(rng, ("only {0} {1}", "{1} only {0}")).format(told, on)
+        return f"the {NUMBERS[len(things)]} {noun}s {on} are {counts}"
+    return _pick(rng, ("only {0} {1}", "{1} only {0}")).format(counts, on)
 
 
 def _glimpse(rng: Random, things: list[Thing]) -> str:
@@ -224,7 +242,7 @@ def _name(rng: Random, thing: Thing, *facts: str, article: str = "a") -> str:
 
 
 def _relation(rng: Random, thing: Thing, other: Thing) -> str:
-    """Where ``thing`` is as seen from ``other``, along the axis on which they are further apart."""
+    """The position of ``thing`` relative to ``other``, along the axis with the greater distance."""
     across, down = thing.column - other.column, thing.row - other.row
     if abs(across) == abs(down):
         across, down = _pick(rng, ((across, 0), (0, down)))
@@ -242,7 +260,7 @@ def _on_background(rng: Random, scene: Scene) -> str:
 
 
 def _word(rng: Random, word: str) -> str:
-    """A word or one of its synonyms; the word itself is by far the most frequent."""
+    """A word or one of its synonyms; mostly the word itself."""
     return word if rng.random() < 0.5 else _pick(rng, SYNONYMS.get(word, (word,)))
 
 
@@ -255,7 +273,7 @@ def _plural(word: str) -> str:
 
 
 def draw(scene: Scene, size: int = 64) -> Image.Image:
-    """The picture of a scene, ``size`` pixels wide and high: anti-aliased stamps, drawn once and then pasted."""
+    """The picture of a scene, ``size`` pixels wide and high, pasted from cached anti-aliased shapes."""
     picture = Image.new("RGB", (size, size), BACKGROUNDS[scene.background])
     for thing in scene.things:
         x, y = centre(scene, thing, size)
@@ -265,7 +283,7 @@ def draw(scene: Scene, size: int = 64) -> Image.Image:
 
 
 def centre(scene: Scene, thing: Thing, size: int = 64) -> tuple[int, int]:
-    """The pixel a thing is drawn around: the middle of its cell, shifted a little as far as the cell has room."""
+    """The centre pixel of a thing: the middle of its cell with a small shift inside the cell."""
     room = 64 / 6 - RADII[thing.size] - 0.5
     rng = Random(stable_hash("shift", scene.description, thing.column, thing.row))
     x, y = ((cell + 0.5) * 64 / 3 + room * (2 * rng.random() - 1) for cell in (thing.column, thing.row))
@@ -274,7 +292,7 @@ def centre(scene: Scene, thing: Thing, size: int = 64) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _stamp(shape: str, look: str, radius: float) -> Image.Image:
-    """Where a thing has its colour (255), and where the background shows through (0)."""
+    """The mask of a thing: 255 where it has its colour, 0 where the background is visible."""
     side = 2 * math.ceil(radius) + 1
     scale = radius * _SUPERSAMPLING
     middle = side * _SUPERSAMPLING / 2
@@ -290,7 +308,7 @@ def _stamp(shape: str, look: str, radius: float) -> Image.Image:
 
 
 def _holes(look: str, width: int, scale: float) -> Image.Image:
-    """What a look takes away from the inside of a shape; the very centre of stripes and dots stays."""
+    """The parts of a shape's inside that a look removes; the exact centre of stripes and dots stays."""
     if look == "hollow":
         return Image.new("L", (width, width), 255)
     holes = Image.new("L", (width, width))

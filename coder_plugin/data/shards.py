@@ -1,10 +1,8 @@
-"""WebDataset shards, read as streams through the webdataset library.
+"""Stream WebDataset shards through the webdataset library.
 
-Fields are open_clip's: an image in ``jpg;png;jpeg;webp`` and a caption in ``txt``; a list ``captions`` in ``json``
-replaces the latter; ``npz`` has an image's regions in place of its picture
-(:mod:`coder_plugin.data.regions.shards`), and is not read where there are pictures or other arrays. img2dataset's tars
-hold the same fields. open_clip 3.3's own reader does not run on webdataset 1.x (KeyError ``fname``: it groups files itself
-and does not know the end-of-shard marker); here the library's public ``tarfile_to_samples`` groups them.
+Fields are those of open_clip and img2dataset: an image in ``jpg;png;jpeg;webp`` and a caption in ``txt``, or a list
+``captions`` in ``json``. ``npz`` holds regions instead of a picture (:mod:`coder_plugin.data.regions.shards`); it is not
+read where there are pictures or other arrays.
 """
 
 from __future__ import annotations
@@ -53,13 +51,19 @@ def open_shards(
     caption_key: str = CAPTION_KEY,
     newline_captions: bool | None = None,
 ) -> ShardSource:
-    """The shards that ``spec`` expands to: braces, ``*`` globs, ``::`` between several, ``pipe:`` and URLs as they are;
-    or a folder in CLIP_benchmark's layout, with ``nshards.txt`` in it or in its folder ``split``.
+    """The reader ``webdataset``.
 
-    Other shards hold one split, so ``split`` is not looked at. ``resampled`` draws shards with replacement. Where
-    ``json`` has a caption, or a list of them, under another ``caption_key``, every image must have it. With
-    ``newline_captions`` each line of ``txt`` is a caption, as CLIP_benchmark writes them; by default that is so for
-    local shards that all have an ``nshards.txt`` beside them, and elsewhere a ``txt`` is one caption, whatever is in it.
+    Args:
+        spec: shards, with braces, ``*``, ``::`` between several, ``pipe:`` or URLs; or a folder in CLIP_benchmark's layout,
+            with ``nshards.txt`` in it or in its subfolder ``split``.
+        split: used for CLIP_benchmark's folders only.
+        resampled: draw shards with replacement, endlessly.
+        caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
+        newline_captions: each line of ``txt`` is a caption, as in CLIP_benchmark. Default: if all shards are local and have an
+            ``nshards.txt`` beside them.
+
+    Raises:
+        CoderError: an empty pattern, missing shards, or a faulty ``nshards.txt``.
     """
     shards = _benchmark(spec, split) if os.path.isdir(spec) else expand(spec)
     if newline_captions is None:
@@ -70,11 +74,11 @@ def open_shards(
 
 
 class ShardSource:
-    """Tar shards dealt to ranks and workers in equal parts, whatever the number of shards.
+    """Tar shards divided equally between ranks and workers, whatever the number of shards.
 
-    With P parts (ranks × workers) each shard counts as P slices, sample j being in slice j mod P, and the epoch's
-    shuffled row of slices is cut into P equal runs. A part reads its whole shards alone and shares at most the two at
-    its ends, so nobody idles when the shards do not divide evenly, nor when there are fewer of them than workers.
+    With P parts (ranks × workers), each shard has P slices; sample j is in slice j mod P. The epoch's shuffled sequence of
+    slices is cut into P equal runs. So a part shares at most the shards at the two ends of its run with others, and no part is
+    idle when shards do not divide evenly or are fewer than workers.
     """
 
     def __init__(
@@ -91,16 +95,16 @@ class ShardSource:
         self._newline_captions = newline_captions
         self._shards = shards
         self._resampled = resampled
-        self._sound: set[str] = set()  # scanned once; a scan costs about two per cent of decoding the shard
+        self._sound: set[str] = set()  # already scanned; a scan takes about 2 % of the decoding time
         self._labels = shard_labels(shards)
 
     @property
     def shards(self) -> list[str]:
-        """The tar files, as they were named."""
+        """The tar files as given."""
         return list(self._shards)
 
     def local(self) -> ShardSource:
-        """The same, of the shards on this machine alone: reading it downloads nothing and runs no command."""
+        """The same source with the local shards only: reading downloads nothing and runs no command."""
         source = ShardSource(
             list(filter(is_local, self._shards)),
             name=self.name,
@@ -108,7 +112,7 @@ class ShardSource:
             caption_key=self._caption_key,
             newline_captions=self._newline_captions,
         )
-        source._labels = self._labels  # keys stay what they are
+        source._labels = self._labels  # keys must not change
         return source
 
     @cached_property
@@ -123,11 +127,11 @@ class ShardSource:
         check_mode(captions)
         count = num_samples or (self.num_images if captions == "draw" else self._num_captions)
         if count is None:
-            raise CoderError(f"{self.name}: number of samples unknown (not local files); give --train-num-samples")
+            raise CoderError(f"{self.name}: the number of samples of remote shards is unknown; give --train-num-samples")
         return count
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """Shards shuffled, then samples in a buffer of compressed pictures: anew each epoch, and repeatably."""
+        """Shuffle shards, then samples in a buffer of compressed pictures; reproducible by seed and epoch."""
         check_mode(plan.captions)
         salt = stable_hash("buffer", plan.seed, plan.epoch, plan.rank, plan.world_size, plan.worker, plan.workers)
         shuffle = wds.detshuffle(bufsize=plan.shuffle_buffer, initial=plan.shuffle_buffer // 4, seed=salt)
@@ -145,8 +149,8 @@ class ShardSource:
             yield chunk
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """Every part reads all shards and keeps its blocks: only reading tells a sample's position, and it is cheap
-        beside decoding."""
+        """Every part reads all shards and yields its blocks, since a sample's position is known only by reading; this is cheap
+        compared to decoding."""
         index = 0
         for shard in self._shards:
             for item in self._read(shard):
@@ -164,11 +168,11 @@ class ShardSource:
                         yield from (one_caption(item, number) for number in range(len(item.captions)))
 
     def _part(self, plan: Plan) -> Iterator[tuple[str, range, int]]:
-        """The plan's run in the row of slices, as (shard, slices of it, out of how many)."""
+        """The plan's run of slices, as (shard, its slices, number of slices a shard)."""
         shards = list(self._shards)
         random.Random(stable_hash("shards", plan.seed, plan.epoch)).shuffle(shards)
         parts = plan.world_size * plan.workers
-        # A run is as long as there are shards. Ranks lie next to each other, then the workers of a rank.
+        # A run has as many slices as there are shards. Runs are ordered by rank, then by worker.
         start = (plan.rank * plan.workers + plan.worker) * len(shards)
         for number in range(start // parts, len(shards)):
             first, last = max(start - number * parts, 0), min(start + len(shards) - number * parts, parts)
@@ -187,37 +191,37 @@ class ShardSource:
             self._sound.add(shard)
         image = ImageField(shard)
 
-        def wanted(name: str) -> bool:
+        def is_read(name: str) -> bool:
             field = (wds.tariterators.base_plus_ext(name)[1] or "").lower()
             return field in _FIELDS and not (field == REGIONS and image.regions is False)
 
         try:
-            # select_files keeps what nobody asked for (arrays, videos) out of memory
-            stream = wds.tarfile_to_samples(select_files=wanted)([{"url": shard}])
+            # select_files keeps other members (arrays, videos) out of memory
+            stream = wds.tarfile_to_samples(select_files=is_read)([{"url": shard}])
             for sample in stream:
-                ask = image.regions is None and REGIONS in sample
-                told = has_features(io.BytesIO(sample[REGIONS])) if ask else None
-                yield self.item(shard, sample, image.see(sample, told))
+                unknown = image.regions is None and REGIONS in sample
+                has_regions = has_features(io.BytesIO(sample[REGIONS])) if unknown else None
+                yield self.item(shard, sample, image.select(sample, has_regions))
         except CoderError:
             raise
         except Exception as exc:
             unreadable(shard, exc)
 
     def item(self, shard: str, sample: dict[str, Any], field: str) -> Item:
-        """An image of a shard, from its files by their endings and its ``__key__``; ``field``: which of them it is."""
-        place = f"{self._labels[shard]}/{sample['__key__']}"
+        """An item of a shard from a sample of webdataset; ``field`` is the image's field."""
+        location = f"{self._labels[shard]}/{sample['__key__']}"
         name = f"{self.name}, shard {os.path.basename(shard)}"
         extra: Any = {}
         if "json" in sample:
             try:
                 extra = json.loads(sample["json"])
             except ValueError as exc:
-                raise CoderError(f"{name}: image {place!r}: its json field is not JSON: {exc}") from exc
+                raise CoderError(f"{name}: image {location!r}: its json field is not JSON: {exc}") from exc
         extra = extra if isinstance(extra, dict) else {}
-        captions = self._captions(f"{name}: image {place!r}", sample, extra)
-        key = str(extra["image_id"]) if extra.get("image_id") is not None else place
+        captions = self._captions(f"{name}: image {location!r}", sample, extra)
+        key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        return Item(key, check_captions(name, place, captions), partial(_load, field, sample.get(field), shard), names)
+        return Item(key, check_captions(name, location, captions), partial(_load, field, sample.get(field), shard), names)
 
     def _captions(self, where: str, sample: dict[str, Any], extra: dict[str, Any]) -> list[str]:
         captions = extra.get(self._caption_key)
@@ -227,9 +231,9 @@ class ShardSource:
             raise CoderError(f"{where}: {self._caption_key!r} in its json field is not a list or a text")
         if captions is not None:
             return captions
-        if self._caption_key != CAPTION_KEY:  # asked for by name: txt would be something else
-            there = ", ".join(map(repr, extra)) or "nothing"
-            raise CoderError(f"{where}: no {self._caption_key!r} in its json field (caption_key); there is: {there}")
+        if self._caption_key != CAPTION_KEY:  # named explicitly: do not fall back to txt
+            keys = ", ".join(map(repr, extra)) or "none"
+            raise CoderError(f"{where}: no {self._caption_key!r} in its json field (caption_key); its keys are: {keys}")
         if "txt" not in sample:
             return []
         try:
@@ -240,13 +244,13 @@ class ShardSource:
         return [line.strip() for line in lines]
 
     def _count(self, captions: str) -> int | None:
-        """From what open_clip keeps beside shards, else from the tar files; None where neither is at hand."""
-        if captions == "draw" and (known := _noted_sizes(self._shards)) is not None:
-            return known
+        """From open_clip's ``sizes.json``, else by scanning the tar files; None for remote shards."""
+        if captions == "draw" and (size := _recorded_size(self._shards)) is not None:
+            return size
         if not all(map(is_local, self._shards)):
             return None
         if len(self._shards) > 100:
-            log.info("counting the samples of %d shards; a sizes.json beside them would save this", len(self._shards))
+            log.info("counting the samples of %d shards; a sizes.json beside them makes this unnecessary", len(self._shards))
         if captions == "draw":
             count = sum(map(scan, self._shards))
             self._sound.update(self._shards)
@@ -258,15 +262,15 @@ class ShardSource:
 
 
 def shard_labels(shards: Sequence[str]) -> dict[str, str]:
-    """What each shard is called in its images' keys. The stem makes keys that survive a move of the data; it names a shard
-    only where no other folder has it too."""
+    """The names of shards in their images' keys: the stem, so that keys survive moving the data, unless stems are not
+    unique."""
     stems = {shard: os.path.basename(shard).split(".tar")[0] for shard in shards}
     unique = len(set(stems.values())) == len(stems)
     return stems if unique else {shard: shard.split(".tar")[0] for shard in shards}
 
 
 def expand(spec: str) -> list[str]:
-    """A shard specification as a list; local files must exist, so that an absent one is found before training."""
+    """A shard pattern as a list. Local files must exist, so that missing ones are reported before training."""
     if not spec.strip() or not all(part.strip() for part in spec.split("::")):
         raise CoderError(f"shards: empty pattern {spec!r}; give tar files such as 'train-{{000000..000005}}.tar'")
     try:
@@ -277,8 +281,8 @@ def expand(spec: str) -> list[str]:
     for pattern in patterns:
         if not is_local(pattern) or os.path.exists(path := local_path(pattern)):
             shards.append(pattern)
-        elif found := sorted(glob.glob(path)):
-            shards += found
+        elif matching := sorted(glob.glob(path)):
+            shards += matching
         elif glob.has_magic(path):
             raise CoderError(f"shards: no file matches {pattern!r}")
         else:
@@ -287,13 +291,13 @@ def expand(spec: str) -> list[str]:
 
 
 def _benchmark(folder: str, split: str) -> list[str]:
-    """CLIP_benchmark's shards of a split: ``0.tar``, ``1.tar`` …, as many as ``nshards.txt`` says."""
+    """CLIP_benchmark's shards of a split: ``0.tar``, ``1.tar`` …, their number in ``nshards.txt``."""
     notes = [os.path.join(folder, *part, NSHARDS) for part in ([split], [])]
     note = next(filter(os.path.exists, notes), None)
     if note is None:
-        there = sorted(os.path.basename(os.path.dirname(each)) for each in glob.glob(f"{glob.escape(folder)}/*/{NSHARDS}"))
-        hint = f"splits present: {', '.join(there)}" if there else f"give its shards, such as '{folder}/*.tar'"
-        raise CoderError(f"{folder}: a folder without {NSHARDS} for split {split!r}; {hint}")
+        splits = sorted(os.path.basename(os.path.dirname(each)) for each in glob.glob(f"{glob.escape(folder)}/*/{NSHARDS}"))
+        hint = f"splits present: {', '.join(splits)}" if splits else f"give its shards, such as '{folder}/*.tar'"
+        raise CoderError(f"{folder}: no {NSHARDS} for split {split!r}; {hint}")
     try:
         with open(note, encoding="utf-8") as file:
             count = int(file.read())
@@ -312,22 +316,22 @@ def _beside(shard: str, name: str) -> str:
     return os.path.join(os.path.dirname(local_path(shard)), name)
 
 
-def _noted_sizes(shards: list[str]) -> int | None:
-    """What ``sizes.json`` (per shard) or ``__len__`` (of the folder) says; remote folders are not asked."""
+def _recorded_size(shards: list[str]) -> int | None:
+    """The number of samples from ``sizes.json`` (by shard) or ``__len__`` (of the folder); None for remote shards."""
     if not all(map(is_local, shards)):
         return None
     paths = [local_path(shard) for shard in shards]
     folders = sorted({os.path.dirname(path) for path in paths})
     sizes: dict[str, int] = {}
     for folder in folders:
-        noted = _noted(os.path.join(folder, "sizes.json"), dict) or {}
-        sizes |= {os.path.join(folder, name): size for name, size in noted.items() if isinstance(size, int)}
+        entries = _read_json(os.path.join(folder, "sizes.json"), dict) or {}
+        sizes |= {os.path.join(folder, name): size for name, size in entries.items() if isinstance(size, int)}
     if all(path in sizes for path in paths):
         return sum(sizes[path] for path in paths)
-    return _noted(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
+    return _read_json(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
 
 
-def _noted(path: str, kind: type) -> Any:
+def _read_json(path: str, kind: type) -> Any:
     if not os.path.exists(path):
         return None
     try:
@@ -336,7 +340,7 @@ def _noted(path: str, kind: type) -> Any:
     except (OSError, ValueError) as exc:
         raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
     if not isinstance(content, kind):
-        raise CoderError(f"{path}: expected {kind.__name__} in it, as open_clip does, found {type(content).__name__}")
+        raise CoderError(f"{path}: expected {kind.__name__}, as open_clip writes it, got {type(content).__name__}")
     return content
 
 

@@ -1,4 +1,4 @@
-"""Data sets that are a table of image files and captions: CSV as open_clip reads it, and Karpathy's split files."""
+"""Read tables of image files and captions: CSV files as in open_clip, and Karpathy's split files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,21 @@ def open_csv(
     csv_caption_key: str = "title",
     pictures: bool = True,
 ) -> ItemSource:
-    """A table with one row per caption and a header. Rows that name the same file are captions of one image, in order.
+    """The reader ``csv``: a table with a header and one row a caption. Rows with the same file are one image's captions.
 
-    The file holds one split, so ``split`` is not looked at. A relative path counts from the working directory, as in
-    open_clip, else from the table's folder, so that a data set can be moved as a whole. Without ``pictures`` the images
-    are names alone, for features that come from elsewhere. An image is also known by its file name without the ending.
+    Args:
+        spec: the table; its paths are relative to the working directory, as in open_clip, else to the table's folder.
+        split: not used, since a table holds one split.
+        csv_separator: one character, by default a tab, as in open_clip.
+        csv_img_key, csv_caption_key: names of the columns.
+        pictures: False if only the captions are needed, for features from other files.
+
+    An image's key is its path, its other name the file name without ending.
+
+    Raises:
+        CoderError: a missing file or column, a row of another length, or an empty caption.
     """
-    separator = csv_separator.replace("\\t", "\t")  # a shell hands over the two characters
+    separator = csv_separator.replace("\\t", "\t")  # a shell passes two characters
     if len(separator) != 1:
         raise CoderError(f"csv separator is {csv_separator!r}; it must be one character")
     captions: dict[str, list[str]] = {}
@@ -43,19 +51,19 @@ def open_csv(
             present = list(rows.fieldnames or ())
             for column, flag in ((csv_img_key, "--csv-img-key"), (csv_caption_key, "--csv-caption-key")):
                 if column not in present:
-                    there = ", ".join(map(repr, present)) or "none"
+                    columns = ", ".join(map(repr, present)) or "none"
                     raise CoderError(
-                        f"{spec}: no column {column!r} ({flag}); split at {separator!r} there are: {there}"
+                        f"{spec}: no column {column!r} ({flag}); the columns separated by {separator!r} are: {columns}"
                     )
             for row in rows:
                 if None in row or None in row.values():
                     raise CoderError(f"{spec}: line {rows.line_num} does not have {len(present)} columns")
                 if not row[csv_img_key].strip():
-                    raise CoderError(f"{spec}: line {rows.line_num} names no image in column {csv_img_key!r}")
+                    raise CoderError(f"{spec}: line {rows.line_num} has no image in column {csv_img_key!r}")
                 check_captions(f"{spec}, line {rows.line_num}", row[csv_img_key], (row[csv_caption_key],))
                 captions.setdefault(row[csv_img_key], []).append(row[csv_caption_key])
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
-        hint = " (a file of region features goes with --regions)" if "field larger" in str(exc) else ""
+        hint = " (give files of region features with --regions)" if "field larger" in str(exc) else ""
         raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}{hint}") from exc
     folder = Path(spec).resolve().parent
     items = []
@@ -68,22 +76,30 @@ def open_csv(
 def open_karpathy(
     spec: str, *, split: str = "train", images: str | None = None, restval: bool = True, pictures: bool = True
 ) -> ItemSource:
-    """One split of a ``dataset_*.json`` as Karpathy publishes them for Flickr8k, Flickr30K and COCO.
+    """The reader ``karpathy``: one split of a ``dataset_*.json`` of Flickr8k, Flickr30K or COCO.
 
-    ``images`` is the folder of the pictures (default: ``images`` beside the file, else the file's folder); COCO's
-    ``filepath`` counts from there. Without ``pictures`` it is not looked for, and only features from elsewhere can stand
-    for the images. With ``restval`` the pictures COCO's authors left over are trained on, as is usual. An image is also
-    known by its ``cocoid``, its ``imgid`` and its file name without the folder, and a caption by its ``sentid``.
+    Args:
+        spec: the file.
+        split: ``train``, ``val`` or ``test``.
+        images: folder of the pictures (default: ``images`` beside the file, else the file's folder); COCO's ``filepath`` is
+            relative to it.
+        restval: whether ``train`` includes COCO's split ``restval``, as usual.
+        pictures: False if only the captions are needed, for features from other files.
+
+    An image's key is its path, its other names ``cocoid``, ``imgid`` and the file name; captions are named by ``sentid``.
+
+    Raises:
+        CoderError: another format, a missing folder or split, an image without captions, or an empty caption.
     """
     root = picture_folder(spec, images or _image_folder(Path(spec))) if pictures else None
-    wanted = {split, "restval"} if split == "train" and restval else {split}
+    splits = {split, "restval"} if split == "train" and restval else {split}
     entries = _entries(spec)
-    chosen = [(number, entry) for number, entry in enumerate(entries) if entry.get("split") in wanted]
+    chosen = [(number, entry) for number, entry in enumerate(entries) if entry.get("split") in splits]
     if not chosen:
-        there = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
-        raise CoderError(f"{spec}: no images in split {split!r}; splits present: {there}")
+        present = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
+        raise CoderError(f"{spec}: no images in split {split!r}; splits present: {present}")
     items = [_item(spec, root, number, entry) for number, entry in chosen]
-    refuse(spec, [repr(key) for key in twice(item.key for item in items)], "files named by two images or more")
+    refuse(spec, [repr(key) for key in duplicates(item.key for item in items)], "files of two or more images")
     return ItemSource(items, name=f"{spec} ({split})")
 
 
@@ -112,12 +128,12 @@ def _item(spec: str, root: Path | None, number: int, entry: dict[str, Any]) -> I
 
 
 def _image_folder(spec: Path) -> Path:
-    beside = spec.parent / "images"
-    return beside if beside.is_dir() else spec.parent
+    folder = spec.parent / "images"
+    return folder if folder.is_dir() else spec.parent
 
 
 def _load(path: str, otherwise: Path) -> Image:
-    """Looked up when loaded: asking for a hundred thousand files at the start takes minutes on a network drive."""
+    """Check the path only when loading: checking 100,000 files first takes minutes on a network drive."""
     return decode_image(path if os.path.exists(path) else str(otherwise))
 
 
@@ -136,16 +152,16 @@ def picture_folder(spec: str, folder: str | Path) -> Path:
 
 
 def loader(root: Path | None, key: str) -> Callable[[], Image]:
-    """What decodes the picture ``key`` in ``root``; without a folder, what says that there is none."""
+    """A function that decodes the picture ``key`` in ``root``, or raises ``ValueError`` if there is no folder."""
     return partial(no_picture, key) if root is None else partial(decode_image, str(root / key))
 
 
 def no_picture(key: str) -> NoReturn:
-    raise ValueError(f"no picture: {key!r} was opened for its captions alone")
+    raise ValueError(f"no picture: {key!r} was opened for its captions only")
 
 
 def other_names(*names: object) -> tuple[str | None, ...]:
-    """Numbers and texts as text, None in the place of anything else: a place is one kind of name (:class:`Item`)."""
+    """Numbers and texts as text, None for anything else, so that each position is one kind of name (:class:`Item`)."""
     return tuple(str(name) if is_name(name) else None for name in names)
 
 
@@ -153,13 +169,13 @@ def is_name(value: object) -> bool:
     return isinstance(value, int | str) and not isinstance(value, bool) and value != ""
 
 
-def twice(values: Iterable[Hashable]) -> list[Hashable]:
+def duplicates(values: Iterable[Hashable]) -> list[Hashable]:
     """The values that occur more than once, each once."""
     return [value for value, count in Counter(values).items() if count > 1]
 
 
 def refuse(spec: str | Path, faults: Sequence[str], what: str) -> None:
-    """A CoderError that counts the faults and shows the first; nothing where there are none."""
+    """Raise a ``CoderError`` with the number of faults and the first one, if there are any."""
     if faults:
         raise CoderError(f"{spec}: {what}: {len(faults)}, the first: {faults[0]}")
 

@@ -1,4 +1,4 @@
-"""Tar files of WebDataset: their members, whether they are whole, and which fields are images."""
+"""Tar files of WebDataset: their members, their integrity, and which fields are images."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ IMAGE_FIELDS = (*PICTURES, REGIONS)
 
 
 class ImageField:
-    """Which field of a shard's samples is the image: a picture, or regions in ``npz`` where a sample has no picture.
+    """Which field of a shard's samples is the image: a picture, or regions in ``npz`` for samples without a picture.
 
-    Others keep other arrays in ``npz``. The first sample of a shard tells: one with a picture, or with an archive without
-    ``features``, says that they are no regions, and then no more of them is read.
+    Other tools store other arrays in ``npz``. They are no regions if the shard's first sample has a picture, or an archive
+    without ``features``; the shard's archives are then not read.
     """
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
-        self.regions: bool | None = None  # None: no sample has told yet
+        self.regions: bool | None = None  # None: not known yet
 
-    def see(self, fields: Collection[str], told: bool | None) -> str:
-        """The image's field in the next sample, "" if it has none. While :attr:`regions` is None, ``told`` is what
-        :func:`has_features` says of its archive, if it has one."""
+    def select(self, fields: Collection[str], has_regions: bool | None) -> str:
+        """The image's field in the next sample, "" if it has none.
+
+        While :attr:`regions` is None, ``has_regions`` is the result of :func:`has_features` for the sample's archive.
+        """
         picture = next((field for field in PICTURES if field in fields), "")
         if self.regions is None:
-            if picture and told:
-                warn_once(self._shard, f"its samples have pictures and regions ({REGIONS}): the pictures are read")
-            self.regions = False if picture else told
+            if picture and has_regions:
+                warn_once(self._shard, f"its samples have pictures and regions ({REGIONS}): the pictures are used")
+            self.regions = False if picture else has_regions
         return picture or (REGIONS if REGIONS in fields and self.regions is not False else "")
 
 
 def has_features(file: IO[bytes]) -> bool | None:
-    """Whether an ``npz`` archive holds regions as we write them, from its table of contents; None where it is damaged."""
+    """Whether an ``npz`` archive has an array ``features``, from its table of contents; None where it is damaged."""
     try:
         with zipfile.ZipFile(file) as archive:
             return "features.npy" in archive.namelist()
@@ -59,24 +61,24 @@ def local_path(shard: str) -> str:
 
 
 def scan(shard: str) -> int:
-    """The number of samples with an image, from headers alone; a damaged tar file is an error.
+    """The number of samples with an image, from headers alone; ``CoderError`` where the tar file is damaged.
 
-    Reading would not notice: tarfile takes a broken header, and a file that stops between two members, for the end.
+    (Reading alone would not notice: tarfile treats a broken header or a file truncated between members as its end.)
     """
     image, count = ImageField(shard), 0
     for _, files in groupby(members(shard), key=itemgetter(1)):
-        told: bool | None = None
+        has_regions: bool | None = None
         fields = set()
         for tar, _, field, member in files:
             fields.add(field)
             if field == REGIONS and image.regions is None:
-                told = has_features(tar.extractfile(member))  # type: ignore[arg-type]  # of a regular file never None
-        count += bool(image.see(fields, told))
+                has_regions = has_features(tar.extractfile(member))  # type: ignore[arg-type]  # of a regular file never None
+        count += bool(image.select(fields, has_regions))
     return count
 
 
 def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
-    """The files in a shard, as (tar file, sample, field, header); see :func:`scan` of damaged ones."""
+    """The files in a shard as (tar file, sample, field, header); ``CoderError`` where it is damaged, as in :func:`scan`."""
     try:
         with tarfile.open(local_path(shard)) as tar:
             for member in tar:

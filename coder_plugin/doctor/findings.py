@@ -1,4 +1,4 @@
-"""What a check has found, how a check is run so that none can end the others, and how findings are shown."""
+"""Findings: what a check reports. A check that fails is a finding too, so that it cannot stop the others."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from coder_plugin.errors import CoderError
 _PACKAGE = Path(__file__).parents[1]
 LEVELS = ("ok", "note", "warning", "problem")
 _SHOWN = 3
-_EACH = 160  # characters of one thing in a list
-_LONGEST = 400  # characters of somebody else's message
+_EACH = 160  # characters of one entry of a list
+_LONGEST = 400  # characters of another library's message
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line on what was found and, unless all is well, one on what to do.
+    """One line that says what was found and, unless it is ok, one that says what to do.
 
     Args:
         level: of :data:`LEVELS`.
-        name: ``part.what``, such as ``train.captions.long``; it stays the same whatever the numbers in ``text``.
+        name: ``part.what``, such as ``train.captions.long``; it does not depend on the numbers in ``text``.
     """
 
     level: str
@@ -52,21 +52,25 @@ def problem(name: str, text: str, do: str) -> Finding:
 
 
 def guarded(name: str, check: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """The findings of ``check(*arguments)``. What it raises is one more of them, and what it logs, each is a warning."""
-    found: list[Finding] = []
-    with _heard() as said:
+    """The findings of ``check(*arguments)``. An error that it raises is one more, and each warning that it logs."""
+    findings: list[Finding] = []
+    with _captured_warnings() as messages:
         try:
-            found.extend(check(*arguments))
+            findings.extend(check(*arguments))
         except CoderError as error:
-            found.append(problem(f"{name}.refused", one_line(error), "training would stop here: put right what it names"))
+            findings.append(
+                problem(f"{name}.refused", one_line(error), "training would stop here: fix what the message names")
+            )
         except (Exception, SystemExit) as error:
-            found.append(failed(name, error))
-    told = [warning(f"{name}.said", text, "nothing, if you knew; else put right what it names") for text in said]
-    return [*told, *found]
+            findings.append(_failed(name, error))
+    logged = [
+        warning(f"{name}.said", text, "nothing, if expected; else fix what the message names") for text in messages
+    ]
+    return [*logged, *findings]
 
 
-def failed(name: str, error: BaseException) -> Finding:
-    """That a check itself did not work."""
+def _failed(name: str, error: BaseException) -> Finding:
+    """A check that raised an unexpected error."""
     where = ""
     if (trace := error.__traceback__) is not None:
         while trace.tb_next is not None:
@@ -75,27 +79,27 @@ def failed(name: str, error: BaseException) -> Finding:
     return problem(
         f"{name}.failed",
         f"the check itself failed: {type(error).__name__}: {one_line(error)}{where}",
-        "mend what the message names; if it names nothing of yours, report it with this line",
+        "fix what the message names; if it names nothing of yours, report a bug with this line",
     )
 
 
 @contextlib.contextmanager
-def _heard() -> Iterator[list[str]]:
-    """The warnings that are logged in the block, each once, instead of on the console."""
-    said: list[str] = []
+def _captured_warnings() -> Iterator[list[str]]:
+    """This package's warnings that are logged in the block, each once, instead of on the console."""
+    messages: list[str] = []
 
-    class Ear(logging.Handler):
+    class CaptureHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = one_line(record.getMessage())
-            if _PACKAGE in Path(record.pathname).parents and text not in said:  # others talk, too
-                said.append(text)
+            if _PACKAGE in Path(record.pathname).parents and text not in messages:
+                messages.append(text)
 
     root = logging.getLogger()
-    handlers, root.handlers = root.handlers, [Ear(logging.WARNING)]
+    handlers, root.handlers = root.handlers, [CaptureHandler(logging.WARNING)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield said
+            yield messages
     finally:
         root.handlers = handlers
 
@@ -106,12 +110,17 @@ def one_line(text: object) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first names of many: ``'a', 'b', 'c' and 7 more``."""
+    """The first of many names.
+
+    Example:
+        >>> some("abcde")
+        "'a', 'b', 'c' and 2 more"
+    """
     return listed(map(repr, names))
 
 
 def listed(texts: Iterable[str]) -> str:
-    """The first texts of many, as they are."""
+    """The first of many texts, without quotes."""
     texts = list(texts)
     shown = ", ".join(text if len(text) <= _EACH else f"{text[: _EACH - 1]}…" for text in texts[:_SHOWN])
     return f"{shown} and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else shown
@@ -130,20 +139,32 @@ def bytes_text(number: float) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
 
 
-def format_findings(found: Sequence[Finding]) -> str:
-    """Findings by the part that they are of, in the order in which they were made, and how many there are of each level."""
+def format_findings(findings: Sequence[Finding]) -> str:
+    """Findings grouped by part, in their order, and the number of each level."""
     lines: list[str] = []
-    for part in dict.fromkeys(each.name.partition(".")[0] for each in found):
+    for part in dict.fromkeys(each.name.partition(".")[0] for each in findings):
         lines.append(part)
-        for each in found:
+        for each in findings:
             if each.name.partition(".")[0] == part:
                 lines.append(f"  {each.level:<8} {each.text}")
                 if each.do:
                     lines.append(f"  {'':<8}   -> {each.do}")
-    counts = Counter(each.level for each in found)
-    told = [many(counts[level], level) for level in ("problem", "warning", "note") if counts[level]]
-    return "\n".join([*lines, "", ", ".join(told) or "nothing to do"])
+    counts = Counter(each.level for each in findings)
+    totals = [many(counts[level], level) for level in ("problem", "warning", "note") if counts[level]]
+    return "\n".join([*lines, "", ", ".join(totals) or "nothing to do"])
 
 
-def worst(found: Sequence[Finding]) -> str:
-    return max((each.level for each in found), key=LEVELS.index, default="ok")
+def worst(findings: Sequence[Finding]) -> str:
+    """The highest level of the findings."""
+    return max((each.level for each in findings), key=LEVELS.index, default="ok")
+
+
+def is_absent(error: BaseException | None) -> bool:
+    """Whether an error comes from a file of the Hugging Face Hub that is not in its cache."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    while error is not None:
+        if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -42,7 +42,8 @@ def check_packages() -> Iterator[Finding]:
         return
     required = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
     yield ok(
-        "installation.python", f"Python {platform.python_version()}, {OURS} {metadata.version(OURS)}, {platform.platform()}"
+        "installation.python",
+        f"Python {platform.python_version()}, {OURS} {metadata.version(OURS)}, {platform.platform()}",
     )
     sound = []
     for each in required:

@@ -74,7 +74,9 @@ def _no_gpu(config: Any) -> Iterator[Finding]:
         do = f"a driver for CUDA {torch.version.cuda}, or a torch built for an older one; in a container, pass GPUs through"
         yield problem("machine.gpu.driver", f"an NVIDIA driver is here, and torch cannot use it: {why}", do)
     elif torch.backends.mps.is_available():
-        yield note("machine.gpu.apple", "an Apple GPU is here; training runs on the CPU", "train elsewhere if that is slow")
+        yield note(
+            "machine.gpu.apple", "an Apple GPU is here; training runs on the CPU", "train elsewhere if that is slow"
+        )
     else:
         yield note(
             "machine.gpu.none", "no GPU: training and encoding run on the CPU", "fine for small models and for search"
@@ -99,7 +101,9 @@ def _cores(config: Any) -> Iterator[Finding]:
     cores, threads = usable_cores(), torch.get_num_threads()
     text = f"{cores} cores for this process, {threads} threads in torch, {config.data.workers} loading processes a rank"
     if config.data.workers > cores:
-        yield warning("machine.workers", f"{text}: more processes than cores", f"--workers {max(1, cores - 1)} or fewer")
+        yield warning(
+            "machine.workers", f"{text}: more processes than cores", f"--workers {max(1, cores - 1)} or fewer"
+        )
     elif threads > cores:
         do = f"OMP_NUM_THREADS={cores}: threads beyond the cores wait for each other"
         yield warning("machine.threads", f"{text}: more threads than cores", do)
@@ -122,7 +126,9 @@ def _disk(config: Any) -> Iterator[Finding]:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        yield problem("machine.logs", f"--logs {config.run.logs}: {place} cannot be written to", "name another folder: --logs")
+        yield problem(
+            "machine.logs", f"--logs {config.run.logs}: {place} cannot be written to", "name another folder: --logs"
+        )
         return
     free = shutil.disk_usage(place).free
     text = f"{bytes_text(free)} free under --logs {config.run.logs}"

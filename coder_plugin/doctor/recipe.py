@@ -1,4 +1,4 @@
-"""Whether the recipe and the model that the flags name can be made and trained on these data, as a run would find out."""
+"""Whether objective and model can be made from the flags and trained on the data, checked as a run would."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.doctor.findings import Finding, many, note, ok, problem, warning
-from coder_plugin.doctor.offline import is_absent
+from coder_plugin.doctor.findings import Finding, is_absent, many, note, ok, problem, warning
 from coder_plugin.errors import CoderError
 
 
 @dataclass
-class Made:
-    """What the checks of data want to know of the model, as far as it could be made."""
+class ModelFacts:
+    """What the checks of data need to know of the model; None where it could not be facts."""
 
     tokenizer: Callable[[list[str]], Any] | None = None
     image_size: int | None = None
     region_dim: int | None = None
 
 
-def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[Finding]:
-    """Make recipe, model and loss on the CPU, as :class:`~coder_plugin.training.loop.Trainer` does; fills in ``made``.
+def check_recipe(config: Any, full_source: Any, source: Any, facts: ModelFacts) -> Iterator[Finding]:
+    """Make recipe, model and loss on the CPU, as :class:`~coder_plugin.training.loop.Trainer` does; fills in ``facts``.
 
-    ``whole``: the training data, ``source``: what of them is on this machine; None where they cannot be read, and then what
-    depends on them is left out.
+    Args:
+        full_source: the training data. source: the part on this machine. Both None if the data cannot be read: checks that
+            depend on them are left out then.
     """
     import torch
 
@@ -36,17 +36,17 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
     from coder_plugin.training import prepare
 
     if "model" not in config.origins and not config.data.on_scenes and not _names_model(config):
-        yield note("recipe.model", "no --model: recipe and model were not checked", "--model NAME, as train has it")
+        yield note("recipe.model", "no --model: objective and model were not checked", "add --model NAME, as for train")
         return
     config = resolve_config(config.given())
     objective = prepare.make_objective(config)
     heads = ", ".join(required_heads(objective)) or "none"
     yield ok("recipe.loss", f'--loss "{config.loss.expression}" is {objective}; heads: {heads}')
     if source is None:
-        do = "mend them, or run doctor where they are: what the recipe takes from the data is not known"
-        yield note("recipe.data", "without training data the model is not checked", do)
+        do = "fix the data, or run doctor on the machine that has them: some options depend on the data"
+        yield note("recipe.data", "without readable training data the model was not checked", do)
         return
-    samples = whole.samples(config.data.captions, config.data.train_num_samples)
+    samples = full_source.samples(config.data.captions, config.data.train_num_samples)
     objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
     offline, waived = _without_downloads(config)
     yield from waived
@@ -56,17 +56,19 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
     if model is None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    of_model = f"the tokenizer of {config.model.name}"
-    made.tokenizer = yield from _unless_absent(of_model, build.make_tokenizer, offline.model, model)
+    subject = f"the tokenizer of {config.model.name}"
+    facts.tokenizer = yield from _unless_absent(subject, build.make_tokenizer, offline.model, model)
     if isinstance(model, Backbone):
-        made.region_dim = getattr(model.transform(), "region_dim", None)
-        reads = "regions" if made.region_dim is None else f"regions of {made.region_dim} channels"
+        facts.region_dim = getattr(model.transform(), "region_dim", None)
+        reads = "regions" if facts.region_dim is None else f"regions of {facts.region_dim} channels"
     else:
         size = model.visual.image_size
-        made.image_size = size if isinstance(size, int) else min(size)
+        facts.image_size = size if isinstance(size, int) else min(size)
         reads = f"pictures of {size} pixels" if isinstance(size, int) else f"pictures of {size[0]} x {size[1]} pixels"
-    texts = "" if made.tokenizer is None else f" and texts of {made.tokenizer(['a']).shape[1]} tokens"
-    yield ok("recipe.model", f"{config.model.name}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}")
+    texts = "" if facts.tokenizer is None else f" and texts of {facts.tokenizer(['a']).shape[1]} tokens"
+    yield ok(
+        "recipe.model", f"{config.model.name}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}"
+    )
     create_loss(objective, model=model)
     prepare.check_accumulation(model, config)
     prepare.make_train_transform(model, config)
@@ -76,14 +78,14 @@ def check_recipe(config: Any, whole: Any, source: Any, made: Made) -> Iterator[F
 
 
 def _unless_absent(what: str, make: Callable[..., Any], *arguments: Any) -> Generator[Finding, None, Any]:
-    """What ``make`` gives; None, and a note, where only a hub has files for it."""
+    """The result of ``make``; None, and a note, if it needs files of a hub that are not in the cache."""
     try:
         return make(*arguments)
     except CoderError as error:
         if not is_absent(error):
             raise
-        text = f"not looked at: {what} is downloaded when a run begins, for the hub's cache has it not, or not whole"
-        yield note("recipe.absent", text, "nothing, where the machine has a network; else download it beforehand")
+        text = f"not checked: {what} is downloaded when a run begins; it is not in the hub's cache, or incomplete"
+        yield note("recipe.absent", text, "nothing, on a machine with a network; else download it beforehand")
         return None
 
 
@@ -94,32 +96,36 @@ def _names_model(config: Any) -> bool:
 
 
 def _without_downloads(config: Any) -> tuple[Any, list[Finding]]:
-    """The configuration without the weights that would be downloaded, and what is not checked for that."""
+    """The configuration without weights that would be downloaded, and notes on what is not checked therefore."""
     import open_clip
 
     from coder_plugin.backbones import plugin_backbones
 
-    said = []
+    notes = []
     pretrained = config.model.pretrained
-    if pretrained is not None and not Path(pretrained).is_file() and plugin_backbones.find_backbone(config.model.name) is None:
+    if (
+        pretrained is not None
+        and not Path(pretrained).is_file()
+        and plugin_backbones.find_backbone(config.model.name) is None
+    ):
         tags = open_clip.list_pretrained_tags_by_model(config.model.name)
         if tags and pretrained not in tags:
             text = f"--pretrained {pretrained} is neither a file nor a tag of {config.model.name}"
-            said.append(problem("recipe.pretrained.unknown", text, f"one of its tags: {', '.join(tags)}"))
+            notes.append(problem("recipe.pretrained.unknown", text, f"one of its tags: {', '.join(tags)}"))
         else:
             text = (
-                f"the weights {pretrained} of {config.model.name} were not looked at: open_clip downloads them when a run "
+                f"the weights {pretrained} of {config.model.name} were not checked: open_clip downloads them when a run "
                 "begins"
             )
-            said.append(
-                note("recipe.pretrained", text, "nothing, where the machine has a network or the weights in its cache")
+            notes.append(
+                note("recipe.pretrained", text, "nothing, on a machine with a network or with the weights in its cache")
             )
         config = config.with_options(pretrained=None)
     if config.model.pretrained_image:
-        text = "--pretrained-image: timm's weights were not looked at; they are downloaded when a run begins"
-        said.append(note("recipe.pretrained_image", text, "without a network: --pretrained-image-path FILE"))
+        text = "--pretrained-image: timm's weights were not checked; they are downloaded when a run begins"
+        notes.append(note("recipe.pretrained_image", text, "without a network: --pretrained-image-path FILE"))
         config = config.with_options(pretrained_image=False)
-    return config, said
+    return config, notes
 
 
 def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
@@ -128,27 +134,29 @@ def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
     try:
         tags = prepare.make_tags(model, config)
     except CoderError as error:
-        yield problem("recipe.tagger", str(error), "install or name the pipeline, as it says")
+        yield problem("recipe.tagger", str(error), "install or name the pipeline, as the message says")
     else:
         if tags is not None:
             yield ok("recipe.tagger", f"the tagger {tags.tagger} loads")
 
 
 def _steps(config: Any, samples: int) -> Generator[Finding, None, int]:
-    """Returns how many samples the whole run trains on, on one process."""
+    """Returns the number of samples that the whole run trains on, with one process."""
     batch = config.optim.batch_size * config.optim.accum_freq
     steps = samples // config.optim.batch_size // config.optim.accum_freq
     if not steps:
-        text = f"an epoch of {samples:,} samples holds no step of {batch:,} pairs"
-        yield problem("recipe.steps", text, f"--batch-size {max(1, samples // config.optim.accum_freq)} or less, or more data")
+        text = f"an epoch of {samples:,} samples is shorter than one step of {batch:,} pairs"
+        yield problem(
+            "recipe.steps", text, f"--batch-size {max(1, samples // config.optim.accum_freq)} or less, or more data"
+        )
         return 0
     left = samples - steps * batch
-    total = f"{many(steps * config.optim.epochs, 'step')} in {many(config.optim.epochs, 'epoch')}, on one process"
-    text = f"{samples:,} samples an epoch: {many(steps, 'step')} of {batch:,} pairs, {left:,} left over; {total}"
+    total = f"{many(steps * config.optim.epochs, 'step')} in {many(config.optim.epochs, 'epoch')}, with one process"
+    text = f"{samples:,} samples per epoch: {many(steps, 'step')} of {batch:,} pairs, {left:,} left over; {total}"
     yield ok("recipe.steps", text)
     if left > samples / 4:
-        text = f"{left:,} of {samples:,} samples are left over each epoch, for they do not fill a step"
-        yield warning("recipe.left_over", text, "a smaller --batch-size")
+        text = f"{left:,} of {samples:,} samples are left out of each epoch because they do not fill a step"
+        yield warning("recipe.left_over", text, "use a smaller --batch-size")
     return batch * steps * config.optim.epochs
 
 
@@ -156,6 +164,6 @@ def _sizes(model: Any, config: Any, samples: int) -> Iterator[Finding]:
     try:
         model.coder.check(batch=config.optim.batch_size * config.optim.accum_freq, samples=samples)
     except CoderError as error:
-        yield problem("recipe.sizes", str(error), "set the option that it names")
+        yield problem("recipe.sizes", str(error), "set the option that the message names")
     else:
-        yield ok("recipe.sizes", "banks and prototypes suit the batch and the length of the run")
+        yield ok("recipe.sizes", "sizes of banks and prototypes suit the batch and the length of the run")

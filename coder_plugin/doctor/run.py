@@ -1,55 +1,70 @@
-"""A training run, an export or an index on disk: whether it is whole, and whether its figures are those of a sound model."""
+"""A training run, an export or an index on disk: is it complete, and do its logged metrics look healthy?"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.config import flatten
-from coder_plugin.doctor.findings import Finding, note, ok, one_line, problem, warning
-from coder_plugin.doctor.offline import is_absent
+from coder_plugin.doctor.findings import Finding, is_absent, note, ok, one_line, problem, warning
 from coder_plugin.errors import CoderError
 from coder_plugin.index.manifest import BUILDING, FORMAT, MANIFEST
+from coder_plugin.training.run_folder import Record, RunFolder, describe
 
-#: Of a bank's keys: below it they are nearly one point.
+#: Variance of a bank's keys below which they have collapsed to nearly one point.
 SPREAD = 0.05
 DRIFT = 0.5
 IDLE = 0.5
 USED = 0.1
-_CHANCE = 3  # times chance: less is no retrieval
-_EARLY = 10  # log lines: towers that have just been drawn give all keys alike, and fill prototypes unevenly
-_WORSE = 0.9  # of the best rsum, that the last should have
+_CHANCE = 3  # times the R@sum of chance, below which a model retrieves nothing
+_EARLY = 10  # log lines before figures mean anything: fresh towers give nearly equal keys and fill prototypes unevenly
+_WORSE = 0.9  # of the best R@sum, which the last should reach
 
-Rows = list[dict[str, Any]]
+Records = Sequence[Record]
+
+
+def checks_for(folder: Path) -> list[tuple[str, Callable[[Path], Iterator[Finding]]]]:
+    """The checks for a folder, with the part that they report under.
+
+    Raises:
+        CoderError: the folder is not a run's, an export's or an index's.
+    """
+    from coder_plugin.pretrained.export import export_files
+
+    if is_index(folder):
+        return [("index", check_index)]
+    if export_files(folder)[0] is not None:
+        return [("run", check_exports)]
+    if any((folder / name).exists() for name in ("config.json", "plan.json", "checkpoints", "metrics.jsonl")):
+        return [("run", check) for check in (check_checkpoints, check_exports, check_log)]
+    raise CoderError(f"{folder} is neither a run's folder, an export's, nor an index")
 
 
 def is_index(folder: Path) -> bool:
-    """Whether ``coder-plugin index`` has made it, or begun to."""
+    """Whether ``coder-plugin index`` has written the folder, or begun to."""
     try:
         for name in (MANIFEST, BUILDING):
             if (folder / name).is_file():
-                found = json.loads((folder / name).read_text())
-                return isinstance(found, dict) and found.get("format") == FORMAT
+                manifest = json.loads((folder / name).read_text())
+                return isinstance(manifest, dict) and manifest.get("format") == FORMAT
     except (OSError, ValueError):
         pass
     return False
 
 
 def check_index(folder: Path) -> Iterator[Finding]:
-    """Whether its files are those of its manifest, and FAISS reads them."""
+    """Whether the files match the manifest's checksums, and FAISS reads them."""
     from coder_plugin.index.search import Index
 
     try:
         index = Index(folder, gpu=False)
     except CoderError as error:
-        yield problem("index", one_line(error), "coder-plugin index with what it was made with; it goes on, or begins anew")
+        do = "run coder-plugin index again with the same flags: it continues, or starts over"
+        yield problem("index", one_line(error), do)
     else:
-        yield ok("index", f"{folder}: an index of {' and '.join(index.vectors)}, whole by its checksums")
+        yield ok("index", f"{folder}: an index of {' and '.join(index.vectors)}; all checksums match")
 
 
 def check_checkpoints(folder: Path) -> Iterator[Finding]:
@@ -58,217 +73,180 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
 
     directory = folder / "checkpoints"
     if not directory.is_dir():
-        do = "fine for an export that was copied; a run that has not saved yet has no more than its log"
+        do = "nothing, for a copied export or a run that has not saved yet"
         yield note("run.checkpoints", f"{folder} has no checkpoints to resume from", do)
         return
     sound = []
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             if path.name.endswith((".writing", ".removing", ".old")):
-                text = f"{path.name}: a save that is going on, or was interrupted"
-                yield note("run.checkpoints.unfinished", text, "nothing: the next save tidies up")
+                text = f"{path.name}: a save in progress, or an interrupted one"
+                yield note("run.checkpoints.unfinished", text, "nothing: the next save removes it")
             continue
         try:
             manifest = checkpoint.verify(path)
             sound.append(f"{path.name} (epoch {manifest.get('epoch', '?')})")
         except (CoderError, OSError) as error:
-            do = "delete this folder: --resume latest passes it over for the one before"
+            do = "delete this folder: --resume latest uses the checkpoint before it"
             yield problem("run.checkpoints.damaged", one_line(error), do)
     if sound:
-        yield ok("run.checkpoints", f"checkpoints, whole by their checksums: {', '.join(sound)}")
+        yield ok("run.checkpoints", f"checkpoints whose checksums match: {', '.join(sound)}")
 
 
 def check_exports(folder: Path) -> Iterator[Finding]:
-    """Whether the exports open, embed a text, and hold numbers."""
+    """Whether the exports open, encode a text, and hold finite numbers."""
     from coder_plugin.pretrained.export import export_files
 
-    places = [folder] if export_files(folder)[0] is not None else [folder / "export" / tag for tag in ("best", "last")]
-    there = [place for place in places if export_files(place)[0] is not None]
-    if not there:
-        yield note("run.exports", f"no export in {folder / 'export'} yet", "one is written after each epoch")
-    for place in there:
-        yield from _check_export(folder, place)
+    folders = [folder] if export_files(folder)[0] is not None else [folder / "export" / tag for tag in ("best", "last")]
+    exports = [each for each in folders if export_files(each)[0] is not None]
+    if not exports:
+        yield note("run.exports", f"no export in {folder / 'export'} yet", "wait: one is written after each epoch")
+    for export in exports:
+        yield from _check_export(export)
 
 
-def _check_export(folder: Path, place: Path) -> Iterator[Finding]:
+def _check_export(export: Path) -> Iterator[Finding]:
     import torch
 
     from coder_plugin.pretrained.open import open_pretrained
 
     try:
-        trained = open_pretrained(place, {"precision": "fp32"}, device="cpu")
+        trained = open_pretrained(export, {"precision": "fp32"}, device="cpu")
     except CoderError as error:
         if is_absent(error):
-            text = f"{place}: not looked at: its towers' configuration or tokenizer is the hub's, and not in its cache here"
-            yield note("run.export.absent", text, "nothing, where a network is; else run doctor where it was trained")
+            text = f"{export}: not checked: its configuration or tokenizer is on a hub, and not in the cache here"
+            yield note(
+                "run.export.absent", text, "nothing, on a machine with a network; else run doctor where it was trained"
+            )
             return
-        yield problem("run.export", f"{place}: {one_line(error)}", "train or export it again; another export may be whole")
+        yield problem("run.export", f"{export}: {one_line(error)}", "train or export it again, or use another export")
         return
     if bad := not_finite(trained.model.state_dict()):
-        text = f"{place}: {len(bad)} tensors hold NaN or infinity, such as {bad[0]}"
-        yield problem(
-            "run.export.finite", text, "use an earlier checkpoint, and train with a lower --lr or --grad-clip-norm"
-        )
+        text = f"{export}: {len(bad)} tensors hold NaN or infinity, such as {bad[0]}"
+        do = "use an earlier checkpoint, and train with a lower --lr or with --grad-clip-norm"
+        yield problem("run.export.finite", text, do)
         return
     with torch.no_grad():
         vector = trained.model.embed_text(trained.tokenizer(["a dog"]))
     count = sum(parameter.numel() for parameter in trained.model.parameters())
-    yield ok("run.export", f"{place}: opens, {count:,} parameters, retrieval vectors of {vector.shape[1]} dimensions")
+    yield ok("run.export", f"{export}: opens, {count:,} parameters, retrieval vectors of {vector.shape[1]} dimensions")
 
 
 def not_finite(state: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors that hold NaN or infinity; an attention mask has its -inf by right."""
+    """Names of the tensors that hold NaN or infinity. Attention masks may: they mask with -inf."""
     return [name for name, value in state.items() if not (name.endswith("attn_mask") or value.isfinite().all())]
 
 
 def check_log(folder: Path) -> Iterator[Finding]:
-    """The figures of ``metrics.jsonl``: losses, recall, and the health of banks and prototypes."""
-    file = folder / "metrics.jsonl"
-    if not file.is_file():
-        yield note(
-            "run.log", f"{folder} has no metrics.jsonl", "fine for an export; a run that is beginning writes it soon"
-        )
+    """Losses, recall, and the state of banks and prototypes in ``metrics.jsonl``."""
+    if not (folder / "metrics.jsonl").is_file():
+        do = "nothing, for an export; a run that has just started writes it soon"
+        yield note("run.log", f"{folder} has no metrics.jsonl", do)
         return
-    rows: Rows = []
-    broken = 0
-    for line in file.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            rows.append(row if isinstance(row, dict) else {})
-        except ValueError:
-            broken += 1
-    if broken:
-        do = "harmless if the run was killed while it wrote; else the disk is to be looked at"
-        yield warning("run.log.broken", f"{broken} lines of {file} are not JSON", do)
-    evaluated = [row for row in rows if any(key.startswith("val/") for key in row)]
-    trained = [row for row in rows if not any(key.startswith("val/") for key in row)]
-    yield from _losses(trained)
-    yield from _recalls(evaluated)
-    yield from _health(trained)
-    yield from _finished(folder, evaluated, trained)
+    run = RunFolder.read(folder, must_exist=False)
+    if broken := describe(run.problems, "metrics.jsonl"):
+        do = "nothing, if the run was killed while it wrote; otherwise check the disk"
+        yield warning("run.log.broken", f"{folder / 'metrics.jsonl'}: {broken}", do)
+    yield from _losses(run.steps)
+    yield from _recalls(run.evaluations)
+    yield from _state(run.steps)
+    if unread := describe(run.problems, "config.json"):
+        do = "nothing for evaluation, which reads the export; --resume needs only the checkpoint"
+        yield warning("run.config", f"{folder / 'config.json'} cannot be read: {unread}", do)
+    elif run.config and (epochs := run.config.get("epochs")):
+        # a training record holds the epoch that it is in, counted from 0
+        epochs_done = [
+            *(each.get("epoch", 0) for each in (*run.evaluations, *run.steps)),
+            (run.manifest or {}).get("epoch", 0),
+        ]
+        if max(epochs_done) < epochs:
+            text = f"{max(epochs_done):g} of {epochs} epochs are done: it is still running, or was stopped"
+            do = f"if it was stopped: train … --name {folder.resolve().name} --resume latest"
+            yield note("run.unfinished", text, do)
 
 
-def _losses(rows: Rows) -> Iterator[Finding]:
-    # what is not finite is not written
-    lost = [row.get("step") for row in rows if not math.isfinite(row.get("loss", math.nan))]
+def _losses(records: Records) -> Iterator[Finding]:
+    lost = [each["step"] for each in records if "loss" not in each]  # the log leaves out what is not finite
     if lost:
-        do = "a lower --lr, a longer --warmup, --grad-clip-norm 1; with fp16 try --precision amp_bf16"
+        do = "a lower --lr, a longer --warmup, or --grad-clip-norm 1; instead of fp16 --precision amp_bf16"
         yield problem("run.loss.finite", f"the loss is not finite at {len(lost)} logged steps, first at {lost[0]}", do)
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = [each["loss"] for each in records if "loss" in each]
     if len(losses) < _EARLY:
         return
     tenth = max(3, len(losses) // 10)
     first, last = statistics.median(losses[:tenth]), statistics.median(losses[-tenth:])
-    if last >= first and not _grown(rows[:tenth], rows[-tenth:]):
+    if last >= first and not _term_started(records[:tenth], records[-tenth:]):
         text = f"the loss has not fallen: {first:.4g} at the start, {last:.4g} at the end"
-        yield warning("run.loss.flat", text, "another --lr, lower first; do captions and pictures belong together?")
+        do = "try another --lr, a lower one first; check that captions and pictures belong together"
+        yield warning("run.loss.flat", text, do)
     else:
         yield ok("run.loss", f"the loss went from {first:.4g} to {last:.4g}")
 
 
-def _grown(first: Rows, last: Rows) -> bool:
-    """Whether a term has begun in between, as prototypes' do when all are filled: then sums cannot be compared."""
+def _term_started(first: Records, last: Records) -> bool:
+    """Whether a term was 0 at first and is not any more, as that of prototypes until all are filled: the sums differ then."""
 
-    def silent(rows: Rows) -> set[str]:
-        return {key for key in rows[0] if key.endswith("_loss") and all(row.get(key) == 0 for row in rows)}
+    def zero(records: Records) -> set[str]:
+        return {key for key in records[0] if key.endswith("_loss") and all(each.get(key) == 0 for each in records)}
 
-    return bool(silent(first) - silent(last))
+    return bool(zero(first) - zero(last))
 
 
-def _recalls(rows: Rows) -> Iterator[Finding]:
-    if not rows:
-        yield note("run.recall", "no recall in the log", "--val-data FILE, and --val-frequency 1")
+def _recalls(records: Records) -> Iterator[Finding]:
+    if not records:
+        yield note("run.recall", "no recall in the log", "train with --val-data FILE and --val-frequency 1")
         return
-    broken = [row for row in rows if not math.isfinite(row.get("val/rsum", math.nan))]
-    if broken:
-        text = f"recall is missing or not finite at step {broken[0].get('step')}"
-        yield problem("run.recall.finite", text, "look at the loss: vectors are NaN")
+    if broken := [each["step"] for each in records if "rsum" not in each]:
+        text = f"recall is missing or not finite at step {broken[0]}"
+        yield problem("run.recall.finite", text, "check the loss: the vectors hold NaN")
         return
-    best = max(rows, key=lambda row: row["val/rsum"])
-    last = rows[-1]
-    told = f"best rsum {best['val/rsum']:.1f} (epoch {best.get('val/epoch')}), last {last['val/rsum']:.1f}"
-    images = last.get("val/images")
+    best, last = max(records, key=lambda each: each["rsum"]), records[-1]
+    figures = f"best R@sum {best['rsum']:.1f} (epoch {best.get('epoch')}), last {last['rsum']:.1f}"
+    images = last.get("images")
     chance = 2 * 100 * (1 + 5 + 10) / images if images else 0.0
-    if images and images >= 100 and best["val/rsum"] < _CHANCE * chance:
-        text = f"{told}: that is little more than chance, {chance:.1f}"
-        do = "train longer; else look at pairs of the data: do captions and pictures belong together?"
-        yield warning("run.recall.chance", text, do)
-    elif last["val/rsum"] < _WORSE * best["val/rsum"]:
-        do = "use export/best; fewer --epochs or more data, weight decay or augmentation keep it from falling"
-        yield warning("run.recall.fallen", f"recall has fallen since its best: {told}", do)
+    if images and images >= 100 and best["rsum"] < _CHANCE * chance:
+        do = "train longer; check that captions and pictures belong together"
+        yield warning("run.recall.chance", f"{figures}: hardly more than chance, which is {chance:.1f}", do)
+    elif last["rsum"] < _WORSE * best["rsum"]:
+        do = "use export/best; fewer --epochs, more data, weight decay or augmentation prevent it"
+        yield warning("run.recall.fallen", f"recall has fallen since its best: {figures}", do)
     else:
-        yield ok("run.recall", told)
+        yield ok("run.recall", figures)
 
 
-def _health(rows: Rows) -> Iterator[Finding]:
-    figures: dict[str, float] = {}
-    if len(rows) < _EARLY:
+def _state(records: Records) -> Iterator[Finding]:
+    latest: dict[str, float] = {}
+    if len(records) < _EARLY:
         return
-    for row in rows:  # the latest of each
-        figures.update({key: value for key, value in row.items() if key.startswith("coder/")})
-    alarmed = False
-    for key, value in figures.items():
-        head, _, figure = key.removeprefix("coder/").rpartition("/")
-        found = _alarm(head, figure, value)
-        if found is not None:
-            alarmed = True
-            yield found
-    if figures and not alarmed:
-        told = ", ".join(f"{key.removeprefix('coder/')} {value:.3g}" for key, value in figures.items())
-        yield ok("run.health", f"banks and prototypes: {told}")
-
-
-def _alarm(head: str, figure: str, value: float) -> Finding | None:
-    if figure.endswith("_spread") and value < SPREAD:
-        text = (
-            f"{head}: the {figure.removesuffix('_spread')} keys of the bank have collapsed to one point: spread {value:.3g}"
+    for each in records:
+        latest.update({key.removeprefix("coder/"): value for key, value in each.items() if key.startswith("coder/")})
+    alarms = [
+        alarm for name, value in latest.items() if (alarm := _alarm(*name.rpartition("/")[::2], value)) is not None
+    ]
+    yield from alarms
+    if latest and not alarms:
+        yield ok(
+            "run.health", f"banks and prototypes: {', '.join(f'{name} {value:.3g}' for name, value in latest.items())}"
         )
+
+
+def _alarm(head: str, metric: str, value: float) -> Finding | None:
+    fewer = "use fewer prototypes: --set prototypes.clusters= half as many"
+    if metric.endswith("_spread") and value < SPREAD:
+        side = metric.removesuffix("_spread")
+        text = f"{head}: the {side} keys of the bank have collapsed to nearly one point: variance {value:.3g}"
         return problem("run.health.collapse", text, "a lower --lr and a longer --warmup; start from --pretrained")
-    if figure == "drift" and value > DRIFT:
-        text = f"{head}: the momentum towers are {value:.2g} of the model's norm away from it, and the bank's keys are old"
+    if metric == "drift" and value > DRIFT:
+        text = f"{head}: the momentum towers differ from the model by {value:.2g} of its norm: the bank's keys are outdated"
         return warning("run.health.drift", text, "a lower --lr, or a lower momentum: --set momentum.momentum=0.99")
-    if figure == "images" and value < 0.5:
-        text = f"{head}: {100 * value:.0f} % of the bank's entries are of different images: it is larger than the data"
+    if metric == "images" and value < 0.5:
+        text = f"{head}: {100 * value:.0f} % of the bank's entries are of different images: the bank is larger than the data"
         return note("run.health.bank", text, "--set momentum.bank_size= at most the number of training images")
-    if figure == "idle" and value > IDLE:
-        text = f"{head}: {100 * value:.0f} % of the prototypes are chosen by no pair of late"
-        return warning("run.health.idle", text, "fewer of them: --set prototypes.clusters= half as many")
-    if figure == "used" and value < USED:
-        text = f"{head}: pairs crowd in few prototypes: {100 * value:.1f} % of them in effect"
-        return warning("run.health.crowded", text, "fewer of them: --set prototypes.clusters= half as many")
+    if metric == "idle" and value > IDLE:
+        return warning(
+            "run.health.idle", f"{head}: recent pairs choose none of {100 * value:.0f} % of the prototypes", fewer
+        )
+    if metric == "used" and value < USED:
+        text = f"{head}: nearly all pairs choose a few prototypes, in effect {100 * value:.1f} % of them"
+        return warning("run.health.crowded", text, fewer)
     return None
-
-
-def _finished(folder: Path, evaluated: Rows, trained: Rows) -> Iterator[Finding]:
-    try:
-        epochs = flatten(json.loads((folder / "config.json").read_text()))["epochs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        do = "it can still be evaluated by its export and flags; --resume needs only the checkpoint"
-        yield warning("run.config", f"{folder / 'config.json'} cannot be read: {one_line(error)}", do)
-        return
-    # rows of training tell the epoch that they are in, from 0
-    rows = [row.get("val/epoch", 0) for row in evaluated] + [row.get("epoch", 0) for row in trained]
-    done = max([*rows, *_saved_epochs(folder)], default=0)
-    if done < epochs:
-        text = f"{done:g} of {epochs} epochs are done: it is still running, or was stopped"
-        yield note("run.unfinished", text, f"if it was stopped: train … --name {folder.name} --resume latest")
-
-
-def _saved_epochs(folder: Path) -> Iterator[int]:
-    """How many epochs were done at each checkpoint; :func:`check_checkpoints` tells of damaged ones."""
-    for path in folder.glob("checkpoints/[!.]*/manifest.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            yield int(json.loads(path.read_text())["epoch"])
-
-
-def check_run(folder: Path) -> Sequence[tuple[str, Any, Path]]:
-    """The checks that are for this folder, by name; CoderError where it is nothing of ours."""
-    from coder_plugin.pretrained.export import export_files
-
-    if is_index(folder):
-        return [("index", check_index, folder)]
-    if export_files(folder)[0] is not None:
-        return [("run", check_exports, folder)]
-    if any((folder / name).exists() for name in ("config.json", "plan.json", "checkpoints", "metrics.jsonl")):
-        return [("run", check, folder) for check in (check_checkpoints, check_exports, check_log)]
-    raise CoderError(f"{folder} is neither a run's folder, an export's, nor an index")

@@ -135,8 +135,11 @@ def verify(path: StrPath) -> State:
     return manifest
 
 
-def checkpoints(directory: StrPath) -> list[Checkpoint]:
-    """All checkpoints, latest step first (then epoch, then time); a warning for each without a readable manifest."""
+def checkpoints(directory: StrPath, *, problems: list[str] | None = None) -> list[Checkpoint]:
+    """All checkpoints, latest step first (then epoch, then time).
+
+    For each without a readable manifest a warning is logged or, if a list is given, an entry added to ``problems``.
+    """
     directory, readable = Path(directory), []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         hidden = _HIDDEN.fullmatch(path.name)
@@ -146,7 +149,10 @@ def checkpoints(directory: StrPath) -> list[Checkpoint]:
         try:
             readable.append(Checkpoint(path, _read_manifest(path)))
         except (CoderError, OSError) as error:
-            _log.warning("skipped a checkpoint: %s", error)
+            if problems is None:
+                _log.warning("skipped a checkpoint: %s", error)
+            else:
+                problems.append(str(error))
     return sorted(readable, key=_age, reverse=True)
 
 

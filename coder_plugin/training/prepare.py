@@ -303,9 +303,9 @@ def make_accelerator(config: TrainConfig) -> Any:
 
 
 def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
-    """Freeze the parameters that no term reads, found by one backward pass over a made-up batch (rule 2).
+    """Freeze the parameters that no term reads, found by one backward pass over a batch of noise.
 
-    DDP fails on the second step where a parameter gets no gradient. Returns their names.
+    DDP fails on the second step if a trainable parameter gets no gradient. Returns the names of the frozen ones.
     """
     batch = example_batch(model, tokenizer)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

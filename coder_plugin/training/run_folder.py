@@ -81,7 +81,9 @@ class RunFolder:
             problems += [Problem("plan.json", f"its {name!r} is not an object") for name in broken]
             plan = {name: value for name, value in plan.items() if name not in broken}
         steps, evaluations = _read_metrics(path / "metrics.jsonl", problems)
-        checkpoints = checkpoint.checkpoints(path / "checkpoints")
+        damaged: list[str] = []
+        checkpoints = checkpoint.checkpoints(path / "checkpoints", problems=damaged)
+        problems += [Problem("checkpoints", text) for text in damaged]
         if must_exist and not (config or plan or steps or evaluations or checkpoints):
             raise CoderError(f"{path} is not a training run's folder: it has none of {', '.join(_FILES)}")
         if not checkpoints:

@@ -142,7 +142,7 @@ def test_a_caption_key_that_an_image_lacks_does_not_fall_back_to_txt(tmp_path, c
     assert all(word in message for word in ["s.tar", "'s/0001'", "'caption'", "'captoin'", "caption_key"]), message
     assert "not a list" in fault(captions, caption_shard(tmp_path / "t.tar", {"caption": 7}), caption_key="caption")
     bare = write_tar(tmp_path / "u.tar", [sample(1)])
-    assert "there is: nothing" in fault(captions, bare, caption_key="caption")
+    assert "its keys are: none" in fault(captions, bare, caption_key="caption")
 
 
 def test_a_txt_of_several_lines_is_one_caption_unless_asked(tmp_path):
@@ -228,7 +228,7 @@ def test_pictures_that_hide_regions_are_told_of(tmp_path, caplog):
     assert open_shards(shard).num_images == 3
     assert [item.load().size for _, item in open_shards(shard).items()] == [(4, 4)] * 3
     assert [record.message for record in caplog.records] == [
-        f"{shard}: its samples have pictures and regions (npz): the pictures are read"
+        f"{shard}: its samples have pictures and regions (npz): the pictures are used"
     ]
 
 

@@ -191,7 +191,7 @@ def test_csv_that_is_absent_or_not_text(tmp_path):
         ({"sentences": ["plain"]}, ["'0.png'", "'raw'"]),
         ({"filename": None}, ["images[0]", "'filename'"]),
         ({"filepath": ["val"]}, ["images[0]", "'filepath'"]),
-        ({"filename": "1.png", "filepath": "val"}, ["two images", ": 1, the first: 'val/1.png'"]),
+        ({"filename": "1.png", "filepath": "val"}, ["two or more images", ": 1, the first: 'val/1.png'"]),
     ],
 )
 def test_karpathy_faults(tmp_path, changes, words):
@@ -300,5 +300,5 @@ def test_mode_of_captions_is_checked():
 def test_a_file_of_regions_is_told_from_a_table(tmp_path):
     path = tmp_path / "regions.tsv"
     path.write_text("filepath\ttitle\n" + "1.jpg\t" + "A" * 200_000 + "\n")
-    with pytest.raises(CoderError, match="region features goes with --regions"):
+    with pytest.raises(CoderError, match="region features with --regions"):
         open_csv(str(path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from coder_plugin.cli.doctor import check_training
 from coder_plugin.concepts import Vocabulary
 from coder_plugin.config import resolve
+from coder_plugin.doctor.examine import check_training
 from coder_plugin.doctor.findings import Finding
 
 Sample = dict[str, bytes]
@@ -83,8 +82,7 @@ def write_vocabulary(path: Path, names: list[str], missing: tuple[str, ...] = ()
 
 def examine(*, samples: int = 256, whole: bool = False, vectors: str | None = None, **flags: Any) -> list[Finding]:
     """What the doctor finds in data, recipe and words."""
-    arguments = Namespace(samples=samples, all=whole, vectors=vectors, config=None)
-    return check_training(resolve([("flag", flags)]), flags, arguments)
+    return check_training(resolve([("flag", flags)]), flags, samples=samples, check_all=whole, vectors=vectors)
 
 
 def amiss(found: list[Finding]) -> dict[str, Finding]:

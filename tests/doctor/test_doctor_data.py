@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coder_plugin.doctor import pictures, walk
+from coder_plugin.doctor import images, split
 from coder_plugin.doctor.captions import check_lengths
-from coder_plugin.doctor.copies import copies
+from coder_plugin.doctor.identity import copies
 from tests.doctor import made
 from tests.doctor.made import amiss, encoded, examine, picture, sample
 
@@ -28,9 +28,11 @@ def test_clean_data_give_no_finding(tmp_path: Path) -> None:
     found = examine(train_data=made.write_split(tmp_path, "train", 0), val_data=made.write_split(tmp_path, "val", 500))
     assert amiss(found) == {}
     told = {each.name: each.text for each in found}
-    assert told["train.captions"].endswith("train-{0..1}.tar (webdataset): 12 images, 24 captions, 2 an image")
+    assert told["train.captions"].endswith("train-{0..1}.tar (webdataset): 12 images, 24 captions, 2 per image")
     assert told["train.pictures"].startswith("12 of 12 pictures decoded: sides from 72 to 96 pixels")
-    assert told["leak.pictures"] == "no picture is in both splits, of 12 of 12 train and 12 of 12 val pictures compared"
+    assert (
+        told["leak.pictures"] == "no picture occurs in both splits; compared: 12 of 12 train and 12 of 12 val pictures"
+    )
     assert {"train.ids", "val.ids", "leak.ids"} <= told.keys()
 
 
@@ -51,28 +53,40 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "tiny": ({"jpg": encoded(picture(7000, (40, 20)))}, {"train.pictures.tiny": "'image 7000' 40 x 20"}),
     "slim": ({"jpg": encoded(picture(7000, (400, 100)))}, {"train.pictures.slim": "400 x 100"}),
     "print": ({"jpg": encoded(picture(7000).convert("CMYK"))}, {"train.pictures.cmyk": "'image 7000'"}),
-    "alpha": ({"jpg": None, "png": encoded(picture(7000).convert("RGBA"), "PNG")}, {"train.pictures.alpha": "'image 7000'"}),
+    "alpha": (
+        {"jpg": None, "png": encoded(picture(7000).convert("RGBA"), "PNG")},
+        {"train.pictures.alpha": "'image 7000'"},
+    ),
     "turned": ({"jpg": encoded(picture(7000), exif=TURNED)}, {"train.pictures.turned": "'image 7000'"}),
     "blank": ({"jpg": encoded(Image.new("RGB", (90, 90), (9, 8, 7)))}, {"train.pictures.blank": "'image 7000'"}),
     "no captions": ({"json": {"image_id": 1}}, {"train.samples.refused": "has no captions"}),
     "no json": ({"json": None, "txt": b"\xff\xfe caption"}, {"train.samples.refused": "not UTF-8"}),
     "empty caption": ({"json": about(1, captions=["x y", " "])}, {"train.samples.refused": "empty caption"}),
-    "html": ({"json": about(7000, captions=["a dog &amp; a cat", "two dogs"])}, {"train.captions.markup": "dog &amp; a"}),
+    "html": (
+        {"json": about(7000, captions=["a dog &amp; a cat", "two dogs"])},
+        {"train.captions.markup": "dog &amp; a"},
+    ),
     "mojibake": ({"json": about(7000, captions=["a caf\u00c3\u00a9 here"])}, {"train.captions.encoding": "caf"}),
     "control": ({"json": about(7000, captions=["a dog\x00 here"])}, {"train.captions.control": "dog"}),
     "a word": ({"json": about(7000, captions=["dog"])}, {"train.captions.short": "'dog'"}),
     "twice": ({"json": about(7000, captions=["A dog  runs", "a dog runs"])}, {"train.captions.twice": "'image 7000'"}),
-    "another's": ({"json": about(7000, captions=made.captions(3))}, {"train.captions.shared": "'image 3', 'image 7000'"}),
+    "another's": (
+        {"json": about(7000, captions=made.captions(3))},
+        {"train.captions.shared": "'image 3', 'image 7000'"},
+    ),
     "id taken": ({"json": about(3, captions=["another dog"])}, {"train.ids.clash": "'image 3'"}),
     "id of val": ({"json": about(503, captions=["another dog"])}, {"leak.ids.shared": "'image 503'"}),
-    "captions of val": ({"json": about(7000, captions=made.captions(503))}, {"leak.captions": "'image 7000' = 'image 503'"}),
+    "captions of val": (
+        {"json": about(7000, captions=made.captions(503))},
+        {"leak.captions": "'image 7000' = 'image 503'"},
+    ),
     "picture twice": ({"jpg": sample(3)["jpg"]}, {"train.pictures.twice": "'image 3' = 'image 7000'"}),
     "picture of val": ({"jpg": sample(503)["jpg"]}, {"leak.pictures": "'image 7000' = 'image 503'"}),
     "copy": ({"jpg": encoded(picture(3), quality=40)}, {"train.pictures.alike": "'image 3' = 'image 7000'"}),
     "copy of val": ({"jpg": encoded(picture(503), quality=40)}, {"leak.pictures.alike": "'image 7000' = 'image 503'"}),
     "smaller copy of val": (
         {"jpg": encoded(picture(503).resize((64, 48)))},
-        {"leak.pictures.alike": "1 validation picture much like one in training: 'image 7000' = 'image 503'"},
+        {"leak.pictures.alike": "1 validation picture almost the same as one in training: 'image 7000' = 'image 503'"},
     ),
 }
 
@@ -135,7 +149,7 @@ def test_deep_pictures_and_huge_ones(tmp_path: Path, monkeypatch: pytest.MonkeyP
     grey = np.linspace(0, 60_000, 96 * 72).reshape(72, 96).astype(np.uint16)
     deep = sample(7000, jpg=None, png=encoded(Image.fromarray(grey), "PNG"))
     assert "train.pictures.deep" in plant(tmp_path, x=deep)
-    monkeypatch.setattr(pictures, "HUGE", 96 * 72)
+    monkeypatch.setattr(images, "HUGE", 96 * 72)
     found = plant(tmp_path, x=sample(7000, jpg=encoded(picture(7000, (200, 100)))))
     assert list(found) == ["train.pictures.huge"] and "'image 7000' 200 x 100" in found["train.pictures.huge"].text
 
@@ -154,7 +168,9 @@ def test_no_leak_is_said_only_where_there_is_none(tmp_path: Path) -> None:
 
 def test_many_unreadable_pictures_are_a_problem(tmp_path: Path) -> None:
     train = made.write_split(tmp_path, "train", 0, a=sample(50, jpg=b"x"), b=sample(51, jpg=b"y"))
-    levels = [amiss(examine(train_data=train, max_bad_images=most))["train.pictures.unreadable"].level for most in (1, 2)]
+    levels = [
+        amiss(examine(train_data=train, max_bad_images=most))["train.pictures.unreadable"].level for most in (1, 2)
+    ]
     assert levels == ["problem", "warning"]
 
 
@@ -185,35 +201,40 @@ def test_uneven_validation_captions(tmp_path: Path) -> None:
 
 
 def test_only_a_sample_of_large_data_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coder_plugin.cli.doctor.SMALL", 10)
+    monkeypatch.setattr("coder_plugin.doctor.examine.SMALL", 10)
     train, val = made.write_split(tmp_path, "train", 0, count=40), made.write_split(tmp_path, "val", 500, count=8)
     flags = {"train_data": train, "val_data": val}
     found = examine(samples=5, **flags)
     assert list(amiss(found)) == ["leak.pictures.partial"]
     assert "5 of 40 train and 8 of 8 val" in amiss(found)["leak.pictures.partial"].text
     assert amiss(examine(samples=5, whole=True, **flags)) == {}
-    monkeypatch.setattr(walk, "MOST", 20)
+    monkeypatch.setattr(split, "MOST", 20)
     assert amiss(examine(samples=50, **flags)).keys() == {"train.partial"}
     assert amiss(examine(whole=True, **flags)) == {}
 
 
 def test_a_sample_is_spread_over_the_data_and_repeats() -> None:
-    split = walk.Walked("train", None, items=list(range(100)))  # type: ignore[arg-type]
+    data = split.Split("train", None, items=list(range(100)))  # type: ignore[arg-type]
     for seed in range(5):
-        drawn = split.sample(10, seed)
-        assert [number // 10 for number in drawn] == list(range(10)) and drawn == split.sample(10, seed)
-    assert split.sample(10, 0) != split.sample(10, 1) and split.sample(100, 0) == split.items
+        drawn = data.sample(10, seed)
+        assert [number // 10 for number in drawn] == list(range(10)) and drawn == data.sample(10, seed)
+    assert data.sample(10, 0) != data.sample(10, 1) and data.sample(100, 0) == data.items
 
 
 def test_shards_beyond_the_most_are_left(tmp_path: Path) -> None:
     from coder_plugin.data import open_source
 
     source = open_source(made.write_split(tmp_path, "train", 0, count=20))
-    assert (walk.walk("train", source, most=10).left, walk.walk("train", source, most=None).left) == (1, 0)
-    everything = walk.walk("train", source)
+    assert (split.read_source("train", source, most=10).left, split.read_source("train", source, most=None).left) == (
+        1,
+        0,
+    )
+    everything = split.read_source("train", source)
     assert [item.key for item in everything.items] == [f"image {n}" for n in range(20)]
     assert [item.captions for item in everything.items] == [item.captions for _, item in source.items()]
-    assert all(a.load().tobytes() == b.load().tobytes() for a, (_, b) in zip(everything.items, source.items(), strict=True))
+    assert all(
+        a.load().tobytes() == b.load().tobytes() for a, (_, b) in zip(everything.items, source.items(), strict=True)
+    )
 
 
 def test_remote_shards_are_not_fetched(tmp_path: Path) -> None:
@@ -231,7 +252,7 @@ def test_commands_are_not_run(tmp_path: Path, tiny_model: str) -> None:
     found = examine(**flags, train_num_samples=24)
     assert amiss(found).keys() == {"train.shards.remote"} and not (tmp_path / "ran").exists()
     (steps,) = (each.text for each in found if each.name == "recipe.steps")
-    assert steps.startswith("24 samples an epoch: 6 steps"), "of all the data"
+    assert steps.startswith("24 samples per epoch: 6 steps"), "of all the data"
     found = examine(**flags)
     assert "give --train-num-samples" in amiss(found)["recipe.refused"].text, "as a run would say"
 
@@ -266,11 +287,11 @@ def test_each_of_many_copies_is_told_of_once(monkeypatch: pytest.MonkeyPatch, pa
     """All pairs of a series grow with its square."""
     from coder_plugin.data.item import Item
 
-    monkeypatch.setattr("coder_plugin.doctor.copies._COLUMNS", part)
-    monkeypatch.setattr("coder_plugin.doctor.copies._AT_ONCE", part)
+    monkeypatch.setattr("coder_plugin.doctor.identity._COLUMNS", part)
+    monkeypatch.setattr("coder_plugin.doctor.identity._AT_ONCE", part)
     shades = [Image.eval(picture(5), lambda value, n=n: value // 2 + n) for n in range(60)]  # type: ignore[misc]
     items = [Item(str(n), ("x",), lambda image=image: image) for n, image in enumerate([picture(6), *shades])]
-    series = [look for look in pictures.look_at(items, "") if isinstance(look, pictures.Look)]
+    series = [look for look in images.look_at(items, "") if isinstance(look, images.Look)]
     same, near = copies(series)
     assert same == [] and [(a.key, b.key) for a, b in near] == [("1", str(n)) for n in range(2, 61)]
     val = [dataclasses.replace(look, pixels=look.pixels + b"x") for look in series]
@@ -280,11 +301,11 @@ def test_each_of_many_copies_is_told_of_once(monkeypatch: pytest.MonkeyPatch, pa
 
 
 def test_pictures_of_one_colour_are_no_copies_of_each_other() -> None:
-    def look(key: str, image: Image.Image) -> pictures.Look:
+    def look(key: str, image: Image.Image) -> images.Look:
         from coder_plugin.data.item import Item
 
-        (found,) = pictures.look_at([Item(key, ("x",), lambda: image)], "")
-        assert isinstance(found, pictures.Look)
+        (found,) = images.look_at([Item(key, ("x",), lambda: image)], "")
+        assert isinstance(found, images.Look)
         return found
 
     ours = [look("a", picture(1)), look("b", picture(2)), look("c", picture(1)), look("d", picture(3))]
@@ -311,6 +332,6 @@ def test_lengths_are_asked_of_the_tokenizer_alone() -> None:
 
     from coder_plugin.data.item import Item
 
-    split = walk.Walked("val", None, items=[Item("a", ("one two three", "one two three four five six"), lambda: None)])  # type: ignore
-    (found,) = check_lengths(split, tokenizer)
+    data = split.Split("val", None, items=[Item("a", ("one two three", "one two three four five six"), lambda: None)])  # type: ignore
+    (found,) = check_lengths(data, tokenizer)
     assert found.name == "val.captions.long" and "1 of 2" in found.text

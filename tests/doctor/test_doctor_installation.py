@@ -38,7 +38,9 @@ def distributions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], req
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(metadata, "requires", required)
     monkeypatch.setattr(metadata, "metadata", lambda name: extras)
-    monkeypatch.setattr(metadata, "distributions", lambda: [SimpleNamespace(metadata={"Name": name}) for name in versions])
+    monkeypatch.setattr(
+        metadata, "distributions", lambda: [SimpleNamespace(metadata={"Name": name}) for name in versions]
+    )
     monkeypatch.setattr(importlib, "import_module", lambda name: None)
 
 
@@ -66,7 +68,9 @@ def test_faiss_for_gpus_stands_in_for_that_for_cpus(monkeypatch: pytest.MonkeyPa
 
 def test_missing_old_and_conflicting_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     requires = {**OURS, "torchvision": ["torch==2.8", 'scipy; extra == "scipy"', "numpy"]}
-    versions = {name: version for name, version in SOUND.items() if name not in ("peft", "faiss-cpu")} | {"torch": "2.5"}
+    versions = {name: version for name, version in SOUND.items() if name not in ("peft", "faiss-cpu")} | {
+        "torch": "2.5"
+    }
     distributions(monkeypatch, versions, requires)
     found = find(installation.check_packages)
     assert found.keys() == {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coder_plugin.data.regions.base import Record, Regions
-from coder_plugin.doctor import words
+from coder_plugin.doctor import captions
 from coder_plugin.doctor.findings import Finding
 from tests.conftest import TINY
 from tests.data.regions import layouts
@@ -30,7 +30,10 @@ def test_a_recipe_that_can_be_trained(train: str, tiny_model: str) -> None:
     assert amiss(found) == {}
     told = {each.name: each.text for each in found}
     assert "reads pictures of 64 x 64 pixels and texts of 40 tokens" in told["recipe.model"]
-    assert told["recipe.steps"] == "12 samples an epoch: 3 steps of 4 pairs, 0 left over; 9 steps in 3 epochs, on one process"
+    assert (
+        told["recipe.steps"]
+        == "12 samples per epoch: 3 steps of 4 pairs, 0 left over; 9 steps in 3 epochs, with one process"
+    )
     assert "train.captions.length" in told
 
 
@@ -41,12 +44,12 @@ def test_a_recipe_that_can_be_trained(train: str, tiny_model: str) -> None:
         ({"loss": "dcl", "set": ["dcl.mu"]}, "recipe.refused", "OWNER.OPTION=VALUE"),
         ({"model": "ViT-B-23"}, "recipe.refused", "did you mean"),
         ({"loss": "coder"}, "recipe.refused", "coder-plugin concepts --train-data"),
-        ({"batch_size": 40}, "recipe.steps", "12 samples holds no step of 40 pairs"),
+        ({"batch_size": 40}, "recipe.steps", "12 samples is shorter than one step of 40 pairs"),
         ({"batch_size": 8}, "recipe.left_over", "4 of 12 samples"),
         ({"loss": "dcl + m_dcl", "set": ["momentum.bank_size=3"]}, "recipe.sizes", "bank_size 3 is smaller"),
         ({"loss": "selfalign-clip", "tagger": "no_such_pipeline"}, "recipe.tagger", "no_such_pipeline"),
         ({"model": "RN50", "pretrained": "nowhere"}, "recipe.pretrained.unknown", "neither a file nor a tag"),
-        ({"pretrained_image": True}, "recipe.pretrained_image", "not looked at"),
+        ({"pretrained_image": True}, "recipe.pretrained_image", "not checked"),
         ({"aug_cfg": ["nonsense=1"]}, "recipe.refused", "unknown option 'nonsense'"),
     ],
 )
@@ -60,7 +63,7 @@ def test_a_tag_is_not_downloaded(train: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *args, **kwargs: pytest.fail("downloaded"))
     found = amiss(examine(train_data=train, model="RN50-quickgelu", pretrained="openai", loss="clip", batch_size=4))
-    assert "were not looked at" in found.pop("recipe.pretrained").text
+    assert "were not checked" in found.pop("recipe.pretrained").text
     assert found.keys() == {"train.pictures.small"}  # for 224 pixels
 
 
@@ -111,10 +114,10 @@ def test_concepts(tmp_path: Path, train: str, tiny_model: str) -> None:
 
 
 def test_inflected_forms_are_found() -> None:
-    counts = words.count_words(["Two DOGS, running; a girl's parties (hoped) played."])
+    counts = captions.count_words(["Two DOGS, running; a girl's parties (hoped) played."])
     assert counts == dict.fromkeys("two dogs running a girl's parties hoped played".split(), 1)
-    assert all(words._occurs(word, counts) for word in ("dog", "run", "party", "hope", "play"))
-    assert not words._occurs("cat", counts)
+    assert all(captions._occurs(word, counts) for word in ("dog", "run", "party", "hope", "play"))
+    assert not captions._occurs("cat", counts)
 
 
 def test_word_vectors(tmp_path: Path, train: str) -> None:
@@ -128,7 +131,9 @@ def test_word_vectors(tmp_path: Path, train: str) -> None:
 
     assert names("\n".join(lines)) == {}
     few = names("\n".join(lines[:15]))
-    assert list(few) == ["words.vectors.few"] and "not, most frequent first: 'the', " in few["words.vectors.few"].text
+    assert (
+        list(few) == ["words.vectors.few"] and "missing, most frequent first: 'the', " in few["words.vectors.few"].text
+    )
     broken = names("\n".join([*lines, "late 0.5 1"]))
     assert list(broken) == ["words.vectors"] and f"line {len(lines) + 1}" in broken["words.vectors"].text
     alone = amiss(examine(vectors=str(tmp_path / "absent.txt")))
@@ -220,7 +225,7 @@ def test_a_region_model_for_other_regions(tmp_path: Path) -> None:
     flags = {"train_data": train, "model": "region-bigru", "loss": "dcl", "batch_size": 4}
     assert amiss(examine(**flags, model_kwargs=["embed_dim=16", "word_dim=16"])) == {}
     found = amiss(examine(**flags, model_kwargs=["region_dim=7", "embed_dim=16", "word_dim=16"]))
-    assert "recipe.refused" in found and "made for 7" in found["recipe.refused"].text
+    assert "recipe.refused" in found and "the model reads 7" in found["recipe.refused"].text
     views = ["context=camera", "image_pooling=views", "heads=2", "embed_dim=16", "word_dim=16"]
     found = amiss(examine(**{**flags, "loss": "clip"}, model_kwargs=views))
     assert "image_pooling=gpo" in found["recipe.refused"].text, "what the loss asks of the model counts, too"

@@ -42,7 +42,7 @@ def copy(trained: Path, tmp_path: Path) -> Path:
 
 
 def examine(folder: Path) -> list[Finding]:
-    return [found for name, check, place in run.check_run(folder) for found in guarded(name, check, place)]
+    return [found for part, check in run.checks_for(folder) for found in guarded(part, check, folder)]
 
 
 def test_a_sound_run(trained: Path) -> None:
@@ -125,12 +125,18 @@ def log(folder: Path, rows: list[dict[str, Any]], epochs: int = 3) -> dict[str, 
 
 
 def steps(count: int = 30, **last: float) -> list[dict[str, Any]]:
-    rows = [{"step": step, "epoch": 0, "loss": 2.0 - step / 100, "coder/momentum/image_spread": 0.7} for step in range(count)]
+    rows = [
+        {"step": step, "epoch": 0, "loss": 2.0 - step / 100, "coder/momentum/image_spread": 0.7}
+        for step in range(count)
+    ]
     return [*rows[:-1], {**rows[-1], **{name.replace("__", "/"): value for name, value in last.items()}}]
 
 
 def recall(*sums: float, images: int = 1000) -> list[dict[str, Any]]:
-    return [{"step": 30, "val/rsum": value, "val/images": images, "val/epoch": epoch} for epoch, value in enumerate(sums, 1)]
+    return [
+        {"step": 30 + epoch, "val/rsum": value, "val/images": images, "val/epoch": epoch}
+        for epoch, value in enumerate(sums, 1)
+    ]
 
 
 def test_a_sound_log(tmp_path: Path) -> None:
@@ -163,13 +169,17 @@ def test_losses_and_recalls(tmp_path: Path) -> None:
     lost = [{key: value for key, value in row.items() if key != "loss" or row["step"] != 7} for row in steps()]
     found = log(tmp_path / "run", [*lost, *good])
     assert list(found) == ["run.loss.finite"] and "first at 7" in found["run.loss.finite"].text
-    assert list(log(tmp_path / "run", [*reversed(steps()), *good])) == ["run.loss.flat"]
-    begun = [{**row, "pgc_loss": 0.0 if n < 15 else 9.0, "loss": row["loss"] + (n >= 15) * 9} for n, row in enumerate(steps())]
+    rising = [{**row, "loss": 4.0 - row["loss"]} for row in steps()]
+    assert list(log(tmp_path / "run", [*rising, *good])) == ["run.loss.flat"]
+    begun = [
+        {**row, "pgc_loss": 0.0 if n < 15 else 9.0, "loss": row["loss"] + (n >= 15) * 9}
+        for n, row in enumerate(steps())
+    ]
     assert log(tmp_path / "run", [*begun, *good]) == {}, "a term that begins late raises the sum"
     assert list(log(tmp_path / "run", [*steps(), *recall(1, 2, 4)])) == ["run.recall.chance"]
     assert list(log(tmp_path / "run", [*steps(), *recall(100, 300, 200)])) == ["run.recall.fallen"]
     assert list(log(tmp_path / "run", [*steps(), *recall(100, 200)])) == ["run.unfinished"]
-    assert log(tmp_path / "run", [*steps(), {"val/images": 9, "val/epoch": 3}]).keys() == {"run.recall.finite"}
+    assert log(tmp_path / "run", [*steps(), {"step": 31, "val/images": 9, "val/epoch": 3}]).keys() == {"run.recall.finite"}
     assert log(tmp_path / "run", steps()).keys() == {"run.recall", "run.unfinished"}
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "lo')
@@ -194,10 +204,12 @@ def test_an_index(trained: Path, tmp_path: Path) -> None:
 
 def test_what_is_none_of_ours(tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="neither a run's folder, an export's, nor an index"):
-        run.check_run(tmp_path)
+        run.checks_for(tmp_path)
 
 
-def test_the_command(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("coder_plugin.doctor.installation._plugins", lambda: iter(()))
     monkeypatch.chdir(tmp_path)
     before = sorted(path for path in tmp_path.rglob("*"))
@@ -240,7 +252,7 @@ def test_a_shared_model_is_taken_from_the_cache_alone(
     for name in ("begun", "absent"):
         assert main(["doctor", f"hf-hub:owner/{name}", *cache]) == 2
         said = capsys.readouterr().err
-        assert f"no whole copy in the hub's cache here, and doctor downloads nothing: hf download owner/{name}" in said
+        assert f"no complete copy in the hub's cache, and doctor downloads nothing: hf download owner/{name}" in said
     assert main(["doctor", "hf-hub:not a name", *cache]) == 2 and "OWNER/NAME" in capsys.readouterr().err
 
 
@@ -254,7 +266,11 @@ def test_a_run_s_configuration_names_its_data_and_recipe(
 
 @pytest.mark.parametrize(
     ("flags", "text"),
-    [(["--samples", "0"], "--samples is 0"), (["nowhere"], "neither a run's"), (["--config", "nowhere.json"], "nowhere.json")],
+    [
+        (["--samples", "0"], "--samples is 0"),
+        (["nowhere"], "neither a run's"),
+        (["--config", "nowhere.json"], "nowhere.json"),
+    ],
 )
 def test_slips_are_told_of_in_one_line(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *flags]) == 2

@@ -297,5 +297,5 @@ def test_coca_is_refused_by_name(make):  # noqa: F811
 
 
 def test_features_of_another_head_are_refused(make):  # noqa: F811
-    with pytest.raises(CoderError, match="generated texts have no others"):
+    with pytest.raises(CoderError, match="generated texts have only the backbone's own features"):
         make("vit", "ascl@concepts")

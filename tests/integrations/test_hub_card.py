@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 import coder_plugin
 from coder_plugin.integrations.hub.card import card_text
-from coder_plugin.integrations.hub.record import bare, results_of, run_record, without_paths
+from coder_plugin.integrations.hub.record import bare, run_record, without_paths
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model
 
@@ -206,20 +206,21 @@ def test_the_figures_are_of_the_exported_weights(tmp_path: Path) -> None:
     best, last = {"rsum": 50.0, "step": 20, "checkpoint": "step_20"}, {"rsum": 40.0, "step": 30}
     metrics = [logged(0, 90.0), logged(10, 30.0), {"step": 15, "loss": 1.0}, logged(20, 50.0), logged(30, 40.0)]
     run = write_run(tmp_path, best=best, last=last, step=30, metrics=metrics)
-    assert results_of(run, "best") == {"rsum": 50.0, "step": 20} and results_of(run, "last") == last
+    assert run_record(run, "best")["results"] == {"rsum": 50.0, "step": 20} and run_record(run, "last")["results"] == last
     going_on = write_run(tmp_path, best=best, last=last, step=30, metrics=[*metrics, logged(40, 60.0)])
-    assert results_of(going_on, "best") == {"rsum": 60.0, "epoch": 4, "step": 40} and results_of(going_on, "last") == last
+    assert run_record(going_on, "best")["results"] == {"rsum": 60.0, "epoch": 4, "step": 40}
+    assert run_record(going_on, "last")["results"] == last
     worse = write_run(tmp_path, best=best, last=last, step=30, metrics=[*metrics, logged(40, 50.0)])
-    assert results_of(worse, "best")["step"] == 20
+    assert run_record(worse, "best")["results"]["step"] == 20
 
 
 def test_figures_without_a_checkpoint_or_without_any(tmp_path: Path) -> None:
     metrics = [logged(0, 90.0), logged(10, 30.0), logged(20, 50.0, **{"shortlist/rsum": 7.0}), logged(30, 50.0)]
     run = write_run(tmp_path, best=None, last=None, step=0, metrics=metrics)
-    assert results_of(run, "best") == {"rsum": 50.0, "epoch": 2, "step": 20, "shortlist": {"rsum": 7.0}}
-    assert results_of(run, "last")["step"] == 30
+    assert run_record(run, "best")["results"] == {"rsum": 50.0, "epoch": 2, "step": 20, "shortlist": {"rsum": 7.0}}
+    assert run_record(run, "last")["results"]["step"] == 30
     (tmp_path / "metrics.jsonl").unlink()
-    assert results_of(run, "best") == {} == results_of(tmp_path / "nothing", "last")
+    assert run_record(run, "best")["results"] == {} == run_record(tmp_path / "nothing", "last")["results"]
     (tmp_path / "config.json").write_text("[broken")
     assert run_record(tmp_path, "best")["options"] == {}
 

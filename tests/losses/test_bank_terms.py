@@ -159,11 +159,14 @@ def test_m_dcl_stays_silent_until_its_bank_is_warm():
     torch.testing.assert_close(loss(**model_output)["m_dcl_loss"], from_function(model_output, head))
 
 
+_OTHER_FEATURES = "the momentum banks and the generated texts have only the backbone's own features"
+
+
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ("m_dcl@concepts", "the momentum banks hold the backbone's own features"),
-        ("dcl@concepts(diversity_over='batch+bank')", "the momentum banks hold the backbone's own features"),
+        ("m_dcl@concepts", _OTHER_FEATURES),
+        ("dcl@concepts(diversity_over='batch+bank')", _OTHER_FEATURES),
         ("m_dcl(warmup=-1)", "warmup must be >= 0"),
         ("m_dcl(reverse=both)", "reverse=both must be paired or all or 'none'"),
     ],

@@ -319,7 +319,10 @@ MISTAKES = {
     ),
     "vocabulary that is not there": (["--loss", "coder", "--concepts", "none.safetensors"], "none.safetensors"),
     "vocabulary for nothing": (["--loss", "dcl", "--concepts", "words.safetensors"], "no term of --loss \"dcl\" reads"),
-    "banks of other features": (["--loss", "m_dcl@concepts"], "the momentum banks hold the backbone's own features"),
+    "banks of other features": (
+        ["--loss", "m_dcl@concepts"],
+        "the momentum banks and the generated texts have only the backbone's own features",
+    ),
 }
 
 

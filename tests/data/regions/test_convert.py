@@ -459,10 +459,10 @@ def test_files_that_have_an_image_of_one_name_are_refused(tmp_path):
     assert list(make_regions(config.data, split="train")) == ["a", "b", "c", "d"]
     third = precomp_of(tmp_path / "third", "e", "b")
     config = config.with_options(regions=f"{one}::{other}::{third}")
-    message = fault(make_regions, config, split="train")
+    message = fault(make_regions, config.data, split="train")
     assert f"{tmp_path / 'third'}: has 'b', as {one} does" in message
     config = config.with_options(regions=f"{one}::{one}")
-    assert "'a', 'b'" in fault(make_regions, config, split="train")
+    assert "'a', 'b'" in fault(make_regions, config.data, split="train")
 
 
 def test_row_numbers_of_two_files_are_refused(tmp_path):

@@ -1,7 +1,7 @@
-"""A split's images and captions, read without stopping at the first fault and without decoding a picture.
+"""A split's images and captions, read to the end in spite of errors and without decoding pictures.
 
-The readers refuse data at the first image that is wrong, as training should. Here shards are gone through file by file, and
-what is wrong with each sample is kept; other data sets are read whole when they are opened, and their reader's word stands.
+The readers stop at the first error, as training should. Here shards are read file by file and all errors are collected. Other
+data sets are read when they are opened, so only their reader's first error is known.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ from coder_plugin.data.source import decode_image
 from coder_plugin.data.tars import REGIONS, ImageField, has_features, local_path, members
 from coder_plugin.errors import CoderError
 
-#: So many images of a split are read at most, unless all are asked for.
+#: Most images of a split that are read without --all.
 MOST = 200_000
 _SMALL = frozenset({"txt", "json"})
 
 
 @dataclass
-class Walked:
-    """What was read of a split.
+class Split:
+    """The content of a split.
 
     Args:
-        name: ``train`` or ``val``. reader: the kind of data set.
-        items: its images, in the data's order; of shards they read their file when they are loaded.
-        shards: that cannot be read, or stop in the middle: why. samples: that the reader refuses: why.
+        name: ``train`` or ``val``.
+        source: the data on this machine. full_source: the data as training reads them, with remote shards; None: ``source``.
+        reader: the kind of data set.
+        items: images in the data's order. Those of shards read their file when they are loaded.
+        shards: errors of shards that cannot be read or are truncated.
+        samples: errors of samples that the reader refuses.
         pictureless: keys of samples without a picture or regions.
-        whole: the source as a run has it, None: ``source``. remote: its shards that are not on this machine, which
-            ``source`` lacks. left: shards beyond :data:`MOST` images.
+        remote: number of shards that are not on this machine.
+        left: number of shards left out after :data:`MOST` images.
     """
 
     name: str
@@ -51,17 +54,17 @@ class Walked:
     shards: list[str] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
     pictureless: list[str] = field(default_factory=list)
-    whole: Any = None
+    full_source: Any = None
     remote: int = 0
     left: int = 0
 
     @property
     def threads(self) -> bool:
-        """Whether several threads may load its images."""
+        """Whether several threads may load the images."""
         return not isinstance(self.source, RegionSource)
 
     def sample(self, size: int, seed: int) -> list[Item]:
-        """``size`` images, one at random of each of so many equal runs of the data, so that every shard has some."""
+        """``size`` images spread over the data: one drawn from each of ``size`` consecutive parts of equal length."""
         if size >= len(self.items):
             return self.items
         rng = random.Random(seed)
@@ -69,79 +72,79 @@ class Walked:
         return [self.items[rng.randrange(low, high)] for low, high in zip(bounds, bounds[1:], strict=False)]
 
 
-def walk_split(name: str, config: TrainConfig, *, most: int | None = MOST) -> Walked:
-    """Open and read a split as the configuration has it, less the shards that are not on this machine."""
+def read_split(name: str, config: TrainConfig, *, most: int | None = MOST) -> Split:
+    """Open and read a split as configured, without the shards that are not on this machine."""
     source: Any = make_source(config.data, split=name, join=False)
-    whole, remote = source, 0
-    if isinstance(whole, ShardSource):
-        source = whole.local()
-        remote = len(whole.shards) - len(source.shards)
+    full_source, remote = source, 0
+    if isinstance(full_source, ShardSource):
+        source = full_source.local()
+        remote = len(full_source.shards) - len(source.shards)
     if config.data.regions is not None and not (remote and not source.shards):
         source = join_regions(source, config.data, split=name)
     reader = reading_options(config.data, getattr(config.data, name))["kind"]
-    return replace(walk(name, source, reader, most=most), whole=whole, remote=remote)
+    return replace(read_source(name, source, reader, most=most), full_source=full_source, remote=remote)
 
 
-def walk(name: str, source: Any, reader: str = "", *, most: int | None = MOST) -> Walked:
-    """Read a split; ``most`` images at most, None: all."""
-    walked = Walked(name, source, reader)
+def read_source(name: str, source: Any, reader: str = "", *, most: int | None = MOST) -> Split:
+    """Read a split, at most ``most`` images (None: all)."""
+    split = Split(name, source, reader)
     captions = source.captions if isinstance(source, RegionSource) else source
     if isinstance(captions, ShardSource):
-        _walk_shards(walked, captions, most)
+        _read_shards(split, captions, most)
     else:
-        found = (item for _, item in captions.items())
-        walked.items = list(islice(found, most))
-        walked.left = int(most is not None and next(found, None) is not None)
+        items = (item for _, item in captions.items())
+        split.items = list(islice(items, most))
+        split.left = int(most is not None and next(items, None) is not None)
     if isinstance(source, RegionSource):
-        walked.items = [source.with_regions(item) for item in walked.items]
-        walked.pictureless = []
-    return walked
+        split.items = [source.with_regions(item) for item in split.items]
+        split.pictureless = []
+    return split
 
 
-def _walk_shards(walked: Walked, source: ShardSource, most: int | None) -> None:
-    """In a shuffled order, so that what is read before ``most`` is of all parts of the data; kept in the data's."""
+def _read_shards(split: Split, source: ShardSource, most: int | None) -> None:
+    """Read shards in shuffled order, so that ``most`` images come from all parts of the data; keep the data's order."""
     shards = list(enumerate(source.shards))
     random.Random(0).shuffle(shards)
     read: dict[int, list[Item]] = {}
     for number, shard in shards:
         if most is not None and sum(map(len, read.values())) >= most:
-            walked.left += 1
+            split.left += 1
             continue
         items = read.setdefault(number, [])
         try:
-            for item in _samples(walked, source, shard):
+            for item in _samples(split, source, shard):
                 items.append(item)
         except CoderError as error:
-            walked.shards.append(str(error))
-    walked.items = [item for number in sorted(read) for item in read[number]]
+            split.shards.append(str(error))
+    split.items = [item for number in sorted(read) for item in read[number]]
 
 
-def _samples(walked: Walked, source: ShardSource, shard: str) -> Iterator[Item]:
+def _samples(split: Split, source: ShardSource, shard: str) -> Iterator[Item]:
     image = ImageField(shard)
     for stem, files in groupby(members(shard), key=itemgetter(1)):
         sample: dict[str, Any] = {"__key__": stem}
-        told: bool | None = None
+        has_regions: bool | None = None
         places: dict[str, tuple[int, int]] = {}
         for tar, _, ending, member in files:
             if ending in places:
-                walked.samples.append(f"{shard}: {stem!r} has two files .{ending}: two samples of one name")
+                split.samples.append(f"{shard}: {stem!r} has two files .{ending}: two samples of one name")
             places[ending] = member.offset_data, member.size
             if ending in _SMALL:
                 sample[ending] = _read(tar, member)
             elif ending == REGIONS and image.regions is None:
-                told = has_features(io.BytesIO(_read(tar, member)))
-        which = image.see(places, told)
+                has_regions = has_features(io.BytesIO(_read(tar, member)))
+        which = image.select(places, has_regions)
         if not sample.keys() & _SMALL and not which:
-            continue  # what somebody else keeps beside the samples
+            continue  # not a sample: some other file in the shard
         try:
             item = source.item(shard, sample, which)
         except CoderError as error:
-            walked.samples.append(str(error))
+            split.samples.append(str(error))
             continue
         if which:
             item = replace(item, load=partial(_load, shard, *places[which], which))
         else:
-            walked.pictureless.append(item.key)
+            split.pictureless.append(item.key)
         yield item
 
 

@@ -108,7 +108,7 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
     if args.siglip and "siglip" not in [term.name for term in Objective.parse(config.loss.expression).terms]:
         raise CoderError(
             f'--siglip starts with a temperature for the sigmoid loss, which --loss "{config.loss.expression}" does not use: '
-            "leave it out, or add the term siglip"
+            "leave it out, or name the term siglip"
         )
     return config
 

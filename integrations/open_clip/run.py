@@ -166,7 +166,7 @@ class Run:
             if isinstance(head, MomentumCopy) and any(p.dtype == torch.bfloat16 for p in head.parameters()):
                 raise CoderError(
                     f"--precision {self.args.precision}: bfloat16 rounds away the small steps of the momentum towers: "
-                    "use --precision amp_bf16"
+                    "take --precision amp_bf16"
                 )
 
     def make_loss(self) -> UpstreamLoss:

@@ -1,4 +1,4 @@
-"""Generalised pooling operator: from a set of local features to one vector (CODER eq. 9-11; METHODS 7).
+"""Generalised pooling operator: from a set of local features to one vector (CODER eq. 9-11, docs/equations.md#gpo).
 
 Shapes: B batch, L positions (regions or tokens), C channels, U distinct lengths in the batch.
 """
@@ -22,7 +22,7 @@ class GPO(nn.Module):
     ``pooled_c = sum_l theta_l * (l-th largest of the valid values of channel c)``, where theta is the softmax over the
     n valid positions of ``f(BiGRU(codes of positions 0 .. n-1)) / temperature``. Code dimension 2j of position l is
     ``sin(l / 10000^(2j / d_pe))``, dimension 2j + 1 the cosine; positions count from 0, as released for VSE-infinity,
-    where the papers leave it open. The two directions of the GRU are averaged.
+    which the papers do not specify. The two directions of the GRU are averaged.
 
     Args:
         d_pe: dimension of the position codes, even.
@@ -32,6 +32,10 @@ class GPO(nn.Module):
 
     Raises:
         ValueError: options out of range.
+
+    Example:
+        >>> GPO()(torch.ones(1, 3, 2), torch.tensor([[True, True, False]])).tolist()
+        [[1.0, 1.0]]
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class GPO(nn.Module):
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
         """Pool the valid positions of every row.
 
-        What stands at the other positions, NaN and inf included, reaches neither result nor gradients.
+        Values at other positions, NaN and inf included, affect neither the result nor gradients.
 
         Args:
             features: floating point [B, L, C].
@@ -90,7 +94,7 @@ class GPO(nn.Module):
             raise ValueError(f"features hold no row: {tuple(features.shape)}")
         lengths, first, last = _extent(mask)
         with torch.autocast(features.device.type, enabled=False):
-            # columns that no row uses are cut first: the sort is what costs
+            # cut columns that no row uses first: the sort is the expensive part
             mask = mask[:, None, first:last]
             values = raise_precision(features[:, first:last])
             distinct, row = lengths.unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""The image side over region features: projection, context stage, pooling (VSE-infinity, CAMERA, VSRN; METHODS 6, 7, 9).
+"""The image tower over region features: projection, context stage, pooling (VSE-infinity, CAMERA, VSRN).
 
 Shapes: B batch, L regions, R their channels, D joint dimension, V views.
 """
@@ -22,7 +22,7 @@ Pooling = Literal["gpo", "mean", "max", "views", "gru"]
 
 
 class Encoded(NamedTuple):
-    """One side of a batch: features before the context stage, after it, their mask, and the pooled feature."""
+    """Features of one tower: tokens before and after the context stage, their mask, and the pooled feature."""
 
     locals: Tensor  # [B, L, ·]
     tokens: Tensor  # [B, L, ·]
@@ -77,7 +77,7 @@ class RegionEncoder(nn.Module):
         self.norm = nn.BatchNorm1d(embed_dim) if batch_norm else None
 
     def forward(self, image: Mapping[str, Tensor]) -> Encoded:
-        """``features`` [B, L, R], bool ``mask`` [B, L] with a region at least in each row, ``boxes`` [B, L, 4] (fractions)
+        """``features`` [B, L, R], bool ``mask`` [B, L] with at least one region in each row, ``boxes`` [B, L, 4] (fractions)
         and ``aspect`` [B] where there are any."""
         features, mask = image["features"].to(self.fc.weight.dtype), image["mask"]
         features = torch.where(mask[..., None], features, 0)

@@ -1,4 +1,4 @@
-"""Regions + BERT or BiGRU: the setup that the papers train (METHODS 6, 7, 9), under the same contract as CLIP.
+"""Region features with BERT or a BiGRU, the papers' setup, with the same inputs and outputs as CLIP models.
 
 Shapes: B batch, L regions, R their channels, T text positions, D joint dimension, V views.
 """
@@ -32,28 +32,28 @@ from coder_plugin.errors import CoderError
 from coder_plugin.functional.masked_sets import without_start
 from coder_plugin.functional.similarity import unit
 
-#: Where :meth:`RegionText.save_config` puts a BERT's configuration and tokenizer.
+#: The folder in which :meth:`RegionText.save_config` writes BERT's configuration and tokenizer.
 TEXT_FOLDER = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything that shapes a region model; ``--model-kwargs`` sets them by name.
+    """The options of a region model; ``--model-kwargs`` sets them by name.
 
     Args:
-        region_dim: R; the trainer reads it off the data. embed_dim: D.
-        mlp: the residual perceptron beside the regions' projection. context: of the regions: none, camera or vsrn.
+        region_dim: R; the trainer reads it from the data. embed_dim: D.
+        mlp: add a two-layer perceptron to the regions' projection. context: stage over the regions: none, camera or vsrn.
         image_pooling: gpo, mean, max, views (CAMERA's) or gru (VSRN's). views: V. heads: of the attentions.
         batch_norm: VSRN's variant for Flickr30K.
         encoder: bert or bigru. text: a transformers encoder's hub name or folder. pretrained_text: its weights, not only
-            its shape. frozen_text: it is never trained.
+            its shape. frozen_text: do not train it.
         text_context: none or camera. text_pooling: gpo, mean, max, or last (BiGRU's own).
         vocabulary: of the BiGRU: a file, or the words; the trainer makes one from the training captions.
         word_dim, text_layers, bidirectional: the BiGRU's. word_projection: it reads words that a linear layer has brought to
             embed_dim, and these are the locals (SelfAlign's released VSRN); else the word vectors themselves.
         context_length: token positions, start and end among them.
         global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none is read. The
-            trainer reads it off the data for an objective with such a head.
+            trainer reads it from the data for a loss with such a head.
     """
 
     region_dim: int = 2048
@@ -158,8 +158,8 @@ class RegionText(Backbone):
             )
         if self.options.context == "camera" and "boxes" not in image:
             raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: take --model-kwargs context=none")
-        found = self.visual(image)
-        more = {} if found.scores is None else {"image_views": found.scores}
+        encoded = self.visual(image)
+        more = {} if encoded.scores is None else {"image_views": encoded.scores}
         if self.options.global_dim:
             if "global" not in image:
                 raise CoderError(
@@ -167,7 +167,7 @@ class RegionText(Backbone):
                     "without"
                 )
             more["image_global"] = image["global"]
-        return {**_keys("image", found), **more}
+        return {**_keys("image", encoded), **more}
 
     def text_side(self, text: Tensor) -> dict[str, Tensor]:
         keys = _keys("text", self.text(text))
@@ -182,10 +182,10 @@ class RegionText(Backbone):
         return self.text.word_embedding()
 
     def tokenizer(self, *, word_dropout: float = 0.0) -> Tokenizer:
-        made: dict[str, Any] = {"context_length": self.options.context_length, "word_dropout": word_dropout}
+        options: dict[str, Any] = {"context_length": self.options.context_length, "word_dropout": word_dropout}
         if isinstance(self._tokenizer, SubwordTokenizer):
-            return SubwordTokenizer(self._tokenizer.tokenizer, **made)
-        return WordTokenizer(list(self._tokenizer.ids), **made)
+            return SubwordTokenizer(self._tokenizer.tokenizer, **options)
+        return WordTokenizer(list(self._tokenizer.ids), **options)
 
     def transform(self, *, max_regions: int = 36, region_dropout: float = 0.0) -> RegionTransform:
         options = self.options
@@ -212,13 +212,13 @@ class RegionText(Backbone):
         return {"backbone": self.name, "options": {**asdict(self.options), **vocabulary}}
 
     def save_config(self, folder: Path) -> Path:
-        made = self.config()
+        config = self.config()
         if isinstance(self.text, BertText):
             self.text.transformer.config.save_pretrained(folder / TEXT_FOLDER)
             self._tokenizer.tokenizer.save_pretrained(folder / TEXT_FOLDER)
-            made["options"].update(text=TEXT_FOLDER, pretrained_text=False)
+            config["options"].update(text=TEXT_FOLDER, pretrained_text=False)
         path = folder / CONFIG
-        path.write_text(json.dumps(made, indent=1))
+        path.write_text(json.dumps(config, indent=1))
         return path
 
     def lock_image_tower(self, unlocked_groups: int = 0, **_: Any) -> None:
@@ -253,15 +253,15 @@ class RegionText(Backbone):
                 transformer.gradient_checkpointing_disable()
 
 
-def _keys(side: str, found: Encoded) -> dict[str, Tensor]:
+def _keys(side: str, encoded: Encoded) -> dict[str, Tensor]:
     return {
-        f"{side}_features": unit(found.pooled),
-        f"{side}_pooled": found.pooled.mean(1) if found.pooled.ndim == 3 else found.pooled,
-        f"{side}_locals": found.locals,
-        f"{side}_tokens": found.tokens,
-        f"{side}_contexts": found.tokens,
-        f"{side}_mask": found.mask,
-        f"{side}_context_mask": found.mask,
+        f"{side}_features": unit(encoded.pooled),
+        f"{side}_pooled": encoded.pooled.mean(1) if encoded.pooled.ndim == 3 else encoded.pooled,
+        f"{side}_locals": encoded.locals,
+        f"{side}_tokens": encoded.tokens,
+        f"{side}_contexts": encoded.tokens,
+        f"{side}_mask": encoded.mask,
+        f"{side}_context_mask": encoded.mask,
     }
 
 
@@ -298,14 +298,15 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
 
 @dataclass(frozen=True)
 class Preset:
-    """An entry point: region models of these options, and what the trainer does with them where nothing else is said.
+    """An entry point: region models with preset options, and the defaults of their training options.
 
-    ``preset(**options)`` is a :class:`RegionText` of the preset's options and these over them. Besides :class:`Options`':
+    ``preset(**options)`` is a :class:`RegionText`; the given options override the preset's. Options besides those of
+    :class:`Options`:
 
     Args:
         cache_dir: where transformers keeps downloads.
-        example: an image of the data: where ``region_dim`` is not given, its regions' channels.
-        captions: the data's captions: where a BiGRU is given no ``vocabulary``, their words.
+        example: an image of the data; the default of ``region_dim`` is its number of channels.
+        captions: returns the data's captions; the default ``vocabulary`` of a BiGRU is built from them.
 
     Raises:
         CoderError: an unknown option, or one out of range.
@@ -323,29 +324,29 @@ class Preset:
         captions: Callable[[], Iterable[str]] | None = None,
         **options: Any,
     ) -> RegionText:
-        known = [field.name for field in fields(Options)]
-        unknown = sorted(options.keys() - set(known))
+        allowed = [field.name for field in fields(Options)]
+        unknown = sorted(options.keys() - set(allowed))
         if unknown:
-            raise CoderError(f"{self.name} has no option {', '.join(unknown)}; it has: {', '.join(known)}")
-        for key in ("context", "text_context"):  # the command line reads the word as None
+            raise CoderError(f"{self.name} has no option {', '.join(unknown)}; it has: {', '.join(allowed)}")
+        for key in ("context", "text_context"):  # the command line parses "none" as None
             if key in options and options[key] is None:
                 options[key] = "none"
-        given = {**self.options, **options}
+        merged = {**self.options, **options}
         if isinstance(example, Regions):
-            given.setdefault("region_dim", example.features.shape[1])
-        if captions is not None and given.get("encoder") == "bigru" and given.get("vocabulary") is None:
-            given["vocabulary"] = build_vocabulary(captions())
+            merged.setdefault("region_dim", example.features.shape[1])
+        if captions is not None and merged.get("encoder") == "bigru" and merged.get("vocabulary") is None:
+            merged["vocabulary"] = build_vocabulary(captions())
         try:
-            return RegionText(Options(**given), name=self.name, cache_dir=cache_dir)
+            return RegionText(Options(**merged), name=self.name, cache_dir=cache_dir)
         except (ValueError, TypeError) as error:
             raise CoderError(f"{self.name}: {error}") from error
 
 
-#: VSE-infinity's augmentation and its rate for BERT (METHODS 6); CAMERA and VSRN have none.
+#: VSE-infinity's augmentation and learning-rate factor for BERT; CAMERA and VSRN have no augmentation.
 _VSE_INFINITY = {"region_dropout": 0.2, "word_dropout": 0.2}
 _BERT = {"text_lr_scale": 0.1}
 
-#: VSE-infinity's encoders with either text side, which CODER stands on (METHODS 6).
+#: VSE-infinity's encoders with either text encoder, on which CODER is built.
 region_bert = Preset("region-bert", {}, {**_VSE_INFINITY, **_BERT})
 region_bigru = Preset("region-bigru", {"encoder": "bigru"}, _VSE_INFINITY)
 #: CAMERA (ACM MM 2020): frozen BERT, 32 tokens, 64 heads, 12 views, D 2048.

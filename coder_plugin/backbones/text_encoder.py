@@ -1,6 +1,6 @@
-"""The text side of the region models: a BERT-like encoder or a BiGRU, context stage, pooling (METHODS 6, 9).
+"""The text tower of the region models: a BERT-like encoder or a BiGRU, context stage, pooling (VSE-infinity, CAMERA, VSRN).
 
-Shapes: B batch, T token positions, D joint dimension, E the words' own.
+Shapes: B batch, T token positions, D joint dimension, E channels of the word embeddings.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TextPooling = Literal["gpo", "mean", "max", "last"]
 
 
 class TextEncoder(nn.Module):
-    """Token ids -> tokens and a pooled feature; what both encoders share: trimming, padding, pooling.
+    """Base of both text encoders: token ids -> tokens and a pooled feature.
 
-    Padding that no text of the batch needs is cut before the encoder runs. ``last`` is the recurrent encoder's own
-    pooling: the state after the last word, of both directions averaged.
+    Common padding of a batch is cut before the encoder runs. Pooling ``last`` is the recurrent encoder's state after the last
+    word, the mean of both directions.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class TextEncoder(nn.Module):
 
     @property
     def reads_forward(self) -> bool:
-        """Whether a word's state knows nothing of what follows: a text's start then is the same in every text."""
+        """Whether a word's state depends only on earlier words; a text's start is then the same in every text."""
         return False
 
     def word_embedding(self) -> nn.Module:
-        """The layer that looks words up."""
+        """The layer that looks up word embeddings."""
         raise NotImplementedError
 
     def forward(self, text: Tensor) -> Encoded:
@@ -63,10 +63,12 @@ class TextEncoder(nn.Module):
         return Encoded(words, tokens, mask, pooled)
 
     def mask(self, text: Tensor) -> Tensor:
-        """Bool [B, T], True up to a text's last token that is no padding: its start in any case, and a padding token that
-        word dropout has drawn."""
-        places = torch.arange(text.shape[1], device=text.device)
-        return places <= torch.where(text != self.pad, places, 0).amax(1, keepdim=True)
+        """Ids [B, T] -> bool [B, T], True up to a text's last token that is not padding, and always at its start.
+
+        A padding token that word dropout has inserted before the end counts.
+        """
+        positions = torch.arange(text.shape[1], device=text.device)
+        return positions <= torch.where(text != self.pad, positions, 0).amax(1, keepdim=True)
 
 
 class BertText(TextEncoder):
@@ -91,13 +93,13 @@ class BertText(TextEncoder):
         if pooling == "last":
             raise ValueError("text pooling 'last' is a recurrent encoder's: take gpo, mean or max with BERT")
         self.transformer = transformer
-        #: Set by whoever locks all of the transformer. A momentum copy, without gradient too, may be in training mode.
+        #: Set when the whole transformer is locked. A momentum copy has no gradients either, but may be in training mode.
         self.frozen = False
         self.proj = nn.Linear(transformer.config.hidden_size, embed_dim)
 
     def train(self, mode: bool = True) -> BertText:
         super().train(mode)
-        if self.frozen:  # it computes what it will in evaluation: no dropout
+        if self.frozen:  # no dropout: features as in evaluation
             self.transformer.eval()
         return self
 
@@ -170,7 +172,7 @@ class _CameraText(nn.Module):
 
 
 def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | None = None) -> tuple[Any, Any]:
-    """A transformers encoder and its tokenizer, by hub name or folder; without ``pretrained`` its shape, fresh weights.
+    """A transformers encoder and its tokenizer, by hub name or folder; without ``pretrained`` with random weights.
 
     Raises:
         CoderError: neither a folder nor a name that can be loaded here.
@@ -179,14 +181,14 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
     from transformers.utils import logging as hf_logging
 
     shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # one of its own for each rank
+    hf_logging.disable_progress_bar()  # each rank would show its own
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
         if pretrained:
             model = AutoModel.from_pretrained(name, cache_dir=cache_dir)
         else:
             model = AutoModel.from_config(AutoConfig.from_pretrained(name, cache_dir=cache_dir))
-    except Exception as error:  # what the hub, transformers and their readers raise has no end
+    except Exception as error:  # the hub and transformers raise many types
         raise CoderError(
             f"text encoder {name!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}; "
             "give a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
@@ -195,5 +197,5 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
         if shown:
             hf_logging.enable_progress_bar()
     if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # nothing reads it, and DDP refuses parameters without gradient
-    return model.float(), tokenizer  # a file of half precision would be trained in it
+        model.pooler = None  # unused, and DDP refuses parameters without gradient
+    return model.float(), tokenizer  # train in float32 whatever the file's precision

@@ -1,6 +1,6 @@
 """From captions to token ids for the region models: any transformers tokenizer, or words of a vocabulary.
 
-In training words are dropped as VSE-infinity does (METHODS 6): of the chosen ones half become the mask token, a tenth a
+In training words are dropped as VSE-infinity does: of the chosen ones half become the mask token, a tenth a
 random token, the rest are deleted. A word is masked or deleted with all its pieces; an empty text stays possible.
 """
 

@@ -1,4 +1,4 @@
-"""Coupled first-in first-out banks of momentum keys (CODER section 3.2.3; METHODS 3).
+"""Coupled first-in first-out banks of momentum keys (CODER section 3.2.3, docs/equations.md#m-dcl).
 
 Shapes: N keys of the global batch, Q bank entries, n anchors, D dimensions.
 """
@@ -16,13 +16,24 @@ BankDtype = Literal["float32", "float16", "bfloat16"]
 
 
 class CoupledBank(nn.Module):
-    """The last Q image and text keys with their image ids, in one ring; everything is a persistent buffer.
+    """The last Q image and text keys with their image ids, in a ring buffer. All state is persistent buffers.
 
-    ``image`` and ``text`` [Q, D] in the storage dtype, ``ids`` [Q] int64, ``pointer`` (where the next key goes) and
-    ``count`` (filled entries), both 0-d int64, and the running moments of either bank.
+    ``image`` and ``text`` [Q, D] in the storage dtype; ``ids`` int64 [Q]; 0-d int64 ``pointer``, the position of the next key,
+    and ``count``, the number of filled entries; and the running moments of both banks.
 
     Args:
-        size: Q, >= 1. dim: D. dtype: storage; keys are compared in float32 after rounding to it.
+        size: Q, >= 1.
+        dim: D.
+        dtype: storage of the keys, ``float32``, ``float16`` or ``bfloat16``.
+
+    Raises:
+        ValueError: another dtype, or a size below 1.
+
+    Example:
+        >>> bank = CoupledBank(2, 3)
+        >>> bank.enqueue(torch.eye(3), torch.eye(3), torch.tensor([5, 6, 7]))
+        >>> bank.ids.tolist(), bank.valid.tolist()
+        ([7, 6], [True, True])
     """
 
     image: Tensor
@@ -54,12 +65,12 @@ class CoupledBank(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:
-        """Write keys [N, D] and ids [N] over the oldest entries; of more than Q keys the last Q stay.
+        """Overwrite the oldest entries with keys [N, D] and ids int64 [N]; of more than Q keys the last Q stay.
 
         Call it with the same rows in the same order on every rank.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: wrong shapes.
         """
         n, dim = len(ids), self.image.shape[1]
         if image_keys.shape != (n, dim) or text_keys.shape != (n, dim) or ids.ndim != 1:
@@ -68,22 +79,22 @@ class CoupledBank(nn.Module):
                 f"{tuple(text_keys.shape)}"
             )
         dropped = max(0, n - self.size)
-        places = (self.pointer + torch.arange(dropped, n, device=self.pointer.device)) % self.size
-        evicted = (places < self.count).to(torch.float64)
-        turned = int(self.pointer) + n >= self.size
+        positions = (self.pointer + torch.arange(dropped, n, device=self.pointer.device)) % self.size
+        evicted = (positions < self.count).to(torch.float64)
+        wrapped = int(self.pointer) + n >= self.size
         for bank, moments, keys in (
             (self.image, self.image_moments, image_keys),
             (self.text, self.text_moments, text_keys),
         ):
             keys = keys[dropped:].detach().to(bank.dtype)
-            if not turned:
-                moments.add(bank[places], -evicted.to(moments.first.dtype))
+            if not wrapped:
+                moments.add(bank[positions], -evicted.to(moments.first.dtype))
                 moments.add(keys)
-            bank[places] = keys
-        self.ids[places] = ids[dropped:]
+            bank[positions] = keys
+        self.ids[positions] = ids[dropped:]
         self.pointer.copy_((self.pointer + n) % self.size)
         self.count.copy_((self.count + n).clamp(max=self.size))
-        if turned:  # once per turnover
+        if wrapped:  # once per turn of the ring
             self.image_moments.rebuild(self.image[self.valid])
             self.text_moments.rebuild(self.text[self.valid])
 
@@ -97,12 +108,14 @@ class CoupledBank(nn.Module):
     ) -> Tensor:
         """Population variance of each anchor's similarities to its negatives: current keys and bank entries.
 
-        Nothing of size n x Q is formed.
+        No tensor of size n x Q is formed.
 
         Args:
-            modality: whose bank. anchors: of the other modality [n, D].
-            keys: current keys of this modality [k, D]. negatives: which of them are whose negatives, bool [n, k].
-            anchor_ids: [n]; entries of an anchor's own image are left out. None: none is left out.
+            modality: the modality of the keys and the bank.
+            anchors: features of the other modality [n, D].
+            keys: current keys [k, D].
+            negatives: bool [n, k], which keys are negatives of which anchor.
+            anchor_ids: image ids [n]; entries of an anchor's own image are left out. None: all entries count.
 
         Returns:
             [n], >= 0, in the dtype of the moments (float64).
@@ -114,7 +127,7 @@ class CoupledBank(nn.Module):
         count = self.count.to(number)
 
         def distances(rows: Tensor, counted: Tensor) -> Tensor:
-            """Similarities [n, m] relative to the pivot's, 0 where not counted."""
+            """Similarities [n, m] minus that of the pivot, 0 where not counted."""
             centred = rows.to(number) - moments.pivot
             return torch.where(counted, anchors.to(number) @ centred.T, 0)
 
@@ -122,16 +135,16 @@ class CoupledBank(nn.Module):
         first, second = first + current.sum(1), second + current.square().sum(1)
         count = count + negatives.sum(1)
         if anchor_ids is not None:
-            entries = self._entries_of(anchor_ids)
+            entries = self._entries_with(anchor_ids)
             same = anchor_ids[:, None] == self.ids[entries][None, :]
-            own = distances(bank[entries], same)
-            first, second = first - own.sum(1), second - own.square().sum(1)
+            excluded = distances(bank[entries], same)
+            first, second = first - excluded.sum(1), second - excluded.square().sum(1)
             count = count - same.sum(1)
         count = count.clamp(min=1)
         return (second / count - (first / count).square()).clamp(min=0)
 
-    def _entries_of(self, ids: Tensor) -> Tensor:
+    def _entries_with(self, ids: Tensor) -> Tensor:
         """Indices of the filled entries whose image is among ``ids`` [n]."""
         ordered = ids.sort().values
-        place = torch.searchsorted(ordered, self.ids).clamp(max=len(ordered) - 1)
-        return ((ordered[place] == self.ids) & self.valid).nonzero().squeeze(1)
+        position = torch.searchsorted(ordered, self.ids).clamp(max=len(ordered) - 1)
+        return ((ordered[position] == self.ids) & self.valid).nonzero().squeeze(1)

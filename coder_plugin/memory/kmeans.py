@@ -1,4 +1,4 @@
-"""Online spherical k-means whose ids last: the prototypes of image-text pairs (CODER eq. 7; METHODS 5).
+"""Online spherical k-means with stable ids: the prototypes of image-text pairs (CODER eq. 7, docs/equations.md#pgc).
 
 Shapes: n samples of the global batch, m samples of a whole set, K clusters, D dimensions.
 """
@@ -14,30 +14,37 @@ from torch.nn.functional import normalize
 
 from coder_plugin import distributed
 
-#: Pairs of an old and a new centre that :meth:`OnlineKMeans.recluster` holds at once while it matches them.
+#: Number of pairs of an old and a new centre that :meth:`OnlineKMeans.recluster` holds at once while it matches them.
 _PAIRS = 2**22
-#: Similarities that :meth:`OnlineKMeans.assign` holds at once: 256 MiB in float32.
+#: Number of similarities that :meth:`OnlineKMeans.assign` holds at once: 256 MiB in float32.
 _SIMILARITIES = 2**26
 
 
 class OnlineKMeans(nn.Module):
-    """K unit centres that follow the samples they are shown, mini-batch by mini-batch.
+    """K unit centres that are updated batch by batch.
 
-    The first K samples become the centres, in order. From then on a batch moves each centre that it chose to
-    ``normalise(count * centre + sum of its samples)`` and adds their number to its count. A centre that none of the
-    last ``patience * K`` samples chose is reseeded from the batch at hand; **its id then names a new cluster**, and
-    whatever was learnt for the id, such as a classifier's row, has to follow. Ids do not change otherwise.
+    The first K samples become the centres, in order. After that a batch moves each centre with samples to
+    ``normalise(count * centre + sum of its samples)`` and adds their number to its count. A centre that none of the last
+    ``patience * K`` samples chose is reseeded from the current batch; **its id then names a new cluster**, which whatever was
+    learnt for the id, such as a classifier's row, has to relearn. Otherwise ids do not change.
 
-    Everything is a persistent buffer: ``centres`` float32 [K, D], zero where not yet filled; ``counts`` [K]; and
-    ``last_seen`` [K], the value of ``seen`` after the batch that last chose the centre; 0-d: ``seen`` samples, ``filled``
-    centres, ``reseeded`` so far. All but the centres are int64.
+    All state is persistent buffers: ``centres`` float32 [K, D], zero where not yet filled; ``counts`` [K]; ``last_seen`` [K],
+    the value of ``seen`` after the batch that last chose the centre; 0-d ``seen``, ``filled`` and ``reseeded``, numbers of
+    samples, filled centres and reseeded centres. All but the centres are int64.
 
     Args:
-        clusters: K, >= 1. dim: D, >= 1.
-        patience: >= 1; how long an unused centre lives, in samples per cluster.
+        clusters: K, >= 1.
+        dim: D, >= 1.
+        patience: lifetime of an unused centre, in samples per cluster, >= 1.
 
     Raises:
         ValueError: arguments out of range.
+
+    Example:
+        >>> kmeans = OnlineKMeans(2, 2)
+        >>> kmeans.update(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1]]))
+        >>> kmeans.assign(torch.tensor([[0.8, 0.1], [0.0, 2.0]])).tolist(), kmeans.counts.tolist()
+        ([0, 1], [2, 1])
     """
 
     centres: Tensor
@@ -62,18 +69,19 @@ class OnlineKMeans(nn.Module):
 
     @property
     def ready(self) -> Tensor:
-        """Bool, 0-d: all centres are filled. Asking does not wait for the device."""
+        """Bool, 0-d: whether all centres are filled. Does not synchronise with the device."""
         return self.filled == self.clusters
 
     def is_ready(self) -> bool:
+        """Whether all centres are filled, as a Python bool."""
         return bool(self.ready)
 
     @torch.no_grad()
     def assign(self, samples: Tensor) -> Tensor:
-        """The filled centre of the highest cosine to each of ``samples`` [n, D] -> int64 [n]; ties to the lowest id.
+        """The filled centre with the highest cosine to each sample: [n, D] -> int64 [n]; ties go to the lowest id.
 
-        In float32, also under autocast, with at most 256 MiB of similarities at a time. Where no centre is filled yet the
-        answer is 0. Samples are not searched for non-finite values, :meth:`update` does that.
+        Computed in float32, also under autocast, with at most 256 MiB of similarities at a time. 0 while no centre is filled.
+        Non-finite samples are not detected here but in :meth:`update`.
 
         Raises:
             ValueError: a shape other than [n, D].
@@ -90,24 +98,24 @@ class OnlineKMeans(nn.Module):
 
     @torch.no_grad()
     def update(self, samples: Tensor, labels: Tensor | None = None) -> None:
-        """Fill, move and reseed centres with one batch; rows that are all zero are left out and not counted.
+        """Fill, move and reseed centres with one batch. Rows that are all zero are left out and not counted.
 
-        Call it on every rank with the same rows in the same order. Rank 0's labels and the rows it arrives at, at most
-        two a sample, then replace the others': sums and argmax need not agree to the last bit between devices. Integers
-        follow from the labels and need no exchange.
+        Call it on every rank with the same rows in the same order. Rank 0's labels, and the centres it computes, at most two
+        per sample, then replace those of the other ranks, because sums and argmax may differ in the last bit between
+        devices. The integer state follows from the labels.
 
-        A batch that completes the filling assigns the rest of its samples itself, because labels from before it know
-        only some of the centres. Centres to reseed are taken longest unused first, and get the samples of the lowest
-        cosine to the centres that they chose, as these were before the update, one each.
+        The batch that fills the last centre assigns the rest of its samples anew, because its labels could only name the
+        centres that were filled before. Centres are reseeded longest unused first, each with one of the samples that had the
+        lowest cosines to their centres before the update.
 
         Args:
             samples: [n, D], any floating point type and norm.
-            labels: integers [n], what :meth:`assign` said of the samples; None asks it now.
+            labels: integers [n], the result of :meth:`assign` for the samples; None: computed here.
 
         Raises:
-            ValueError: non-finite samples, shapes that do not fit, labels that name no filled centre. Nothing is written.
+            ValueError: non-finite samples, wrong shapes, labels that name no filled centre. Nothing is written then.
         """
-        given = labels is not None
+        has_labels = labels is not None
         samples, norms = self._unit(samples)
         if labels is None:
             labels = torch.zeros(len(samples), dtype=torch.int64, device=samples.device)
@@ -116,14 +124,14 @@ class OnlineKMeans(nn.Module):
         if not len(samples):
             return
         labels = labels.to(torch.int64, copy=True).contiguous()
-        if given:
+        if has_labels:
             distributed.broadcast(labels)
         # one transfer, and on one process the only synchronisation
-        bad = ~norms.isfinite()
-        facts = torch.stack((self.filled, bad.sum(), (norms == 0).sum(), labels.amin(), labels.amax()))
-        filled, broken, zeros, lowest, highest = facts.tolist()
-        if broken:
-            raise ValueError(f"{broken} of {len(samples)} samples are not finite; no centre was changed")
+        invalid = ~norms.isfinite()
+        checks = torch.stack((self.filled, invalid.sum(), (norms == 0).sum(), labels.amin(), labels.amax()))
+        filled, non_finite, zeros, lowest, highest = checks.tolist()
+        if non_finite:
+            raise ValueError(f"{non_finite} of {len(samples)} samples are not finite; no centre was changed")
         if lowest < 0 or highest >= max(1, filled):
             raise ValueError(f"labels must lie in [0, {filled}), the filled centres, got {lowest} to {highest}")
         if zeros:
@@ -138,7 +146,7 @@ class OnlineKMeans(nn.Module):
         self.filled += new
         samples, labels = samples[new:], labels[new:]
         if len(samples):
-            if new or not given:
+            if new or not has_labels:
                 labels = self.assign(samples)
                 distributed.broadcast(labels)
             touched += [labels, self._move_and_reseed(samples, labels)]
@@ -146,12 +154,12 @@ class OnlineKMeans(nn.Module):
             ids = torch.cat(touched)
             rows = self.centres[ids]
             distributed.broadcast(rows)
-            self.centres[ids] = rows  # an id that occurs twice has equal rows
+            self.centres[ids] = rows  # duplicate ids have equal rows
 
     def _move_and_reseed(self, samples: Tensor, labels: Tensor) -> Tensor:
-        """Unit samples [n, D] move the centres that they chose -> ids of those that may have been reseeded [<= n].
+        """Unit samples [n, D] move the centres that they chose. Returns the ids that may have been reseeded, [n] at most.
 
-        Of fixed shapes, so that nothing waits for the device, and no K x D tensor is formed.
+        All shapes are fixed, so nothing synchronises with the device, and no K x D tensor is formed.
         """
         n = len(samples)
         old = self.centres[labels]
@@ -176,11 +184,11 @@ class OnlineKMeans(nn.Module):
 
     @torch.no_grad()
     def recluster(self, samples: Tensor, *, iterations: int = 10, seed: int = 0) -> None:
-        """Cluster a whole set anew (faiss, on rank 0's CPU), from the filled centres on and keeping their ids.
+        """Cluster a whole set anew (FAISS, on rank 0's CPU), starting from the filled centres and keeping their ids.
 
-        Old and new centres are matched one to one, the most similar pairs first; ids without an old centre go to the
-        new ones that are left. Counts are those of the final assignment, and every centre's patience starts again. Zero
-        rows are left out. Other ranks get the result: call it on all of them, with the same samples.
+        Old and new centres are matched one to one, most similar pairs first; ids without an old centre get the remaining new
+        ones. Counts are those of the final assignment, and every centre counts as just used. Zero rows are left out. Call it
+        on all ranks with the same samples; they all get rank 0's result.
 
         Args:
             samples: [m, D], m >= K. iterations: of k-means, >= 1. seed: of faiss's random choices.
@@ -201,7 +209,7 @@ class OnlineKMeans(nn.Module):
         if distributed.rank() == 0:
             try:
                 self._recluster(samples, iterations, seed)
-            except Exception as error:  # the others wait: they must learn of it
+            except Exception as error:  # the other ranks wait and must fail too
                 failure = error
         if distributed.any_rank(failure is not None, samples.device):
             raise failure or RuntimeError("re-clustering failed on rank 0; its own error says why")
@@ -243,10 +251,10 @@ class OnlineKMeans(nn.Module):
 
 
 def _match(old: np.ndarray, new: np.ndarray, *, neighbours: int = 32) -> np.ndarray:
-    """The id of every row of ``new`` [K, D]: that of its row of ``old`` [F, D], F <= K; leftovers get F .. K-1 in order.
+    """The id of every row of ``new`` [K, D]: its match in ``old`` [F, D], F <= K; the others get F .. K-1 in order.
 
-    Greedy over the most similar pairs first, among each old row's nearest new ones; old rows that lose all of theirs
-    search again among those left. So no K x K matrix is held.
+    Greedy, most similar pairs first, among each old row's nearest new rows. Old rows that lose all of these search again
+    among the remaining ones, so no K x K matrix is needed.
     """
     import faiss
 
@@ -257,7 +265,7 @@ def _match(old: np.ndarray, new: np.ndarray, *, neighbours: int = 32) -> np.ndar
         index = faiss.IndexFlatIP(new.shape[1])
         index.add(new[free])
         similarity, nearest = index.search(old[waiting], min(neighbours, len(free)))
-        neighbours = max(neighbours, min(2 * neighbours, _PAIRS // len(waiting)))  # few rounds where many want the same
+        neighbours = max(neighbours, min(2 * neighbours, _PAIRS // len(waiting)))
         lost = np.ones(len(waiting), dtype=bool)
         for pair in np.argsort(-similarity, axis=None, kind="stable").tolist():
             row, column = divmod(pair, similarity.shape[1])

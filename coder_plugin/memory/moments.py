@@ -1,10 +1,12 @@
-"""Running moments of a bank: the spread of similarities to all its entries without forming one of them (METHODS 1).
+"""Running moments of a bank: the variance of similarities to all entries, without forming the similarities.
+
+CODER eq. 3-5, docs/equations.md#diversity.
 
 Shapes: n anchors, m rows, D dimensions.
 
 For rows b_q and an anchor v, sum_q (v b_q - v p)^2 = v^T M v with M = sum_q (b_q - p)(b_q - p)^T about any pivot p: n D^2
-multiplications instead of n Q D. About a pivot near the mean no large numbers cancel, and M is kept in float64, because a
-spread of 1e-3 along one direction may have to be told from 0.3 along the others.
+multiplications instead of n Q D. With a pivot near the mean no large numbers cancel. M is kept in float64, because a
+standard deviation of 1e-3 along one direction must be accurate beside 0.3 along others.
 """
 
 from __future__ import annotations
@@ -19,14 +21,24 @@ _CHUNK = 4096
 
 
 class Sums(NamedTuple):
-    """For each anchor [n]: sum and sum of squares of all rows' similarities to it, relative to the pivot's."""
+    """For each anchor [n], over all rows: sum and sum of squares of ``anchor . row - anchor . pivot``."""
 
     first: Tensor
     second: Tensor
 
 
 class Moments(nn.Module):
-    """Sum and second moment of a changing set of rows about a pivot, as float64 buffers."""
+    """Sum [D] and second moment [D, D] of a changing set of rows about a pivot [D], as float64 buffers.
+
+    Args:
+        dim: D.
+
+    Example:
+        >>> moments = Moments(2)
+        >>> moments.add(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> moments.sums(torch.tensor([[2.0, 1.0]]))
+        Sums(first=tensor([3.], dtype=torch.float64), second=tensor([5.], dtype=torch.float64))
+    """
 
     pivot: Tensor
     first: Tensor
@@ -40,7 +52,7 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def add(self, rows: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Count rows [m, D] in, or with weight -1 out; ``weight`` may also be one number a row [m]."""
+        """Add rows [m, D]; with weight -1 remove them. ``weight`` may be a number or one number per row [m]."""
         centred = rows.to(self.pivot.dtype) - self.pivot
         weighted = centred * (weight[:, None] if isinstance(weight, Tensor) else weight)
         self.first += weighted.sum(0)
@@ -48,7 +60,7 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def rebuild(self, rows: Tensor) -> None:
-        """Start again from all rows [m, D], about their mean: ends the drift of pivot and rounding."""
+        """Recompute from all rows [m, D] about their mean, which removes accumulated rounding errors."""
         self.pivot.copy_(rows.to(self.pivot.dtype).mean(0) if len(rows) else torch.zeros_like(self.pivot))
         self.first.zero_()
         self.second.zero_()
@@ -56,19 +68,19 @@ class Moments(nn.Module):
             self.add(rows[start : start + _CHUNK])
 
     def sums(self, anchors: Tensor) -> Sums:
-        """Over all rows counted in, for anchors [n, D]."""
+        """Sums over all added rows, for anchors [n, D]."""
         anchors = anchors.to(self.pivot.dtype)  # autocast leaves float64 alone
         return Sums(anchors @ self.first, ((anchors @ self.second) * anchors).sum(1))
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Moments:
-        """Keep float64 where a model is moved to a narrower dtype; Apple's GPUs have none, so float32 there."""
-        kept = {name: buffer for name, buffer in self.named_buffers()}
-        number = torch.float32 if fn(torch.zeros(1)).device.type == "mps" else torch.float64
-        for name, buffer in kept.items():
-            self._buffers[name] = buffer.to(number)
+        """Keep float64 when a model is cast to a smaller dtype; float32 on Apple's GPUs, which have no float64."""
+        saved = {name: buffer for name, buffer in self.named_buffers()}
+        dtype = torch.float32 if fn(torch.zeros(1)).device.type == "mps" else torch.float64
+        for name, buffer in saved.items():
+            self._buffers[name] = buffer.to(dtype)
         super()._apply(fn, recurse)
-        for name, buffer in kept.items():
+        for name, buffer in saved.items():
             moved = self._buffers[name]
-            if moved is not None and moved.dtype != number:
-                self._buffers[name] = buffer.to(moved.device, number)
+            if moved is not None and moved.dtype != dtype:
+                self._buffers[name] = buffer.to(moved.device, dtype)
         return self

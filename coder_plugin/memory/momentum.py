@@ -1,4 +1,4 @@
-"""A momentum copy of a model's towers and aggregators (He et al. 2020; CODER section 3.2.3; METHODS 3)."""
+"""Momentum copy of a model's towers and aggregators (He et al., CVPR 2020; CODER section 3.2.3, docs/equations.md#m-dcl)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ Mode = Literal["eval", "train"]
 
 
 class MomentumCopy(nn.Module):
-    """The model without its heads, following it: trained parameters are averaged, all else is copied.
+    """A copy of the model without its heads that follows the model by an exponential moving average.
 
-    ``theta_copy <- m theta_copy + (1 - m) theta`` for parameters that require a gradient, once per performed step; frozen
-    parameters and buffers (BatchNorm's statistics, attention masks with their -inf) are taken over as they are. The copy
-    has no gradient, and its mode never changes: :meth:`train` does nothing.
+    ``theta_copy <- m theta_copy + (1 - m) theta`` for parameters that require a gradient, once per performed step. Frozen
+    parameters and buffers (BatchNorm's statistics, attention masks with their -inf) are copied unchanged. The copy has no
+    gradient, and its mode never changes: :meth:`train` does nothing.
 
     Args:
-        momentum: m, in [0, 1). mode: the copy's own mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
+        momentum: m, in [0, 1).
+        mode: the copy's mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
+
+    Raises:
+        ValueError: m out of range.
     """
 
     def __init__(self, *, momentum: float = 0.995, mode: Mode = "eval") -> None:
@@ -33,7 +37,7 @@ class MomentumCopy(nn.Module):
         self.model: Any = None
 
     def copy_from(self, model: Any) -> None:
-        """Copy the model as it now is, in place of an earlier copy; ``model.coder``'s heads are left out."""
+        """Replace the copy by the current model without the heads of ``model.coder``."""
         coder = model.coder
         model.coder = coder.without_heads()
         try:
@@ -45,37 +49,40 @@ class MomentumCopy(nn.Module):
         self.model.requires_grad_(False).train(self.mode == "train")
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-                module.track_running_stats = False  # batch statistics, and nothing written in forward
+                module.track_running_stats = False  # use batch statistics, and write none in forward
 
     def train(self, mode: bool = True) -> MomentumCopy:
         return self
 
     @torch.no_grad()
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        """The copy's embeddings of images and texts, each [B, D], L2-normalised, float32."""
+        """Images and ids [B, T] -> the copy's embeddings, [B, D] each, L2-normalised, float32."""
         return self.model.embed_image(image).float(), self.model.embed_text(text).float()
 
     @torch.no_grad()
     def update(self, model: Any) -> None:
-        """Follow the model by one step. Parameters are matched by name; names that one side lacks are skipped."""
+        """Average in the model after one step. Parameters are matched by name; names without a match are skipped."""
         online = _named(model)
         trained: list[tuple[Tensor, Tensor]] = []
-        followed: list[tuple[Tensor, Tensor]] = []
+        frozen: list[tuple[Tensor, Tensor]] = []
         for name, average in _named(self.model).items():
             if name in online:
                 pair = (distributed.local(average), distributed.local(online[name]))
-                (trained if online[name].requires_grad else followed).append(pair)
+                (trained if online[name].requires_grad else frozen).append(pair)
         if trained:
             averages = [average for average, _ in trained]
-            torch._foreach_lerp_(averages, [now.detach().to(average.dtype) for average, now in trained], 1 - self.momentum)
-        for average, now in followed:
-            average.copy_(now)
+            currents = [current.detach().to(average.dtype) for average, current in trained]
+            torch._foreach_lerp_(averages, currents, 1 - self.momentum)
+        for average, current in frozen:
+            average.copy_(current)
         self._copy_buffers(model)
 
     @torch.no_grad()
     def drift(self, model: Any) -> float:
-        """How far the copy is behind: ``|theta_copy - theta| / |theta|`` over the trained parameters. Where these are sharded,
-        ask on every rank."""
+        """Distance from the model, ``|theta_copy - theta| / |theta|`` over the trained parameters.
+
+        With sharded parameters call it on every rank.
+        """
         online = _named(model)
         named = [
             (average, online[name])
@@ -84,17 +91,17 @@ class MomentumCopy(nn.Module):
         ]
         if not named:
             return 0.0
-        pairs = [(distributed.local(average), distributed.local(now).to(average.dtype)) for average, now in named]
-        apart = torch._foreach_norm([average - now for average, now in pairs])
-        norms = torch._foreach_norm([now for _, now in pairs])
-        squares = torch.stack([torch.stack(apart).norm(), torch.stack(norms).norm()]).square()
+        pairs = [(distributed.local(average), distributed.local(current).to(average.dtype)) for average, current in named]
+        distances = torch._foreach_norm([average - current for average, current in pairs])
+        norms = torch._foreach_norm([current for _, current in pairs])
+        squares = torch.stack([torch.stack(distances).norm(), torch.stack(norms).norm()]).square()
         if distributed.is_sharded(named[0][1]):
-            device = next((buffer.device for buffer in model.buffers()), squares.device)  # parts may be kept on the CPU
+            device = next((buffer.device for buffer in model.buffers()), squares.device)  # shards may be on the CPU
             squares = distributed.all_sum(squares.to(device))
         return float((squares[0] / squares[1].clamp(min=1e-24)).sqrt())
 
     def _copy_buffers(self, model: Any) -> None:
-        """Each rank's BatchNorm has seen its own samples: rank 0's statistics hold for all."""
+        """BatchNorm's statistics differ between ranks; all get those of rank 0."""
         online: Mapping[str, Tensor] = dict(model.named_buffers())
         for name, buffer in self.model.named_buffers():
             if name in online:
@@ -109,5 +116,5 @@ class MomentumCopy(nn.Module):
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters by the names that they have before any of its blocks is compiled."""
+    """A model's parameters by name, without the prefix that torch.compile adds to blocks."""
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}

@@ -1,7 +1,7 @@
-"""What a noise generator is: a function of a text's word embeddings, and its rules.
+"""The base class of noise generators, functions of a text's word embeddings.
 
-Shapes: n texts, T positions, E channels of an embedding. ``words`` is bool [n, T], True at a text's own words: neither
-special tokens nor padding.
+Shapes: n texts, T positions, E channels of an embedding. ``words`` is bool [n, T], True at words, not at special tokens or
+padding.
 """
 
 from __future__ import annotations
@@ -11,26 +11,32 @@ from torch import Tensor
 
 
 class Noise:
-    """Base of all noise generators (AsCL, Asymmetry-I; METHODS 8), the entry-point group ``coder_plugin.negatives``.
+    """Base of all noise generators, the entry-point group ``coder_plugin.negatives`` (AsCL, Asymmetry-I).
 
-    A subclass takes its options as keyword-only arguments of ``__init__`` (annotated: they are checked), raises
-    ``ValueError`` where one is out of range, and overrides :meth:`noised`. It has no parameter and no state; it can be
-    pickled and copied.
+    A subclass takes its options as keyword-only arguments of ``__init__``, annotated so that they can be checked, raises
+    ``ValueError`` if one is out of range, and overrides :meth:`noised`. It has no parameters and no state; it can be pickled
+    and copied. See docs/equations.md#ascl.
+
+    Example:
+        >>> class Negate(Noise):
+        ...     def noised(self, embeddings, words): return -embeddings
+        >>> Negate()(torch.ones(1, 3, 1), torch.tensor([[False, True, True]])).flatten().tolist()
+        [1.0, -1.0, -1.0]
     """
 
     def __call__(self, embeddings: Tensor, words: Tensor) -> Tensor:
-        """Noised embeddings, of the same shape and dtype; differentiable, nothing in place.
+        """Noised embeddings of the same shape and dtype; differentiable, not in place.
 
-        What is no word comes back bit for bit, whatever :meth:`noised` did there. The draws are from torch's global
-        generator of the device alone, as many whatever the values are: the same state gives the same noise.
+        Positions that are not words come back unchanged. Random numbers come from torch's global generator of the device,
+        and their number does not depend on the values: the same generator state gives the same noise.
 
         Args:
-            embeddings: [n, T, E], floating-point: what the text encoder's word-embedding layer returned, before positions
-                are added.
+            embeddings: floating-point [n, T, E], the output of the text encoder's word-embedding layer, before positions are
+                added.
             words: bool [n, T].
 
         Raises:
-            ValueError: other shapes or dtypes, of the input or of what a subclass made of it.
+            ValueError: wrong shapes or dtypes, of the input or of a subclass's result.
         """
         if embeddings.ndim != 3 or not embeddings.is_floating_point():
             raise ValueError(f"embeddings must be floating-point [n, T, E], got {_kind(embeddings)}")
@@ -44,7 +50,11 @@ class Noise:
         return noised.where(words[..., None], embeddings)
 
     def noised(self, embeddings: Tensor, words: Tensor) -> Tensor:
-        """What :meth:`__call__` promises, for [n, T, E] without an empty dimension; a text may have no word at all."""
+        """The noise itself, for [n, T, E] without an empty dimension. Texts without words are possible. See :meth:`__call__`.
+
+        Raises:
+            NotImplementedError: a subclass must override it.
+        """
         raise NotImplementedError
 
 

@@ -1,7 +1,9 @@
-"""Asymmetry-I of AsCL: texts that say what their image does not show, made by noise in their word embeddings.
+"""Asymmetry-I of AsCL: texts that do not describe their image, made by noise in word embeddings (docs/equations.md#ascl).
 
-METHODS 8; the paper prints no rates. Shapes: n texts, T positions, E channels, K of what is drawn from. What each class
-says of a text is of its words alone: special tokens and padding stay as they are, and so does a text without words.
+The paper prints no rates; those here are ours. All classes change words only: special tokens and padding stay unchanged, and so
+do texts without words.
+
+Shapes: n texts, T positions, E channels, K candidates of a draw.
 """
 
 from __future__ import annotations
@@ -16,16 +18,24 @@ from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.negatives.base import Noise
 from coder_plugin.negatives.expression import make_parts
 
-#: Of three different words, which come back in their own order once in 6 draws, one text in 6^4 needs the last resort.
+#: Draws per text. Three different words keep their order in 1 of 6 draws, so 1 text in 6^4 needs the final rotation.
 _SHUFFLES = 4
 
 
 class Gaussian(Noise):
-    """Adds N(0, (std * RMS)^2) to every element; RMS is over the text's own words and channels, so that ``std`` means the
-    same for towers of any scale. The gradient does not run through RMS.
+    """Adds N(0, (std * RMS)^2) to every element. RMS is over the text's words and channels, so ``std`` is independent of a
+    tower's scale. No gradient flows through the RMS.
 
     Args:
-        std: > 0, in units of that RMS.
+        std: > 0, in units of the RMS.
+
+    Raises:
+        ValueError: std out of range.
+
+    Example:
+        >>> embeddings, words = torch.ones(1, 2, 4), torch.tensor([[True, False]])
+        >>> (Gaussian(std=0.5)(embeddings, words) != embeddings).any(2).tolist()
+        [[True, False]]
     """
 
     def __init__(self, *, std: float = 0.1) -> None:
@@ -35,32 +45,36 @@ class Gaussian(Noise):
 
     def noised(self, embeddings: Tensor, words: Tensor) -> Tensor:
         exact = raise_precision(embeddings)
-        own = exact.detach().masked_fill(~words[..., None], 0)
+        valid = exact.detach().masked_fill(~words[..., None], 0)
         elements = words.sum(1).clamp(min=1) * embeddings.shape[2]
-        rms = (own.square().sum((1, 2)) / elements).sqrt()  # [n]
+        rms = (valid.square().sum((1, 2)) / elements).sqrt()  # [n]
         return (exact + self.std * rms[:, None, None] * torch.randn_like(exact)).to(embeddings.dtype)
 
 
 class Shuffle(Noise):
-    """Permutes a text's words among their places, so that it reads otherwise: some place has another embedding than
-    before, unless the text has fewer than two different words.
+    """Permutes the words of a text so that at least one position changes, unless the text has fewer than two different words.
 
-    Each order that reads otherwise is equally likely: permutations are drawn evenly, and anew where one changed nothing.
-    After the last draw the words of such a text move on by one place, which only equal words withstand. That is the one
-    other order of two words, and the lot of at most one text in a thousand where three or more are all different; so the
-    number of draws is fixed and the device is never waited for.
+    All orders that change the text are equally likely: permutations are drawn uniformly, and again if one changed nothing.
+    If the last draw changed nothing either, the words are rotated by one position. This is exact for two words and affects
+    at most 0.1 % of texts with three or more different words. The number of draws is fixed, so nothing synchronises with
+    the device.
+
+    Example:
+        >>> embeddings, words = torch.tensor([[[1.0], [2.0], [9.0]]]), torch.tensor([[True, True, False]])
+        >>> Shuffle()(embeddings, words).flatten().tolist()
+        [2.0, 1.0, 9.0]
     """
 
     def noised(self, embeddings: Tensor, words: Tensor) -> Tensor:
         before = embeddings.detach()
         positions = torch.arange(words.shape[1], device=words.device).expand_as(words)
-        places = _words_by(positions, words)
+        word_positions = _words_by(positions, words)
         first, *draws = torch.rand(_SHUFFLES, *words.shape, device=words.device)
-        move_on = positions.scatter(1, places[:, :1], words.shape[1])  # the first word is the last one now
-        source = positions.scatter(1, places, _words_by(first, words))
-        for keys in (*draws, move_on):
+        rotation = positions.scatter(1, word_positions[:, :1], words.shape[1])  # the first word goes last
+        source = positions.scatter(1, word_positions, _words_by(first, words))
+        for keys in (*draws, rotation):
             same = ((_rows(before, source) == before).all(2) | ~words).all(1, keepdim=True)
-            source = positions.scatter(1, places, _words_by(keys, words)).where(same, source)
+            source = positions.scatter(1, word_positions, _words_by(keys, words)).where(same, source)
         return _rows(embeddings, source)
 
 
@@ -68,8 +82,14 @@ class TokenCutoff(Noise):
     """Sets the embeddings of whole words to zero.
 
     Args:
-        rate: in [0, 1], each word's probability. Whatever it is, a text loses one word at least, and keeps one if it has
-            two or more: a text of one word is only special tokens then.
+        rate: probability of each word, in [0, 1]. At least one word is set to zero, and one is kept if there are two or more.
+
+    Raises:
+        ValueError: rate out of range.
+
+    Example:
+        >>> TokenCutoff(rate=0.0)(torch.ones(1, 3, 2), torch.ones(1, 3, dtype=torch.bool)).sum().item()
+        4.0
     """
 
     def __init__(self, *, rate: float = 0.15) -> None:
@@ -83,8 +103,14 @@ class FeatureCutoff(Noise):
     """Sets whole channels of a text to zero, the same ones in all its words.
 
     Args:
-        rate: in [0, 1], each channel's probability. Whatever it is, a text loses one channel at least, and keeps one if
-            E > 1.
+        rate: probability of each channel, in [0, 1]. At least one channel is set to zero, and one is kept if E > 1.
+
+    Raises:
+        ValueError: rate out of range.
+
+    Example:
+        >>> FeatureCutoff(rate=1.0)(torch.ones(1, 3, 2), torch.ones(1, 3, dtype=torch.bool)).sum().item()
+        3.0
     """
 
     def __init__(self, *, rate: float = 0.15) -> None:
@@ -99,8 +125,15 @@ class Dropout(Noise):
     """Sets single elements to zero; the others are not scaled up ("randomly discarded", the paper says).
 
     Args:
-        rate: in [0, 1], each element's probability. Whatever it is, a text loses one element at least, and keeps one if it
-            has two or more.
+        rate: probability of each element, in [0, 1]. At least one element is set to zero, and one is kept if there are two or
+            more.
+
+    Raises:
+        ValueError: rate out of range.
+
+    Example:
+        >>> Dropout(rate=0.0)(torch.ones(1, 3, 2), torch.ones(1, 3, dtype=torch.bool)).sum().item()
+        5.0
     """
 
     def __init__(self, *, rate: float = 0.15) -> None:
@@ -112,17 +145,17 @@ class Dropout(Noise):
 
 
 class Mixture(Noise):
-    """Each text gets the noise of one of several generators, drawn evenly.
+    """Each text gets the noise of one of several generators, each equally often.
 
-    All of them noise the whole batch, and each text takes one result: a few passes over the embeddings, which are nothing
-    beside the encoder's, and neither the draws nor the shapes depend on who was chosen, so the device is never waited for.
+    All generators noise the whole batch, and each text takes one of the results. This costs little beside the encoder, and
+    neither draws nor shapes depend on the choice, so nothing synchronises with the device.
 
     Args:
-        of: an expression (:mod:`coder_plugin.negatives.expression`) of the generators; one named twice is drawn twice as
-            often.
+        of: an expression of the generators (:mod:`coder_plugin.negatives.expression`); one that is named twice is chosen
+            twice as often.
 
     Raises:
-        CoderError: an expression, a name or an option that is not known.
+        CoderError: an expression that cannot be parsed, or an unknown name or option.
     """
 
     def __init__(self, *, of: str = "gaussian+shuffle+token_cutoff+feature_cutoff+dropout") -> None:
@@ -137,13 +170,17 @@ class Mixture(Noise):
 
 
 def parse_noise(text: str) -> Noise:
-    """The noise generator of an expression: ``NAME`` or ``NAME(option=value,…)``; several joined with ``+`` are their mixture.
+    """The noise generator of an expression: ``NAME`` or ``NAME(option=value,…)``; several joined with ``+`` are a mixture.
 
     The names are those of the entry-point group ``coder_plugin.negatives``. The cutoff of AsCL's figure 3 is
     ``token_cutoff+feature_cutoff``.
 
     Raises:
-        CoderError: an expression, a name or an option that is not known.
+        CoderError: an expression that cannot be parsed, or an unknown name or option.
+
+    Example:
+        >>> parse_noise("gaussian(std=0.2)").std, len(parse_noise("shuffle+dropout").generators)
+        (0.2, 2)
     """
     parts = _generators(text)
     return parts[0] if len(parts) == 1 else Mixture(of=text)
@@ -151,15 +188,16 @@ def parse_noise(text: str) -> Noise:
 
 def _generators(text: str) -> list[Noise]:
     parts = make_parts("negatives", text)
-    for name, made in parts:
-        if not isinstance(made, Noise):
-            raise CoderError(f"{name!r} in coder_plugin.negatives is at fault: its {type(made).__name__} is no base.Noise")
-    return [made for _, made in parts]
+    for name, generator in parts:
+        if not isinstance(generator, Noise):
+            kind = type(generator).__name__
+            raise CoderError(f"{name!r} in coder_plugin.negatives is at fault: its {kind} is no base.Noise")
+    return [generator for _, generator in parts]
 
 
 def _drawn(allowed: Tensor, rate: float) -> Tensor:
-    """Bool [n, K]: True with the probability ``rate`` where ``allowed``. One of a row's allowed ones at least, which is the
-    smallest of its draws, and all but the largest at most, if there are two."""
+    """Bool [n, K], True with probability ``rate`` where ``allowed``: in each row at least for the smallest draw, and never for
+    the largest if two or more are allowed."""
     draws = torch.rand(allowed.shape, device=allowed.device)
     smallest = draws.masked_fill(~allowed, math.inf).amin(1, keepdim=True)
     largest = draws.masked_fill(~allowed, -math.inf).amax(1, keepdim=True)
@@ -167,13 +205,13 @@ def _drawn(allowed: Tensor, rate: float) -> Tensor:
 
 
 def _words_by(keys: Tensor, words: Tensor) -> Tensor:
-    """Positions [n, T]: those of the words, by rising keys [n, T], and then the others, in order."""
+    """Positions [n, T]: first those of the words, by ascending keys [n, T], then the others in order."""
     greatest = math.inf if keys.is_floating_point() else torch.iinfo(keys.dtype).max
     return keys.masked_fill(~words, greatest).argsort(dim=1, stable=True)
 
 
 def _rows(embeddings: Tensor, source: Tensor) -> Tensor:
-    """[n, T, E]: at each place of a text the embedding from its position ``source`` [n, T]."""
+    """[n, T, E]: at each position the embedding of the position ``source`` [n, T] of the same text."""
     return embeddings.gather(1, source[..., None].expand_as(embeddings))
 
 

@@ -1,7 +1,7 @@
-"""Positive captions made from an image's own (AsCL, Asymmetry-II and -III): joined to hold more, cut short to hold less.
+"""Positive captions generated from an image's captions: joined to say more, truncated to say less (AsCL, Asymmetry-II, -III).
 
-They are made on raw text, in the loader's workers, and draw from Python's ``random``, which the loader seeds for each
-sample: the positive of a caption depends on nothing but the seed, the epoch, the image and the caption.
+They are generated from raw text in the loader's workers, with Python's ``random``, which the loader seeds for each sample: the
+positive of a caption depends on the seed, the epoch, the image and the caption only. See docs/equations.md#ascl.
 """
 
 from __future__ import annotations
@@ -19,37 +19,45 @@ _PIECE = re.compile(r"\S+")
 
 
 class Positive(Protocol):
-    """What a plugin of the group ``coder_plugin.positives`` makes of its keyword-only options."""
+    """A generator: what a plugin of the group ``coder_plugin.positives`` returns for its keyword-only options."""
 
     def __call__(self, caption: str, others: tuple[str, ...]) -> str | None:
-        """A positive of a caption, given the image's other captions; None where it is not possible. It draws from Python's
-        ``random`` alone."""
+        """A positive of a caption, given the image's other captions, or None if there is none. Random numbers must come from
+        Python's ``random``."""
 
 
 class Join:
-    """Asymmetry-II (AsCL): a caption and one of the image's others after it, drawn evenly; together they tell more.
+    """Asymmetry-II (AsCL): a caption followed by another caption of its image, each equally often.
 
-    A caption is not joined with its own copy, whatever its case and spaces.
+    A caption is not joined with a copy of itself; case and spaces do not matter.
+
+    Example:
+        >>> Join()("a red box", ("a box on a table", "A  red box"))
+        'a red box a box on a table'
     """
 
     def __call__(self, caption: str, others: tuple[str, ...]) -> str | None:
-        own = _normal(caption)
-        different = [other for other in others if _normal(other) not in ("", own)]
+        normal = _normal(caption)
+        different = [other for other in others if _normal(other) not in ("", normal)]
         return f"{caption.strip()} {random.choice(different).strip()}" if different else None
 
 
 class Truncate:
-    """Asymmetry-III (AsCL): a proper prefix of a caption, which tells less. The paper prints no lengths.
+    """Asymmetry-III (AsCL): a proper prefix of a caption. The paper prints no lengths.
 
-    A word stands between spaces and has a letter or a digit, so a lone full stop is none; a prefix ends with a word. A text
-    written without spaces, such as a Chinese one, is one word.
+    A word is separated by spaces and contains a letter or a digit; the prefix ends with a word. A text without spaces, as in
+    Chinese, is one word.
 
     Args:
-        shortest, longest: bounds of the share of the words that are kept, drawn uniformly and rounded; in (0, 1].
-        words: so many are kept at least: a caption must have more of them.
+        shortest, longest: bounds of the share of words that is kept, drawn uniformly and rounded; in (0, 1].
+        words: smallest number of words that is kept, >= 1. A caption without more words has no positive.
 
     Raises:
         ValueError: not 0 < shortest <= longest <= 1, or ``words`` < 1.
+
+    Example:
+        >>> Truncate(shortest=0.5, longest=0.5)("two dogs run on the grass .", ())
+        'two dogs run'
     """
 
     def __init__(self, *, shortest: float = 0.4, longest: float = 0.8, words: int = 3) -> None:
@@ -63,35 +71,39 @@ class Truncate:
         ends = [piece.end() for piece in _PIECE.finditer(caption) if any(map(str.isalnum, piece.group()))]
         if len(ends) <= self.words:
             return None
-        kept = round(random.uniform(self.shortest, self.longest) * len(ends))
-        kept = min(max(kept, self.words), len(ends) - 1)
-        return caption[: ends[kept - 1]].strip()
+        length = round(random.uniform(self.shortest, self.longest) * len(ends))
+        length = min(max(length, self.words), len(ends) - 1)
+        return caption[: ends[length - 1]].strip()
 
 
 class Positives:
-    """One positive for a caption: of those generators of an expression that can make one, each equally often.
+    """One positive for a caption, from one of the generators that have one, each equally often.
 
     Args:
         expression: ``NAME`` or ``NAME(option=value,…)``, several of them joined with ``+``; the names are those of the
             entry-point group ``coder_plugin.positives``.
 
     Raises:
-        CoderError: an expression, a name or an option that is not known.
+        CoderError: an expression that cannot be parsed, or an unknown name or option.
+
+    Example:
+        >>> Positives("join")("a red box", ())
+        ('a red box', 'none')
     """
 
     def __init__(self, expression: str = "join+truncate") -> None:
         self.expression = expression
-        self._makers: Sequence[tuple[str, Positive]] = make_parts("positives", expression)
+        self._generators: Sequence[tuple[str, Positive]] = make_parts("positives", expression)
 
     def __call__(self, caption: str, others: tuple[str, ...]) -> tuple[str, str]:
         """The positive and the name of its generator; where none is possible, the caption and ``"none"``."""
-        # the first possible one in a random order is each of the possible ones equally often
-        for name, make in random.sample(self._makers, len(self._makers)):
-            if (made := make(caption, others)) is None:
+        # the first generator with a positive, in random order, is each of those with one equally often
+        for name, generator in random.sample(self._generators, len(self._generators)):
+            if (positive := generator(caption, others)) is None:
                 continue
-            if not isinstance(made, str):
-                raise CoderError(f"{name!r} in coder_plugin.positives is at fault: of a caption it made {made!r}, no text")
-            return made, name
+            if not isinstance(positive, str):
+                raise CoderError(f"{name!r} in coder_plugin.positives is at fault: of a caption it made {positive!r}, no text")
+            return positive, name
         return caption, NO_POSITIVE
 
 

@@ -110,7 +110,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def test_the_inner_product_of_embeddings_is_the_papers_score(model):
-    """S = beta S_I + (1 - beta) S_C, from the keys that training saw (METHODS 6)."""
+    """S = beta S_I + (1 - beta) S_C, from the keys that training saw."""
     given = batch()
     with torch.no_grad():
         seen = model.train()(**given, image_id=torch.arange(5))

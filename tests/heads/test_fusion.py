@@ -273,8 +273,8 @@ def test_captions_too_long_for_gamma_beside_short_ones():
     scorer = head.scorer(image_item, text_item)
     i, j = torch.arange(3).repeat(2)[:, None], torch.arange(10).expand(6, 10)
     scores = scorer(i, j)
-    kept = scorer.texts.kept
-    assert kept is not None and {side.gram is None for side in kept} == {True, False}
+    stored = scorer.texts.stored
+    assert stored is not None and {side.gram is None for side in stored} == {True, False}
     torch.testing.assert_close(scores[:3, 0], scorer.all_pairs())
 
 
@@ -291,7 +291,7 @@ def test_a_scorer_reads_half_precision_and_leaves_no_gradient():
     torch.testing.assert_close(scorer(index, index)[:, 0, 0], scorer.all_pairs().diagonal())
 
 
-def test_sides_are_kept_within_the_memory_where_a_group_has_several():
+def test_sides_are_stored_within_the_memory_where_a_group_has_several():
     head, given = made(), batch()
     images, texts = items(head, given)
     one, several = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
@@ -301,7 +301,7 @@ def test_sides_are_kept_within_the_memory_where_a_group_has_several():
         for call in calls:
             scorer(*call)
             assert scorer.memory >= 0
-        return [each.kept is not None for each in (scorer.images, scorer.texts)]
+        return [each.stored is not None for each in (scorer.images, scorer.texts)]
 
     assert kept(1 << 20, (one, one)) == [False, False]
     assert kept(1 << 20, (one, several)) == [False, True]
@@ -309,7 +309,7 @@ def test_sides_are_kept_within_the_memory_where_a_group_has_several():
     both = (several, one), (one, several)
     assert kept(1 << 20, *both) == [True, True]
     assert kept(0, *both) == [False, False]
-    room = sum(field.nbytes for field in head.scorer(images, texts).images.made(torch.arange(5)) if field is not None)
+    room = sum(field.nbytes for field in head.scorer(images, texts).images.compute(torch.arange(5)) if field is not None)
     assert kept(room, *both) == [True, False]
     assert isinstance(head.scorer(images, texts), FusionScorer) and isinstance(head, Reranks)
 

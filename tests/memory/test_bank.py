@@ -88,7 +88,7 @@ def direct_variance(bank, anchors, current, negatives, ids):
 @pytest.mark.parametrize("scale", [1e-3, 1e-2, 0.1, 0.3, 3.0])
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_spread_without_similarities_is_exact(scale, masked):
-    """SD from 1e-3 to 0.3 while the features drift: relative 1e-5 in float32, METHODS 1."""
+    """SD from 1e-3 to 0.3 while the features drift: relative 1e-5 in float32."""
     torch.manual_seed(0)
     dim, size, n = 48, 300, 32
     bank = CoupledBank(size, dim)

@@ -1,9 +1,9 @@
-"""What AsCL looks at beside recall: alignment, uniformity, recall by query length (AsCL III-D, III-E; METHODS 11).
+"""AsCL's analyses besides recall: alignment, uniformity, recall by query length (AsCL III-D, III-E).
 
 Shape letters: N images, T captions (texts), V views of an image, D joint dimensions, P pairs.
 
-Distances are Euclidean, between embeddings put on the unit sphere: sqrt(2 - 2 cos), in [0, 2]. An image of several views
-is as far away as the nearest of them, the view that retrieval scores it by; two images as their nearest pair of views.
+Distances are Euclidean, between embeddings normalised to the unit sphere: sqrt(2 - 2 cos), in [0, 2]. The distance of an
+image with several views is that of its nearest view, which retrieval scores it by; of two images, that of the nearest pair.
 
 Everything is computed in float64. Positive pairs are few: their embeddings are subtracted. All other pairs go through
 square tiles of |a|² + |b|² - 2ab with the mean embedding moved to the origin. That keeps the distances of a collapsed

@@ -1,4 +1,4 @@
-"""Recall at K and ranks of image-text retrieval (CODER section 4; METHODS 10).
+"""Recall at K and ranks of image-text retrieval (CODER section 4; docs/equations.md#evaluation).
 
 Shape letters: N images, T captions (texts), D joint dimensions, R rows of one tile, F folds.
 
@@ -29,7 +29,7 @@ from coder_plugin.errors import CoderError
 _TILE = 2**22  # scores held at once where the caller gives no chunk: 16 MiB in float32, and about that again to count
 _RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 _METRICS = (*_RECALLS, "rsum", "i2t_medr", "t2i_medr", "i2t_meanr", "t2i_meanr")
-#: Of a table of recall: the heading of each column, and its figure's name.
+#: Columns of a recall table: heading and name of the figure.
 RECALL_COLUMNS = {
     "i2t R@1": "i2t_r1",
     "i2t R@5": "i2t_r5",
@@ -47,17 +47,26 @@ RECALL_COLUMNS = {
 def recall(similarity: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None) -> dict[str, Any]:
     """Recall both ways from a whole score matrix.
 
+    A tie counts against the query. A NaN of a wrong candidate counts as +inf, one of a right candidate as -inf.
+
     Args:
-        similarity: [N, T], higher is more alike; any real dtype (the module's text says how scores are compared).
-        image_of_text: [T] integers in [0, N): the image of each caption, in any order, any number (but one at least)
-            of captions per image.
-        chunk: rows (images) compared at once; None: as many as make some four million scores. It changes memory
-            only, never the result.
+        similarity: [N, T], higher is more similar; any real dtype.
+        image_of_text: [T] integers in [0, N): the image of each caption, in any order; each image needs one caption or more.
+        chunk: rows (images) compared at once; None: about four million scores. It changes memory only, never the result.
 
     Returns:
         ``i2t_r1 i2t_r5 i2t_r10 t2i_r1 t2i_r5 t2i_r10`` in percent and their sum ``rsum``; ``i2t_medr t2i_medr``
         median ranks, **1-based** and rounded down as the field prints them (floor(median) + 1); ``i2t_meanr
         t2i_meanr`` mean ranks, 1-based; ``i2t_ranks`` [N] and ``t2i_ranks`` [T], **0-based**, int64, on the CPU.
+
+    Raises:
+        CoderError: shapes that do not fit, an image without a caption, or a caption of an image that does not exist.
+
+    Example:
+        >>> similarity = torch.tensor([[0.9, 0.2, 0.1], [0.3, 0.4, 0.8]])  # two images, three captions
+        >>> figures = recall(similarity, [0, 0, 1])
+        >>> figures["i2t_r1"], round(figures["t2i_r1"], 1), figures["t2i_ranks"].tolist()
+        (100.0, 66.7, [0, 1, 0])
     """
     similarity = torch.as_tensor(similarity)
     if similarity.ndim != 2:
@@ -93,7 +102,7 @@ def recall_from_embeddings(
 
     Args:
         image_embeddings: [N, D], or [N, V, D]: V embeddings of an image, the greatest product counts. Several models'
-            as a sequence: an ensemble, whose score is the mean of theirs (METHODS 10).
+            as a sequence: an ensemble, whose score is the mean of theirs.
         text_embeddings: [T, D] of each model, on the device of the images.
         image_of_text: [T] integers in [0, N), as in `recall`.
         chunk: queries per tile, that is images for [chunk, T] and captions for [chunk, N]; None: as many as make some

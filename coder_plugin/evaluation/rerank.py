@@ -1,4 +1,4 @@
-"""Two-stage retrieval: a shortlist by the embeddings' products, put in order by a score of pairs (AsCL eq. 4; METHODS 8).
+"""Two-stage retrieval: a shortlist by the embeddings' inner products, re-ranked by a score of pairs (AsCL eq. 4).
 
 Shape letters: N images, T captions (texts), D joint dimensions, G groups, each of a images and b captions, k candidates
 kept of each query, R queries of one tile, P their right pairs.
@@ -59,7 +59,7 @@ class Products:
 
 
 class MeanScore:
-    """The mean of several models' scores as a :class:`Scorer`: an ensemble's (METHODS 10)."""
+    """The mean of several models' scores as a :class:`Scorer`: an ensemble's."""
 
     def __init__(self, scorers: Iterable[Scorer]) -> None:
         self.scorers = list(scorers)

@@ -1,4 +1,4 @@
-"""The same encodings under other weights of the score's parts (METHODS 6, 9)."""
+"""The same vectors with other weights of the score's parts: CODER's concept level, SelfAlign's context level."""
 
 from __future__ import annotations
 

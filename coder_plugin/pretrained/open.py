@@ -385,7 +385,7 @@ def load_model(folder: str | Path, *, device: Any = None) -> Any:
         >>> folder = tempfile.mkdtemp()
         >>> path = export_model(model, folder)
         >>> model = load_model(folder)
-        >>> model.embed_text(torch.zeros(2, 16, dtype=torch.long)).shape
+        >>> model.embed_text(torch.zeros(2, 40, dtype=torch.long)).shape
         torch.Size([2, 128])
     """
     return open_pretrained(folder, device=torch.device(device or "cpu")).model

@@ -104,7 +104,7 @@ def test_nothing_is_left_of_a_share_that_fails(
 def test_a_folder_that_is_not_whole_is_refused_by_name(shared: Path, tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(shared / ("bert" if name.startswith("text") else "coder"), tmp_path / "folder")
     (folder / name).unlink()
-    with pytest.raises(CoderError, match=f"not whole: {name} is missing"):
+    with pytest.raises(CoderError, match=f"incomplete: {name} is missing"):
         coder_plugin.from_pretrained(folder)
 
 
@@ -152,11 +152,11 @@ def test_a_changed_description_is_refused_by_name(shared: Path, tmp_path: Path, 
     [
         ({"files": {"x.safetensors": 5}}, "x.safetensors has no size and checksum"),
         ({"files": {"x.safetensors": {"bytes": 1}}}, "x.safetensors has no size and checksum"),
-        ({"files": []}, "files is no object"),
-        ({"options": None}, "options is no object"),
-        ({"stated": []}, "stated is no object"),
+        ({"files": []}, "files is not an object"),
+        ({"options": None}, "options is not an object"),
+        ({"stated": []}, "stated is not an object"),
         *(
-            ({"files": {name: {"bytes": 1, "sha256": "x"}}}, "which is no file of its folder")
+            ({"files": {name: {"bytes": 1, "sha256": "x"}}}, "which is not a file in its folder")
             for name in ("../secret", "/etc/hostname", "a/../../b", "a\\..\\b", "C:/x", "text/", ".", "")
         ),
         ({"options": {"max_regions": "x"}}, "max_regions"),
@@ -179,7 +179,7 @@ def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path
     with pytest.raises(CoderError, match="coder_run.json does not say what a card is made of"):
         coder_plugin.save_pretrained(folder, tmp_path / "last")
     (folder / "coder_run.json").write_text("5")
-    with pytest.raises(CoderError, match="it is no object"):
+    with pytest.raises(CoderError, match="it is not an object"):
         coder_plugin.from_pretrained(folder)
 
 

@@ -162,7 +162,7 @@ def test_what_a_record_lists_is_downloaded(hub: Hub, shared: Path) -> None:
     coder_plugin.from_pretrained("group/lora")
     assert _names(hub.folder / "cache/group/lora") == record["files"].keys() - {"README.md"} | {"coder_run.json"}
     (place / "coder_run.json").write_text(json.dumps({**record, "files": {"../x": {"bytes": 1, "sha256": "x"}}}))
-    with pytest.raises(CoderError, match="lists '../x', which is no file of its folder"):
+    with pytest.raises(CoderError, match="lists '../x', which is not a file in its folder"):
         coder_plugin.from_pretrained("group/lora")
 
 

@@ -65,8 +65,8 @@ def test_a_run_in_half_precision_and_what_was_shared_of_it_agree(
 ) -> None:
     """To the bit: from_pretrained computes in float32 whatever the run was trained in."""
     run = shutil.copytree(runs["coder"], tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "precision": "amp_bf16"}))
+    stored = next((run / "export").glob("*/coder_options.json"))
+    stored.write_text(json.dumps({**json.loads(stored.read_text()), "precision": "amp_bf16"}))
     made = [coder_plugin.from_pretrained(place) for place in (run, shared / "coder")]
     one, other = (each.encode_texts(["a red circle", "two stars"]) for each in made)
     assert torch.equal(one, other)
@@ -131,8 +131,8 @@ def test_vectors_are_those_of_evaluation(shared: Path, known: dict[str, Any]) ->
         (model.encode_texts, "a dog", "must be a list"),
         (model.encode_texts, [], "no texts"),
         (model.encode_images, [], "no images"),
-        (model.encode_images, Path(paths[0]), "must be a list, also of one, and not a .*Path"),
-        (model.encode_images, Image.open(paths[0]), "must be a list, also of one"),
+        (model.encode_images, Path(paths[0]), "must be a list, also if there is only one, not a .*Path"),
+        (model.encode_images, Image.open(paths[0]), "must be a list, also if there is only one"),
         (model.encode_texts, (text for text in ()), "no texts"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -176,7 +176,7 @@ def test_rows_differ_where_the_tables_do():
 
 @pytest.mark.parametrize(("mu", "gamma"), [(0.05, 0.6), (0.1, 0.3)])
 def test_coder_clips_loss_keeps_its_scale_from_batch_to_batch(mu, gamma):
-    """The same distribution of similarities at a batch of 256 and one of 2,048: METHODS' plain sum grows by mu log 8."""
+    """The same distribution of similarities at a batch of 256 and one of 2,048: the plain sum grows by mu log 8."""
     generator = torch.Generator().manual_seed(0)
 
     def loss(n: int, effective: int | None) -> float:

@@ -1,4 +1,4 @@
-"""What of upstream's trainer is replaced, in both of its forms."""
+"""Replaces names in upstream's trainer: the part that open_clip 3.3 and its main branch share."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from coder_plugin.integrations.open_clip.run import Run
 
 
 class Adapter:
-    """Overrides of names in ``open_clip_train.main``, for any number of its ``main(argv)`` one after the other.
+    """Replacements for names in ``open_clip_train.main``, for any number of calls of its ``main(argv)``.
 
     Without ``--loss`` each of them does what upstream's does.
     """
 
-    #: Whether what a batch has besides image and text travels in the texts.
+    #: Whether the inputs of a batch besides image and text are packed into the texts.
     packed: bool
 
     def __init__(self, trainer: ModuleType) -> None:
@@ -43,7 +43,7 @@ class Adapter:
         self.collected: Collected | None = None
 
     def names(self) -> Mapping[str, Any]:
-        """The names in ``open_clip_train.main`` and what stands in for them."""
+        """Names in ``open_clip_train.main`` and their replacements."""
         return {
             "parse_args": self.parse_args,
             "create_model_and_transforms": self.create_model_and_transforms,
@@ -53,7 +53,7 @@ class Adapter:
         }
 
     def elsewhere(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Further modules, and their names with what stands in for them."""
+        """Further modules, each with names and their replacements."""
         return [
             (self.reading, {"tarfile_to_samples_nothrow": data.read_tars}),
             (self.training, {"get_clip_metrics": self.get_clip_metrics}),
@@ -73,7 +73,7 @@ class Adapter:
         raise NotImplementedError
 
     def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Ours first: upstream's parser abbreviates, and would take ``--loss`` for ``--loss-dist-impl``."""
+        """Our flags first: upstream's parser allows abbreviations and would read ``--loss`` as ``--loss-dist-impl``."""
         self.run = None
         ours, rest = flags.split(argv)
         args = self.own["parse_args"](rest)
@@ -82,7 +82,7 @@ class Adapter:
         return args
 
     def withdraw(self) -> None:
-        """Take back the folder of a run that a person's mistake ended before its first step: upstream would refuse its name."""
+        """Delete the folder of a run that a mistake ended before its first step: upstream would refuse its name again."""
         run = self.run
         if run is None or run.started or run.folder is None or distributed.rank() != 0:
             return
@@ -95,23 +95,25 @@ class Adapter:
         shutil.rmtree(run.folder, ignore_errors=True)
 
     def create_model_and_transforms(self, name: str, pretrained: str | None = None, **options: Any) -> Any:
-        """The first model is the one that is trained, a second is the teacher of a distillation."""
+        """The first model is trained; a second one is the teacher of a distillation."""
         create = self.own["create_model_and_transforms"]
         if self.run is None or self.run.model is not None:
             return self.teacher(*create(name, pretrained, **options))
         return self.run.make_model(create, name, pretrained, options)
 
     def teacher(self, model: Any, *transforms: Any) -> Any:
-        """A distillation's second model, given the batches of the first."""
+        """The teacher of a distillation, which reads the same batches."""
         run = self.run
         if run is not None and self.packed:
             model.register_forward_pre_hook(partial(data.unpacked, run.model.coder_rows), with_kwargs=True)
         return (model, *transforms)
 
     def optimizer(self, create: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """What upstream creates, the heads in groups of their own where they have a rate of their own."""
-        made, run = create(*args, **options), self.run
-        return made if run is None or run.heads_lr_scale == 1 else rates.split_heads(made, run.model, run.heads_lr_scale)
+        """Upstream's optimizer, with the heads in separate groups if they have a learning rate of their own."""
+        optimizer, run = create(*args, **options), self.run
+        if run is None or run.heads_lr_scale == 1:
+            return optimizer
+        return rates.split_heads(optimizer, run.model, run.heads_lr_scale)
 
     def get_data(self, args: Any, *rest: Any, **options: Any) -> Any:
         if self.run is None:
@@ -132,7 +134,7 @@ class Adapter:
         return self.collected.metrics()
 
     def save(self, value: Any, path: Any, *args: Any, **options: Any) -> None:
-        """torch's; a checkpoint says what its heads were made with and leaves an export."""
+        """``torch.save``; a checkpoint also records how its heads were built, and an export is written."""
         run = self.run
         if run is None or not saving.is_checkpoint(value):
             torch.save(value, path, *args, **options)
@@ -144,13 +146,13 @@ class Adapter:
 
     @staticmethod
     def convert_sync_batchnorm(module: Any, process_group: Any = None) -> Any:
-        """torch's, but for BatchNorms over masked positions, which have a way of their own over ranks, and frozen ones."""
-        kept = [
+        """torch's, except for BatchNorms over masked positions, which synchronise in their own way, and frozen ones."""
+        unchanged = [
             (name, each)
             for name, each in module.named_modules()
             if isinstance(each, MaskedBatchNorm) or getattr(each, "statistics_are_frozen", False)
         ]
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
-        for name, each in kept:
+        for name, each in unchanged:
             module.set_submodule(name, each)
         return module

@@ -1,4 +1,4 @@
-"""``python -m coder_plugin.integrations.open_clip``: upstream's trainer, every flag of its own, and ours."""
+"""``python -m coder_plugin.integrations.open_clip``: upstream's trainer with all of its flags, and ours."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def adapted() -> Iterator[Adapter]:
-    """``open_clip_train.main`` with ``--loss`` and the flags that go with it, while the context lasts.
+    """Inside the context, ``open_clip_train.main`` knows ``--loss`` and the flags that belong to it.
 
-    ``with adapted(): open_clip_train.main.main([...])`` is what the command does.
+    ``with adapted(): open_clip_train.main.main([...])`` is the same as the command.
 
     Raises:
-        CoderError: open_clip's trainer or something that it needs is not installed, or is of a version that is not known.
+        CoderError: open_clip's trainer, or something that it needs, is not installed or is of an unknown version.
     """
     adapter = find_adapter()
     with adapter.active():
@@ -34,6 +34,11 @@ def adapted() -> Iterator[Adapter]:
 
 
 def find_adapter() -> Adapter:
+    """The adapter for the installed open_clip.
+
+    Raises:
+        CoderError: its trainer cannot be imported, or is of an unknown version.
+    """
     try:
         import open_clip
         from open_clip_train import main as trainer
@@ -57,20 +62,20 @@ def find_adapter() -> Adapter:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run upstream's ``main`` with our flags; returns the exit status: 0, or 2 for a person's mistake."""
+    """Run upstream's ``main`` with our flags; returns the exit status: 0, or 2 for a user's mistake."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(argv):
         return _help()
     try:
         with adapted() as adapter:
-            done = adapter.trainer.main(argv)
+            status = adapter.trainer.main(argv)
     except CoderError as error:
         print(f"coder-plugin: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("coder-plugin: interrupted", file=sys.stderr)
         return 130
-    return 0 if done is None else 2  # upstream returns -1 after it has printed what is wrong
+    return 0 if status is None else 2  # upstream returns -1 after printing its error
 
 
 def _help() -> int:

@@ -1,6 +1,6 @@
-"""Validation in upstream's loop: recall by the vectors that the model retrieves by, in tiles, several captions an image.
+"""Validation in upstream's loop: recall of the retrieval vectors, in tiles, with several captions per image.
 
-Upstream ranks a score matrix of all pairs at once, 23 bytes an entry, and takes every other caption of an image for wrong.
+Upstream ranks the score matrix of all pairs at once, 23 bytes per entry, and counts other captions of an image as wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coder_plugin.integrations.open_clip.model import VECTORS
 
 
 class Collected:
-    """What a pass over validation data has left: vectors and image ids, on the CPU."""
+    """Vectors and image ids of a pass over validation data, on the CPU."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[Tensor, ...]] = []
@@ -26,26 +26,26 @@ class Collected:
         self.add(outputs)
 
     def add(self, outputs: Any) -> None:
-        """Keep a batch's vectors, if it has any: classes of zero-shot accuracy have none."""
+        """Keep a batch's vectors, if it has any; the batches of zero-shot accuracy have none."""
         if isinstance(outputs, Mapping) and VECTORS[0] in outputs:
             image, text, ids = (outputs[key].detach().cpu() for key in VECTORS)
             self.batches.append((image.float(), text.float(), ids))
 
     def metrics(self) -> dict[str, float]:
-        """METHODS 10 under upstream's names (recalls as shares), and ``rsum`` in percent; pairs of one id are one image."""
+        """Recalls under upstream's names, as shares, and ``rsum`` in percent; pairs with the same id are one image."""
         images, texts, ids = (torch.cat(parts) for parts in zip(*self.batches, strict=True))
         _, owner = ids.unique(return_inverse=True)
         first = torch.full((int(owner.max()) + 1,), len(ids)).scatter_reduce(0, owner, torch.arange(len(ids)), "amin")
-        found = recall_from_embeddings(images[first], texts, owner)
+        recalls = recall_from_embeddings(images[first], texts, owner)
         metrics: dict[str, float] = {}
         for ours, name in (("i2t", "image_to_text"), ("t2i", "text_to_image")):
-            metrics[f"{name}_mean_rank"] = found[f"{ours}_meanr"]
-            metrics[f"{name}_median_rank"] = found[f"{ours}_medr"]
-            metrics |= {f"{name}_R@{k}": found[f"{ours}_r{k}"] / 100 for k in (1, 5, 10)}
-        return {**metrics, "rsum": found["rsum"], "num_images": len(first)}
+            metrics[f"{name}_mean_rank"] = recalls[f"{ours}_meanr"]
+            metrics[f"{name}_median_rank"] = recalls[f"{ours}_medr"]
+            metrics |= {f"{name}_R@{k}": recalls[f"{ours}_r{k}"] / 100 for k in (1, 5, 10)}
+        return {**metrics, "rsum": recalls["rsum"], "num_images": len(first)}
 
 
 def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...] = (1,)) -> list[float]:
-    """How many rows have their target among the first k: upstream's, for every NumPy (3.3 makes a float of an array)."""
-    found = output.topk(max(topk), 1, True, True).indices.eq(target[:, None])
-    return [float(found[:, :k].sum()) for k in topk]
+    """Number of rows with their target among the first k. Upstream's function (3.3) fails under NumPy 2.4."""
+    hits = output.topk(max(topk), 1, True, True).indices.eq(target[:, None])
+    return [float(hits[:, :k].sum()) for k in topk]

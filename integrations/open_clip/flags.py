@@ -12,26 +12,26 @@ from coder_plugin.config import TrainConfig, get_option, merge, read_file, resol
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 
-#: Fields of TrainConfig that are flags here, ``--coder-`` before each; all else of a run is upstream's.
+#: Options that are flags here, with ``--coder-`` before the name; all others are upstream's.
 OURS = ("concepts", "negatives", "positives", "tagger", "set", "aggregator", "context_blocks", "captions", "heads_lr_scale")
-#: What upstream can do and our heads cannot, and why.
+#: Flags of upstream that our heads do not support, and why.
 REFUSED = {
-    "torchscript": "the heads are no TorchScript; --torchcompile works",
+    "torchscript": "the heads cannot be scripted; --torchcompile works",
     "trace": "a traced model cannot be trained",
     "horovod": "the losses gather over torch.distributed: launch with torchrun",
     "use_naflex": "NaFlex gives images as dicts of patches, which the heads do not read",
     "force_naflex_vision": "NaFlex gives images as dicts of patches, which the heads do not read",
-    "loss_dist_impl": "it is of upstream's own SigLIP loss: write siglip(dist_impl='...')",
+    "loss_dist_impl": "it belongs to upstream's own SigLIP loss: write siglip(dist_impl='...')",
     "use_bnb_linear": "it replaces the towers' layers after the momentum towers have copied them",
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of what is ours; it never abbreviates, for upstream's names may begin like ours."""
+    """The parser of our flags. It allows no abbreviations, because upstream's names may begin like ours."""
     ours = argparse.ArgumentParser(prog="python -m coder_plugin.integrations.open_clip", add_help=False, allow_abbrev=False)
     ours.add_argument(
         "--loss",
-        metavar="RECIPE",
+        metavar="EXPR",
         help='loss expression, such as "clip + 0.5*selfalign", or a named objective, such as coder; without it everything is '
         "upstream's own",
     )
@@ -49,16 +49,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What is ours, and what is left for upstream.
+    """Split a command line into our flags and upstream's.
 
     Raises:
-        CoderError: our flags without ``--loss``, without their ``coder-``, or of names that are none.
+        CoderError: our flags without ``--loss`` or without their ``coder-``, or unknown names.
     """
     ours, rest = parser().parse_known_args(list(argv))
     given = [name for name in ("config", *OURS) if name in vars(ours) and vars(ours)[name] is not None]
     if ours.loss is None and given:
         flags = ", ".join(f"--coder-{name.replace('_', '-')}" for name in given)
-        raise CoderError(f"{flags} without --loss: name the objective that it is of, such as --loss coder")
+        raise CoderError(f"{flags} without --loss: name the loss that they belong to, such as --loss coder")
     for flag in rest:
         name = flag.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_") in OURS:
@@ -70,10 +70,10 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
-    """Our flags and what of upstream's says the same, as the configuration that the project's own trainer has.
+    """Our flags, and the corresponding flags of upstream, as a configuration.
 
     Raises:
-        CoderError: flags of upstream's that cannot go with our heads, each with its reason.
+        CoderError: flags of upstream that our heads do not support, each with its reason.
     """
     for name, why in REFUSED.items():
         if getattr(args, name, None):
@@ -87,7 +87,7 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
     given, _ = merge([(f"--coder-config {ours.config}", file), ("flag", flags)])
     if foreign := sorted(given.keys() - {"loss", *OURS}):
         named = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise CoderError(f"--coder-config {ours.config}: only upstream's own flags say {named} here")
+        raise CoderError(f"--coder-config {ours.config}: {named} must be set by upstream's own flags here")
     if given.get("captions") and (args.dataset_type in ("csv", "synthetic") or str(args.train_data).endswith((".csv", ".tsv"))):
         raise CoderError("--coder-captions is for shards: rows of a table are pairs")
     upstream = {
@@ -107,13 +107,13 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
             raise CoderError(f"--{flag.replace('_', '-')} {path} does not exist")
     if args.siglip and "siglip" not in [term.name for term in Objective.parse(config.loss.expression).terms]:
         raise CoderError(
-            f'--siglip begins with a temperature for the sigmoid loss, which --loss "{config.loss.expression}" does not take: '
-            "leave it out, or name the term siglip"
+            f'--siglip starts with a temperature for the sigmoid loss, which --loss "{config.loss.expression}" does not use: '
+            "leave it out, or add the term siglip"
         )
     return config
 
 
 def renamed(message: str) -> str:
-    """A message of the project's own trainer with the flags as they are called here."""
+    """A message with the flags as they are called here."""
     names = "|".join(name.replace("_", "-") for name in ("config", *OURS))
     return re.sub(rf"(?<![\w-])--({names})(?![\w-])", r"--coder-\1", message)

@@ -1,4 +1,4 @@
-"""An objective's loss as upstream's trainers call it, beside what upstream's own flags ask for."""
+"""The loss as upstream's trainers call it: our terms, and the terms that upstream's own flags add."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coder_plugin.training.step import SHARED
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The value as it is, its gradient times a factor."""
+    """Identity whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
@@ -25,15 +25,16 @@ class ScaledGradient(torch.autograd.Function):
 
 
 class UpstreamLoss(nn.Module):
-    """The objective's terms, and CoCa's captioning or the distillation term where upstream's flags switch these on.
+    """The objective's terms, and CoCa's captioning loss or the distillation loss where upstream's flags ask for them.
 
-    ``--loss`` stands in for the contrastive part alone. Under accumulation upstream takes the loss once for each of
-    its micro-batches, so what the loss reads directly (the temperature) would get its gradient that many times: it is divided
-    by their number, and the accumulated gradient is the big batch's.
+    ``--loss`` replaces only the contrastive part. Under accumulation upstream computes the loss once per micro-batch, so
+    parameters that the loss reads directly (the temperature) would get their gradient that many times. It is divided by their
+    number, so that the accumulated gradient is that of the whole batch.
 
     Args:
-        terms: the objective's. own: upstream's loss for these flags, asked for its captioning or distillation part alone.
-        accum_freq: micro-batches of a step.
+        terms: the objective's loss.
+        own: upstream's loss for these flags, used only for its captioning or distillation part.
+        accum_freq: micro-batches per step.
     """
 
     def __init__(self, terms: CoderLoss, *, own: Any = None, accum_freq: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""A model with heads as upstream's trainers handle it: packed texts, tower locks, and retrieval vectors in evaluation."""
+"""A model with heads in upstream's trainers: packed texts, locked towers, and retrieval vectors in evaluation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ VECTORS = ("coder_image_vectors", "coder_text_vectors", "coder_ids")
 
 
 class InUpstream:
-    """Mixed into a model of :func:`coder_plugin.create_model`'s kind that runs in open_clip's own trainer."""
+    """Mixed into the class of a model with heads that runs in open_clip's own trainer."""
 
-    #: The rows of packed texts between text and id (3.3), and the parameters that no term reads, frozen for good.
+    #: Names of the packed rows between text and id (3.3), and parameters that no term reads, which stay frozen.
     coder_rows: tuple[str, ...] = ()
     coder_unread: tuple[str, ...] = ()
 
     def forward(self, image: Any = None, text: Tensor | None = None, *args: Any, **keywords: Any) -> Any:
-        """As :class:`CoderCLIP`'s; texts may be packed, [B, n + 1, L]. In eval mode a batch with ids, as validation has, also
-        gives the vectors that the model retrieves by: :data:`VECTORS`."""
+        """As :class:`CoderCLIP`'s forward. Texts may be packed, [B, n + 1, L]. In eval mode a batch with ids, as in validation,
+        also gives the retrieval vectors, :data:`VECTORS`."""
         if text is not None and text.ndim == 3:
             text, further = unpack(text, self.coder_rows)
             keywords = {**further, **keywords}
@@ -40,12 +40,12 @@ class InUpstream:
         vectors = []
         for side in ("image", "text"):
             feature = F.normalize(outputs[f"{side}_features"].float(), dim=-1)
-            known = {**captured, f"{side}_features": feature}
-            vectors.append(self.coder.embed(side, {**known, **self.coder.aggregate(known)}))  # type: ignore[attr-defined]
+            features = {**captured, f"{side}_features": feature}
+            vectors.append(self.coder.embed(side, {**features, **self.coder.aggregate(features)}))  # type: ignore[attr-defined]
         return {**outputs, **dict(zip(VECTORS, (*vectors, ids), strict=True))}
 
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False, **options: Any) -> None:
-        """Upstream's; BatchNorm's statistics are frozen in place, for upstream's own way loses timm's activations."""
+        """Upstream's. BatchNorm's statistics are frozen in place, because upstream's way loses timm's activations."""
         super().lock_image_tower(unlocked_groups=unlocked_groups, freeze_bn_stats=False, **options)  # type: ignore[misc]
         if freeze_bn_stats:
             freeze_batch_norm(self.visual)  # type: ignore[attr-defined]
@@ -56,14 +56,14 @@ class InUpstream:
         self._freeze_unread()
 
     def _freeze_unread(self) -> None:
-        """Unlocking a tower's last groups must not give DDP parameters without a gradient."""
+        """Freeze the unread parameters again: DDP fails on parameters without a gradient."""
         parameters = dict(self.named_parameters())  # type: ignore[attr-defined]
         for name in self.coder_unread:
             parameters[name].requires_grad_(False)
 
 
 def extend(model: CoderCLIP, rows: tuple[str, ...]) -> Any:
-    """Make a model with heads one that upstream's trainers can handle, in place."""
+    """Extend the class of a model with heads for upstream's trainers, in place."""
     cls = type(model)
     model.__class__ = type(cls.__name__, (InUpstream, cls), {"__module__": cls.__module__})
     model.coder_rows = rows  # type: ignore[attr-defined]

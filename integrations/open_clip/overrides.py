@@ -1,4 +1,4 @@
-"""Names of upstream's modules, replaced for a while: nothing of upstream is edited, and nothing stays replaced."""
+"""Temporary replacements for names in upstream's modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from coder_plugin.errors import CoderError
 
 @contextlib.contextmanager
 def overridden(module: Any, names: Mapping[str, Any]) -> Iterator[None]:
-    """Other values for these names of ``module`` inside the context.
+    """Replace names of a module inside the context, and restore them afterwards.
 
     Raises:
-        CoderError: a name that the module has not: an override that nobody calls would change nothing, unseen.
+        CoderError: the module has no such name, so the replacement would silently have no effect.
     """
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
@@ -30,7 +30,7 @@ def overridden(module: Any, names: Mapping[str, Any]) -> Iterator[None]:
 
 
 class Shadow:
-    """A module as one other module is to see it: some names replaced, all else its own."""
+    """A stand-in for a module, with some names replaced and all others passed through."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         missing = [name for name in names if not hasattr(module, name)]

@@ -49,7 +49,7 @@ class Released(Adapter):
         return self.own["create_loss"](args) if run is None or run.is_plain else run.loss
 
     def train_one_epoch(self, model: Any, data: Any, loss: Any, epoch: int, optimizer: Any, *rest: Any, **options: Any) -> Any:
-        """Before the first epoch, when everything is made: the sizes are checked and the state is hung on the optimizer."""
+        """Before the first epoch, check the sizes and let the heads' state follow the optimizer."""
         run = self.run
         if run is not None and not run.started:
             run.start(data, epoch, options.get("tb_writer"))
@@ -61,13 +61,13 @@ class Released(Adapter):
             return self.own["train_one_epoch"](model, data, loss, epoch, optimizer, scaler, scheduler, *others, **options)
 
     def distributed_data_parallel(self, module: Any, device_ids: Any = None, **options: Any) -> Any:
-        """torch's, which takes no device of a CPU."""
+        """torch's, which accepts no device ids on a CPU."""
         on_cpu = next(module.parameters()).device.type == "cpu"
         return torch.nn.parallel.DistributedDataParallel(module, device_ids=None if on_cpu else device_ids, **options)
 
     def pt_load(self, path: str, map_location: Any = None) -> Any:
-        """Upstream's, with a checkpoint's objective compared, and ``module.`` before its names where this run has it: upstream
-        resumes the other way alone."""
+        """Upstream's; compares the checkpoint's loss with the run's, and adds ``module.`` to its names where this run needs it
+        (upstream only removes it)."""
         checkpoint = self.own["pt_load"](path, map_location=map_location)
         run = self.run
         if run is None:
@@ -83,7 +83,7 @@ class Released(Adapter):
 
     @contextlib.contextmanager
     def collecting(self, model: Any) -> Iterator[None]:
-        """Keep the vectors of the validation batches that pass the model."""
+        """Keep the retrieval vectors of the validation batches."""
         if self.run is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""One run of upstream's trainer with our heads: model, loss, state after each step. The same for 3.3 and for main."""
+"""One run of upstream's trainer with our heads: model, loss, and state after each step; for 3.3 and for main."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Run:
     """From one command line to the end of upstream's ``main``."""
 
     def __init__(self, ours: argparse.Namespace, args: Any) -> None:
-        self.named = args.model  # as it was given: another process knows a configuration by its path alone
-        args.model = clip.register_config(args.model)  # upstream asks for its tokenizer by this name
+        self.model_name = args.model  # unchanged: another process finds a configuration only by its path
+        args.model = clip.register_config(args.model)  # upstream finds the tokenizer by this name
         args.pretrained = weights_named(args.pretrained)
         self.args = args
         if {"audio_cfg", "genlip_cfg", "genlap_cfg"} & clip.read_config(args.model).keys():  # open_clip 4's
-            raise CoderError(f"{args.model} gives no features of images and texts, which --loss compares: leave it out")
+            raise CoderError(f"{args.model} gives no features of images and texts for --loss to compare: leave out --loss")
         self.config = flags.options(ours, args)
         self.objective: Objective = prepare.make_objective(self.config)
         flat = self.config.to_flat()
-        args.loss = self.config.loss.expression  # among what upstream logs of a run
+        args.loss = self.config.loss.expression  # upstream logs it with the run's options
         for name in flags.OURS:
             setattr(args, f"coder_{name}", flat[name])
-        self.was_there = bool(args.name) and Path(args.logs, args.name).exists()
+        self.folder_existed = bool(args.name) and Path(args.logs, args.name).exists()
         self.model: Any = None
         self.loss: Any = None
         self.extras: Extras | None = None
@@ -58,19 +58,19 @@ class Run:
         self.step = self.seen = 0
         self.started = False
         if plugin_backbones.find_backbone(args.model) is not None:
-            raise CoderError(f"{args.model} reads regions, which open_clip's trainer has none of: coder-plugin train does")
+            raise CoderError(f"{args.model} reads regions, which open_clip's trainer cannot load: use coder-plugin train")
         if getattr(args, "distill_model", None) and "coca" in args.model.lower():
-            raise CoderError("--distill-model does not go with a CoCa model, upstream says")
+            raise CoderError("--distill-model cannot be combined with a CoCa model (a limit of open_clip)")
 
     @property
     def folder(self) -> Path | None:
-        """Where upstream keeps the run; None where it was there before, or has no name yet."""
+        """The folder that upstream creates for the run; None if it existed before, or has no name yet."""
         args = self.args
-        return Path(args.logs, args.name) if args.name and not self.was_there else None
+        return Path(args.logs, args.name) if args.name and not self.folder_existed else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the loss is upstream's own ClipLoss, whose flags then hold as they are (``--gather-with-grad``)."""
+        """Whether the loss is upstream's own ClipLoss, with its own flags (``--gather-with-grad``)."""
         args = self.args
         other = args.siglip or getattr(args, "distill", False) or hasattr(self.model, "text_decoder")
         is_clip = replace(self.objective, local_loss=False) == Objective.parse("clip")
@@ -86,11 +86,11 @@ class Run:
         return self.config.optim.heads_lr_scale
 
     def make_model(self, create: Callable[..., Any], name: str, pretrained: str | None, options: dict[str, Any]) -> Any:
-        """Upstream's model and transforms, the model with heads; ``create`` is upstream's ``create_model_and_transforms``."""
+        """The model with heads, and upstream's transforms; ``create`` is upstream's ``create_model_and_transforms``."""
         args, config = self.args, self.config
         if not self.trains and args.resume:
-            self._take_what_data_decided(saving.read_made(args.resume))
-        # rows of a table are pairs, and how many captions an image of shards has is not known
+            self._take_data_options(saving.read_made(args.resume))
+        # rows of a table are pairs, and the number of captions per image in shards is unknown
         pairs = config.with_options(captions="all")
         self.objective = prepare.fit_objective(self.objective, pairs, samples_per_epoch=samples_of(args))
         transforms: list[Any] = []
@@ -125,12 +125,12 @@ class Run:
             self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.data.captions
         )
         self.model = in_upstream.extend(model, self.extras.names)
-        place = name.removeprefix("local-dir:")  # whose weights come with it
-        started = start_heads(self.model, pretrained or (weights_named(place) if place != name else None))
+        folder = name.removeprefix("local-dir:")  # a folder holds its own weights
+        started = start_heads(self.model, pretrained or (weights_named(folder) if folder != name else None))
         if not (self.trains or args.resume or started) and any(map(affects_ranking, model.coder.heads.values())):
             raise CoderError(
-                f'--loss "{config.loss.expression}" scores by heads, and {pretrained or name} brings none: evaluate an export '
-                "or a checkpoint of a run with this --loss, or the towers alone with --loss clip"
+                f'--loss "{config.loss.expression}" scores with heads, and {pretrained or name} has none: evaluate an export '
+                "or a checkpoint of a run with this --loss, or only the towers with --loss clip"
             )
         self.loss = self.make_loss()
         self._freeze()
@@ -139,16 +139,16 @@ class Run:
             torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for label, term in self.loss.terms.terms.items():
             if not term.masks_same_image:
-                log.info("%s takes other captions of an image in a batch for negatives", label)
+                log.info("%s uses other captions of an image in a batch as negatives", label)
         return (self.model, *transforms)
 
     def made_with(self) -> dict[str, Any]:
-        """What a checkpoint says of the run: what a resumed one must share, and what its images were normalised with."""
+        """What a checkpoint records: settings that a resumed run must share, and how images are normalised."""
         preprocessing = {key: value for key, value in self.model.visual.preprocess_cfg.items() if value is not None}
         return {**head_settings(self.model), "heads_lr_scale": self.heads_lr_scale, "preprocess_cfg": preprocessing}
 
-    def _take_what_data_decided(self, made: Mapping[str, Any] | None) -> None:
-        """In evaluation alone, of the checkpoint's objective: there are no training data to ask."""
+    def _take_data_options(self, made: Mapping[str, Any] | None) -> None:
+        """Take options that follow from the training data from a checkpoint: evaluation has no training data."""
         if made is None:
             return
         then, now = dict(Objective.from_dict(made["objective"]).heads), dict(self.objective.heads)
@@ -161,12 +161,12 @@ class Run:
                     self.objective = self.objective.with_options({f"{name}.{option}": value})
 
     def _check_precision(self, model: Any) -> None:
-        """An average that moves by half a per cent a step stands still in bfloat16."""
+        """Refuse bfloat16 momentum towers: an average that moves by 0.5 % per step would be rounded away."""
         for head in model.coder.modules():
             if isinstance(head, MomentumCopy) and any(p.dtype == torch.bfloat16 for p in head.parameters()):
                 raise CoderError(
-                    f"--precision {self.args.precision}: the momentum towers cannot follow weights in bfloat16, whose steps "
-                    "round away: take --precision amp_bf16"
+                    f"--precision {self.args.precision}: bfloat16 rounds away the small steps of the momentum towers: "
+                    "use --precision amp_bf16"
                 )
 
     def make_loss(self) -> UpstreamLoss:
@@ -174,7 +174,7 @@ class Run:
         return UpstreamLoss(terms, own=self.own_loss(), accum_freq=self.args.accum_freq)
 
     def own_loss(self) -> Any:
-        """Upstream's loss for these flags, of which only a captioning or distillation part is used."""
+        """Upstream's loss for these flags; only its captioning or distillation part is used."""
         args = self.args
         gathered = {"rank": distributed.rank(), "world_size": distributed.world_size(), "gather_with_grad": True}
         if getattr(args, "distill", False):
@@ -185,7 +185,7 @@ class Run:
         return None
 
     def _freeze(self) -> None:
-        """What no term reads gets no gradient, on which DDP fails (rule 2)."""
+        """Freeze parameters that no term reads: they get no gradient, on which DDP fails."""
         model, args = self.model, self.args
         if getattr(args, "distill", False):
             model.logit_scale.requires_grad_(True)  # the distillation term reads it
@@ -203,10 +203,10 @@ class Run:
         model.coder_unread = tuple(name for name, each in named if not each.requires_grad)
         model.coder_unread += tuple(prepare.freeze_unread(model, probe, self.tokenizer))
         if model.coder_unread:
-            log.info("frozen, for no term reads them: %s", ", ".join(model.coder_unread))
+            log.info("frozen, because no term reads them: %s", ", ".join(model.coder_unread))
 
     def start(self, data: Any, epoch: int, writer: Any) -> None:
-        """Before the first step: :class:`CoderError` where a head cannot work with this batch or this run."""
+        """Before the first step: raise :class:`CoderError` if a head cannot work with this batch size or length of run."""
         args = self.args
         pairs = args.batch_size * args.accum_freq * args.world_size
         steps = data["train"].dataloader.num_batches // args.accum_freq
@@ -219,29 +219,29 @@ class Run:
         self.started, self.writer, self.step = True, writer, steps * epoch
 
     def at_step(self, schedule: Callable[[int], Any], step: int) -> Any:
-        """Upstream's schedule, which is told the number of the step: the log's, also after steps that the scaler skipped."""
+        """Upstream's schedule, called with the number of the step, which counts steps that the loss scaler skipped too."""
         self.step, self.seen = step, self.seen + 1
         return schedule(step)
 
     @contextlib.contextmanager
     def epoch(self) -> Iterator[None]:
-        """:class:`CoderError` where an epoch ends without a batch: upstream would save what it has not trained."""
+        """Raise :class:`CoderError` if an epoch ends without a batch: upstream would save an untrained model."""
         before = self.seen
         yield
         if self.seen == before:
-            raise CoderError(f"no batch could be read of {self.args.train_data}: do its files exist? (see the warnings)")
+            raise CoderError(f"no batch could be read from {self.args.train_data}: do its files exist? (see the warnings)")
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """After every optimizer step that was performed: state is written, and now and then its health."""
-        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer is called by the loss scaler, and skips inside
+        """After every performed optimizer step: write the heads' state, and log its health at logging steps."""
+        overflow = getattr(optimizer, "found_inf", None)  # the loss scaler calls a fused optimizer, which skips steps itself
         if overflow is not None and overflow.item():
             return
         self.model.coder.post_step()
         if self.step % self.args.log_every_n_steps == 0:
-            health = self.model.coder.health()  # on all ranks: some of it is of sharded parameters
+            health = self.model.coder.health()  # on all ranks: some figures read sharded parameters
             if distributed.rank() == 0:
                 self._log(health)
-        if self.args.skip_scheduler:  # then nobody tells
+        if self.args.skip_scheduler:  # then at_step is never called
             self.step, self.seen = self.step + 1, self.seen + 1
 
     def _log(self, health: dict[str, float]) -> None:
@@ -254,7 +254,7 @@ class Run:
                 self.writer.add_scalar(name, value, self.step)
         for name in ("wandb", "trackio"):
             if getattr(self.args, name, False):
-                # without the step they would go with the line before
+                # without the step they would be logged with the previous one
                 getattr(open_clip_train.main, name).log(named, step=self.step)
 
     def exported_config(self) -> Any:
@@ -262,7 +262,7 @@ class Run:
         args = self.args
         kind = {"synthetic": "auto"}.get(args.dataset_type, args.dataset_type)
         return self.config.with_options(
-            model=self.named,
+            model=self.model_name,
             train_data=args.train_data or args.val_data,
             val_data=args.val_data,
             dataset_type=kind,

@@ -1,4 +1,4 @@
-"""Every checkpoint that upstream saves says how its heads were made, and leaves an export that plain open_clip opens."""
+"""Every checkpoint that upstream saves records how its heads were built, and an export for plain open_clip is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.training.resume import comparable
 
-#: In the directory of a sharded checkpoint (main): what its heads were made with.
+#: File in the directory of a sharded checkpoint (main) that records how its heads were built.
 SHARDED = "coder.json"
 
 
@@ -28,16 +28,15 @@ def is_checkpoint(value: Any) -> bool:
 def saved(
     checkpoint: Mapping[str, Any], path: str, model: Any, config: TrainConfig, made: Mapping[str, Any], tokenizer: Any
 ) -> dict[str, Any]:
-    """The checkpoint with what its heads were ``made`` with; its export is written, to ``RUN/export/NAME`` for
-    ``RUN/checkpoints/NAME.pt`` and, as links, to ``RUN/export/last``."""
+    """The checkpoint with the record ``made`` of how its heads were built. Its export is written to ``RUN/export/NAME`` for
+    ``RUN/checkpoints/NAME.pt``, and as links to ``RUN/export/last``."""
     state = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
     write_export(model, state, Path(path).parent.parent, export_name(path), config, tokenizer)
     return {**checkpoint, MADE_WITH: made}
 
 
 def begin_sharded(path: str, made: Mapping[str, Any]) -> None:
-    """What a run with heads was ``made`` with, in the directory of a sharded checkpoint, before upstream fills it and makes it
-    one to resume."""
+    """Write the record of the heads into the directory of a sharded checkpoint, before upstream fills it."""
     Path(path).mkdir(parents=True, exist_ok=True)
     (Path(path) / SHARDED).write_text(json.dumps(made))
 
@@ -50,9 +49,9 @@ def export_name(path: str) -> str:
 def write_export(
     model: Any, state: Mapping[str, Any], run: Path, name: str, config: TrainConfig, tokenizer: Any
 ) -> None:
-    """One export, and ``last``; beside them the configuration that ``coder-plugin eval RUN`` reads.
+    """Write one export, and ``last``, and the configuration that ``coder-plugin eval RUN`` reads.
 
-    Each folder is made aside and renamed: a run that is killed here leaves the ones before whole.
+    Each folder is written under a temporary name and then renamed, so a run that is killed here leaves the old ones complete.
     """
     exports = run / "export"
     aside = _aside(exports / name)
@@ -68,7 +67,7 @@ def write_export(
 
 
 def prune(run: Path, name: str) -> None:
-    """Exports of checkpoints that are there no more; ``name`` is being saved."""
+    """Delete exports whose checkpoints no longer exist, except ``name``, which is being saved."""
     for folder in (run / "export").glob("epoch_[0-9]*"):
         checkpoint = run / "checkpoints" / folder.name
         if folder.name != name and not checkpoint.is_dir() and not checkpoint.with_name(f"{folder.name}.pt").is_file():
@@ -82,7 +81,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _rename(aside: Path, folder: Path) -> None:
-    """Put one folder in the place of another."""
+    """Replace a folder by another."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -99,17 +98,17 @@ def _link(source: str, target: str) -> None:
 
 
 def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: str, *, trains: bool) -> None:
-    """:class:`CoderError` where a checkpoint to resume is not of a run with these heads."""
+    """Raise :class:`CoderError` if a checkpoint is not from a run with these heads."""
     if made is None:
         raise CoderError(
-            f"--resume {path} is no checkpoint of a run with --loss: its optimizer and state know no heads. Start from its "
+            f"--resume {path} is no checkpoint of a run with --loss, so it has no state of heads. Start from its "
             "weights with --pretrained"
         )
     then, objective = Objective.from_dict(made["objective"]), Objective.from_dict(now["objective"])
     if comparable(then) != comparable(objective):
         raise CoderError(
             f'--resume {path} was trained with --loss "{then}", this run asks for "{objective}", or other options of heads: '
-            "resume with its own objective, or start from its weights with --pretrained"
+            "resume with its own loss, or start from its weights with --pretrained"
         )
     for name in ("aggregator", "context_blocks", *(["heads_lr_scale"] if trains else [])):
         if made[name] != now[name]:
@@ -120,7 +119,7 @@ def check_resumed(made: Mapping[str, Any] | None, now: Mapping[str, Any], path: 
 
 
 def read_made(path: str) -> Mapping[str, Any] | None:
-    """What a checkpoint's heads were made with, of a file or of a sharded one's directory; None where it has none."""
+    """The record of a checkpoint's heads, from a file or a sharded checkpoint's directory; None if there is none."""
     if Path(path).is_dir():
         made = Path(path) / SHARDED
         return json.loads(made.read_text()) if made.is_file() else None

@@ -1,4 +1,4 @@
-"""FSDP2 over what upstream does not know: heads, and the momentum towers inside them."""
+"""FSDP2 for the parts that upstream does not know: heads, and the momentum towers inside them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from coder_plugin.memory.momentum import MomentumCopy
 
 
 def shard_heads(coder: Coder, blocks: Sequence[nn.Module], **options: Any) -> None:
-    """Shard ``model.coder``, before the model that it is in.
+    """Shard ``model.coder``, before the model that contains it.
 
-    Momentum towers go as the towers that they copy, block by block and in their precision; each rank then averages its own
-    part of either. Heads keep their parameters in float32, as they do beside towers in bfloat16.
+    Momentum towers are sharded like the towers that they copy, block by block and in the same precision, so each rank averages
+    its own part. Heads keep float32 parameters, also with towers in bfloat16.
 
     Args:
-        blocks: those of the momentum towers. options: of ``fully_shard``, as upstream calls it.
+        blocks: blocks of the momentum towers.
+        options: arguments of ``fully_shard``, as upstream calls it.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -28,14 +29,14 @@ def shard_heads(coder: Coder, blocks: Sequence[nn.Module], **options: Any) -> No
     for module in (*blocks, *copies):
         fully_shard(module, **options)
     fully_shard(coder, **{**options, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)})
-    # what else reads parameters inside the model's forward
+    # methods that read parameters outside forward
     register_fsdp_forward_method(coder, "embed")
     if len(coder.aggregators):
         register_fsdp_forward_method(coder, "aggregate")
 
 
 def _give_dimension(module: nn.Module) -> None:
-    """One to parameters that have none, as upstream gives to those of the model: they could not be sharded."""
+    """Give 0-d parameters a dimension, as upstream does in the model: they could not be sharded otherwise."""
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.ndim == 0:

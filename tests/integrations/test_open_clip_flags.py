@@ -72,7 +72,7 @@ def test_nothing_of_ours_is_abbreviated_and_upstreams_still_is() -> None:
 
 @pytest.mark.parametrize("flag", EXTRA)
 def test_our_flags_need_a_loss(flag: str) -> None:
-    with pytest.raises(CoderError, match=f"{flag} without --loss: name the objective"):
+    with pytest.raises(CoderError, match=f"{flag} without --loss: name the loss"):
         flags.split([*ARGV, flag, *EXTRA[flag]])
 
 
@@ -134,7 +134,7 @@ def test_a_file_of_our_options(tmp_path: Path) -> None:
         assert adapter.run is not None and adapter.run.config.model.aggregator == "gpo"
         assert adapter.run.config.model.context_blocks == 2
         file.write_text(json.dumps({"lr": 1e-3, "set": ["dcl.mu=0.07"]}))
-        with pytest.raises(CoderError, match="only upstream's own flags say --lr here"):
+        with pytest.raises(CoderError, match="--lr must be set by upstream's own flags here"):
             trainer.parse_args(argv)
         file.write_text(json.dumps({"captions": "some"}))
         with pytest.raises(CoderError, match="captions is 'some'; allowed: draw, all"):
@@ -175,7 +175,7 @@ def test_exit_codes_and_messages(
 def test_help_lists_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--loss", "coder", "--help"]) == 0
     text = capsys.readouterr().out
-    for flag in ("--loss RECIPE", *EXTRA, "--coder-config", "--train-data", "--lock-image-unlocked-groups", "--report-to"):
+    for flag in ("--loss EXPR", *EXTRA, "--coder-config", "--train-data", "--lock-image-unlocked-groups", "--report-to"):
         assert flag in text, flag
 
 

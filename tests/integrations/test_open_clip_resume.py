@@ -71,7 +71,7 @@ def test_other_heads_and_plain_checkpoints_are_not_resumed(released: Any, tmp_pa
     ours, plain = runs.train(line("ours", "--loss", "dcl")), runs.train(line("plain"), plain=True)
     for ran, loss, told in (
         (ours, CODER, 'was trained with --loss "dcl"'),
-        (ours, ["--loss", "dcl", "--coder-set", "dcl.mu=0.2"], "resume with its own objective"),
+        (ours, ["--loss", "dcl", "--coder-set", "dcl.mu=0.2"], "resume with its own loss"),
         (plain, ["--loss", "dcl"], "is no checkpoint of a run with --loss"),
     ):
         checkpoint = str(ran.folder / "checkpoints" / "epoch_2.pt")

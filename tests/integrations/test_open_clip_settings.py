@@ -62,7 +62,7 @@ def test_evaluation_wants_the_heads_that_score(trained: runs.Ran, released: Any,
         runs.command(tmp_path, "plain", released.models["vit"], released.data["csv"], "--loss", "dcl", epochs=1)
     )
     weights = ["--pretrained", str(plain.folder / "checkpoints" / "epoch_1.pt")]
-    with pytest.raises(CoderError, match="brings none"):
+    with pytest.raises(CoderError, match="has none"):
         runs.train(evaluation(released, tmp_path, "a", *CODER, *weights))
     assert runs.train(evaluation(released, tmp_path, "b", "--loss", "dcl", *weights)).logged("val/rsum")
 

@@ -1,4 +1,4 @@
-"""A first-in first-out bank as a Python list, and M-DCL over it, one float at a time: what METHODS 3 says."""
+"""A first-in first-out bank as a Python list, and M-DCL over it, one float at a time (CODER eq. 6; docs/equations.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diversity and DCL the slow way, one anchor and one pair of floats at a time: what METHODS 1 and 2 say."""
+"""Diversity and DCL the slow way, one anchor and one pair of floats at a time (CODER eq. 3-5; docs/equations.md)."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ def batch_weights(
     epsilon: float,
     bank: Sequence[float] | None = None,
 ) -> list[float]:
-    """Diversity over the batch, or its mean with the bank's where there is one (METHODS 1, last but one item)."""
+    """Diversity over the batch, or its mean with the bank's if there is a bank (CODER, below eq. 6)."""
     batch = diversity(similarity, allowed, kind, epsilon)
     return batch if bank is None else [(a + b) / 2 for a, b in zip(batch, bank, strict=True)]

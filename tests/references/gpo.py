@@ -1,4 +1,4 @@
-"""GPO the slow way, one row and one channel at a time, with a GRU written out: what METHODS 7 says."""
+"""GPO the slow way, one row and one channel at a time, with a GRU written out (docs/equations.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Online spherical k-means the slow way, one sample at a time: what METHODS 5 and the module's docstring say."""
+"""Online spherical k-means the slow way, one sample at a time: as the module's docstring says."""
 
 from __future__ import annotations
 

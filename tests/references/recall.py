@@ -1,4 +1,4 @@
-"""Retrieval ranks the slow way, one pair at a time: what METHODS 10 says, in plain Python floats."""
+"""Retrieval ranks the slow way, one pair at a time, in plain Python floats (docs/equations.md)."""
 
 from __future__ import annotations
 

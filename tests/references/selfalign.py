@@ -1,5 +1,4 @@
-"""SelfAlign the slow way, one word, region and prototype at a time in float64, over sets that have no padding: what METHODS 9
-and eq. 1-10 say."""
+"""SelfAlign the slow way (eq. 1-10; docs/equations.md), one word, region and prototype at a time in float64, unpadded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hinge loss the slow way: VSE++'s objective (METHODS 6, 9), every anchor against every negative in a loop."""
+"""The hinge loss the slow way: VSE++'s objective, every anchor against every negative in a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VSE-infinity's encoders, one image and one text at a time (Chen et al., CVPR 2021; METHODS 6 and 7)."""
+"""VSE-infinity's encoders, one image and one text at a time (Chen et al., CVPR 2021)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -36,7 +36,8 @@ from coder_plugin.detectors.base import Detector, Prepared, make_detector_with_g
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
 
-_T, _R = TypeVar("_T"), TypeVar("_R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 _LAYOUTS = ("shards", "precomp")
 _EXAMPLES = 10  # undecodable images that the report lists
 
@@ -369,7 +370,7 @@ def _detect(detector: Detector, batch: Batch) -> Batch:
 
 def run_ahead(
     function: Callable[[_T], _R], items: Iterable[_T], *, size: int, initializer: Callable[[], None] | None = None
-) -> Iterator[_R]:
+) -> Generator[_R, None, None]:
     """``map(function, items)`` in one background thread, up to ``size`` items ahead of their use.
 
     An exception is raised in the place of its item. Closing the iterator ends the thread after the item in progress.

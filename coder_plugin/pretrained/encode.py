@@ -88,7 +88,7 @@ class Encoder:
     Example:
         >>> import torch, coder_plugin
         >>> from coder_plugin.backbones.tokenizers import build_vocabulary
-        >>> words = build_vocabulary(["a cat", "a dog"])
+        >>> words = build_vocabulary(["a cat", "a dog"] * 4)
         >>> sizes = {"region_dim": 4, "embed_dim": 8, "word_dim": 4}
         >>> model = coder_plugin.create_model("region-bigru", loss="dcl", vocabulary=words, **sizes)
         >>> encoder = Encoder(model.eval(), model.tokenizer(), model.transform(), device=torch.device("cpu"))

@@ -328,6 +328,7 @@ def export_folder(spec: str | Path, *, export: str = "best", cache_dir: str | No
     folder = fetch(spec, cache_dir=cache_dir)
     place = folder if export_files(folder)[0] is not None else folder / "export" / export
     if export_files(place)[0] is None:
+        shared_options(folder)  # names the missing file of a shared folder
         others = [name for name in ("best", "last") if export_files(folder / "export" / name)[0] is not None]
         hint = f" (it has --export {others[0]})" if others else "" if folder.exists() else " (there is no such folder)"
         raise CoderError(f"{folder} is neither an export nor a run with one in export/{export}{hint}")

@@ -146,7 +146,9 @@ def _join(
             f"{source}: {len(missing)} of {len(items)} images of {captions.name} have no regions there, such as "
             f"{examples(missing)}; allow missing images (--missing-ok) to leave them out"
         )
-    rows = [(item.key, matches[item.key], item.captions) for item in items if item.key in matches]
+    rows: list[tuple[str, str, Sequence[str]]] = [
+        (item.key, matches[item.key], item.captions) for item in items if item.key in matches
+    ]
     resolve = getattr(regions, "resolve", str)  # some layouts find an image by several names
     used = set(map(resolve, matches.values()))
     return rows, missing, tuple(name for name in regions if name not in used)

@@ -125,8 +125,10 @@ class _SplitWriter:
             log.warning("%s: precomp files cannot store %s: left out", self.folder, ", ".join(sorted(self._dropped)))
 
     def close(self) -> None:
-        for file in (self._ids, self._caps, *self._arrays.values()):
-            file.close()
+        self._ids.close()
+        self._caps.close()
+        for array in self._arrays.values():
+            array.close()
 
     def _path(self, ending: str) -> str:
         return os.path.join(self.temporary, ending)

@@ -60,6 +60,9 @@ def create_model(
         options: passed to ``open_clip.create_model``: precision, device, force_image_size, …; or to a region model:
             region_dim, embed_dim, text, ….
 
+    Returns:
+        The model, an ``nn.Module``, with its heads under ``coder`` and the methods ``embed_image`` and ``embed_text``.
+
     Raises:
         CoderError: unknown names, files that do not fit, a loss that this model cannot serve, more context blocks than a
             tower has.
@@ -181,6 +184,11 @@ def create_loss(loss: Any, *, model: Any) -> CoderLoss:
 
     Args:
         loss: as in :func:`create_model`. It may leave out terms that the model was created with, but not need more heads.
+        model: the model whose heads' output the loss reads.
+
+    Returns:
+        The loss, an ``nn.Module`` without parameters and state. Called with the model's output as keywords it returns
+        ``{"dcl_loss": …}``, a scalar for each term with its weight applied; with ``output_dict=False`` their sum.
 
     Raises:
         CoderError: the model lacks heads that the loss needs, a term has parameters, or the model gives an image several

@@ -13,15 +13,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from coder_plugin.backbones.base import Backbone
+from coder_plugin.backbones.region_text import RegionText
 from coder_plugin.errors import CoderError
-
-if TYPE_CHECKING:
-    from coder_plugin.backbones.base import Backbone
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +102,6 @@ def read_released(path: str, model: Backbone) -> State:
     Raises:
         CoderError: a file of none of the three authors, or of a model with other options.
     """
-    from coder_plugin.backbones.region_text import RegionText
-
     release = _read_release(path)
     if not isinstance(model, RegionText):
         raise CoderError(f"{path} is {release.title}'s; it fits a region model: --model {release.preset}")

@@ -61,8 +61,12 @@ def add_extract_flags(parser: argparse.ArgumentParser) -> None:
             flag, type=float, nargs=3, metavar=("R", "G", "B"), help="timm: normalisation, for inputs in [0, 1]"
         )
     parser.add_argument("--allow-random", action="store_true", help="allow random weights if none are given")
-    parser.add_argument("--whole", metavar="timm:MODEL", help="also extract a feature of the whole image with this timm model")
-    parser.add_argument("--whole-weights", metavar="FILE", help="weights of --whole's model: a file, or default")
+    parser.add_argument(
+        "--global-features", metavar="timm:MODEL", help="also extract one feature of the whole image with this timm model"
+    )
+    parser.add_argument(
+        "--global-weights", metavar="FILE", help="weights of the --global-features model: a file, or default (a download)"
+    )
     parser.add_argument("--to", choices=("shards", "precomp"), default="shards", help="what to write [shards]")
     parser.add_argument(
         "--captions-per-image", type=int, metavar="N", help="precomp: keep the first N captions per image [all]"
@@ -108,8 +112,8 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
         arguments.output,
         detector=arguments.detector,
         options={**options, "allow_random": arguments.allow_random or None},
-        global_model=arguments.whole,
-        global_weights=arguments.whole_weights,
+        global_model=arguments.global_features,
+        global_weights=arguments.global_weights,
         device=arguments.device,
         processes=arguments.processes,
         to=arguments.to,

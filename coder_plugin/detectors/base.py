@@ -1,6 +1,6 @@
 """The interface of detectors, which turn pictures into regions, and what they share: devices, weights, checksums.
 
-Shapes: L regions of a picture, R channels of a region, G channels of the whole picture.
+Shapes: L regions of a picture, R channels of a region.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from coder_plugin import registry
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 
@@ -77,9 +77,7 @@ def make_detector(name: str, *, device: str = "cpu", **options: Any) -> Detector
     Raises:
         CoderError: an unknown detector or option.
     """
-    from coder_plugin.registry import load
-
-    kind: Any = load("detectors", name)
+    kind: Any = registry.load("detectors", name)
     options = {key: value for key, value in options.items() if value is not None}
     parameters = inspect.signature(kind).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
@@ -88,19 +86,6 @@ def make_detector(name: str, *, device: str = "cpu", **options: Any) -> Detector
             if key not in allowed:
                 raise CoderError(f"detector {name!r} has no option {key!r}; it has: {', '.join(sorted(allowed))}")
     return kind(device=device, **options)
-
-
-def make_detector_with_global(
-    name: str, options: dict[str, Any], global_model: str | None, global_weights: str | None, *, device: str
-) -> Detector:
-    """A detector, with a second network of timm for a feature of the whole picture if ``global_model`` names one."""
-    detector = make_detector(name, device=device, **options)
-    if global_model is None:
-        return detector
-    from coder_plugin.detectors.timm_ import Trunk
-
-    allow_random = bool(options.get("allow_random"))
-    return WithGlobal(detector, Trunk(global_model, weights=global_weights, allow_random=allow_random, device=device))
 
 
 def make_device(name: str) -> torch.device:
@@ -179,29 +164,3 @@ def seeded(seed: int = 0) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
-
-
-class WithGlobal(Detector):
-    """A detector's regions with a feature of the whole picture from a second network."""
-
-    def __init__(self, detector: Detector, trunk: Any) -> None:
-        self.detector, self.trunk = detector, trunk
-        self.width = detector.width
-        self.preprocess = _Both(detector.preprocess, trunk.preprocess)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [*self.detector.modules, *self.trunk.modules]
-
-    def detect(self, pictures: Sequence[Prepared]) -> list[Regions]:
-        regions = self.detector.detect([Prepared(each.pixels[0], each.size) for each in pictures])
-        features = self.trunk.pooled([Prepared(each.pixels[1], each.size) for each in pictures])
-        return [replace(each, global_feature=feature) for each, feature in zip(regions, features, strict=True)]
-
-
-class _Both:
-    def __init__(self, *steps: Callable[[Image], Prepared]) -> None:
-        self.steps = steps
-
-    def __call__(self, picture: Image) -> Prepared:
-        return Prepared(tuple(step(picture).pixels for step in self.steps), picture.size)

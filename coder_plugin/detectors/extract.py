@@ -32,7 +32,8 @@ from coder_plugin.data.regions.precomp_write import ENDINGS
 from coder_plugin.data.regions.precomp_write import write as write_precomp
 from coder_plugin.data.regions.shards import SIZES, ShardFile, write_shard
 from coder_plugin.data.source import BadImages
-from coder_plugin.detectors.base import Detector, Prepared, make_detector_with_global
+from coder_plugin.detectors.base import Detector, Prepared
+from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
 
@@ -180,23 +181,23 @@ def extract_regions(
     Raises:
         CoderError: see :func:`extract`; or unknown names and options.
     """
-    given = {name: value for name, value in (options or {}).items() if value is not None}
+    options = {name: value for name, value in (options or {}).items() if value is not None}
     if global_model is None and global_weights is not None:
-        raise CoderError("--whole-weights without --whole: add --whole timm:MODEL")
+        raise CoderError("--global-weights without --global-features: add --global-features timm:MODEL")
     kind, _, model = (global_model or "").partition(":")
     if global_model is not None and (kind != "timm" or not model):
-        raise CoderError(f"--whole is {global_model!r}; it must be timm:MODEL, such as timm:resnet152")
+        raise CoderError(f"--global-features is {global_model!r}; it must be timm:MODEL, such as timm:resnet152")
     settings = {
         "detector": detector,
-        **{name: value for name, value in given.items() if name != "weights"},
-        "whole": model or None,
+        **{name: value for name, value in options.items() if name != "weights"},
+        "global_features": model or None,
         "source": source.name,
         "images": source.num_images,
     }
     return extract(
         Job(
             source=source,
-            detector=partial(make_detector_with_global, detector, given, model or None, global_weights),
+            detector=partial(make_detector_with_global, detector, options, model or None, global_weights),
             folder=Path(output),
             settings=settings,
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),

@@ -40,6 +40,17 @@ class Asymmetry(AddsTexts):
 
     Raises:
         CoderError: an expression that cannot be parsed, or an unknown name or option in it.
+
+    Example:
+        Three words between a start (1) and an end (2), then padding (0), cut to two words:
+
+        >>> positives = "truncate(shortest=0.7, longest=0.7, words=2)"
+        >>> head = Asymmetry(BackboneInfo(embed_dim=4), negatives=None, positives=positives)
+        >>> text = torch.tensor([[1, 7, 8, 9, 2, 0]])
+        >>> embeddings = WordEmbeddings(torch.nn.Embedding(10, 4), lambda ids: ids != 0, torch.tensor([[1, 2, 0, 0, 0, 0]]))
+        >>> texts = head.further_texts(embeddings, text)
+        >>> texts.names, texts.ids.tolist()
+        (('positive',), [[1, 7, 8, 9, 2, 0], [1, 7, 8, 2, 0, 0]])
     """
 
     requires = ("text", "text_features")

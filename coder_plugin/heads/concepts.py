@@ -51,6 +51,12 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
     Raises:
         ValueError: options out of range, or a text tower without tokens. CoderError: a vocabulary that cannot be read.
+
+    Example:
+        >>> head = Concepts(BackboneInfo(embed_dim=4, text_tokens=6))
+        >>> out = head(torch.randn(2, 4), torch.randn(2, 5, 6), torch.ones(2, 5, dtype=torch.bool))
+        >>> out["coder_image_concepts"].shape, out["coder_text_concepts"].norm(dim=-1).round(decimals=4).tolist()
+        (torch.Size([2, 4]), [1.0, 1.0])
     """
 
     requires = ("image_pooled", "text_tokens", "text_mask")

@@ -29,6 +29,14 @@ class Momentum(KeepsState, FollowsModel):
 
     Raises:
         ValueError: options out of range, or a model with several features per image.
+
+    Example:
+        >>> import torch
+        >>> head = Momentum(BackboneInfo(embed_dim=4), bank_size=8)
+        >>> keys = torch.eye(4)
+        >>> head.write(keys, keys, torch.tensor([1, 2, 3, 4]))
+        >>> head.bank.ids[head.bank.valid].tolist()
+        [1, 2, 3, 4]
     """
 
     requires = ("image", "text")

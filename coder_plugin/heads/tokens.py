@@ -14,6 +14,13 @@ class Tokens(Head):
     Requires ``image_tokens`` [B, L, C], ``image_mask`` [B, L], ``text_tokens`` [B, T', C], ``text_mask`` [B, T'] and ``text``
     [B, T], T' <= T. Provides them as ``coder_image_tokens``, ``coder_image_mask``, ``coder_text_tokens`` [B, T, C] and
     ``coder_text_mask`` [B, T].
+
+    Example:
+        >>> import torch
+        >>> tokens, mask = torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+        >>> out = Tokens(BackboneInfo(embed_dim=4))(tokens, mask, tokens, mask, torch.zeros(2, 5, dtype=torch.int64))
+        >>> out["coder_text_tokens"].shape, out["coder_text_mask"][0].tolist()
+        (torch.Size([2, 5, 4]), [True, True, True, False, False])
     """
 
     requires = ("image_tokens", "image_mask", "text_tokens", "text_mask", "text")

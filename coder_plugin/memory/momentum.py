@@ -27,6 +27,19 @@ class MomentumCopy(nn.Module):
 
     Raises:
         ValueError: m out of range.
+
+    Example:
+        >>> import coder_plugin
+        >>> sizes = {"region_dim": 4, "embed_dim": 4, "word_dim": 4}
+        >>> vocabulary = ["<pad>", "<start>", "<end>", "<unk>", "dog"]
+        >>> model = coder_plugin.create_model("region-bigru", loss="clip", vocabulary=vocabulary, **sizes)
+        >>> average = MomentumCopy(momentum=0.75)
+        >>> average.copy_from(model)
+        >>> with torch.no_grad():
+        ...     _ = model.logit_scale.fill_(1.0), average.model.logit_scale.fill_(3.0)
+        >>> average.update(model)
+        >>> average.model.logit_scale.item()
+        2.5
     """
 
     def __init__(self, *, momentum: float = 0.995, mode: Mode = "eval") -> None:

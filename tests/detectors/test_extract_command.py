@@ -64,7 +64,7 @@ def test_a_data_set_with_captions_to_precomp(folder):
 
 
 def test_a_whole_image_feature(folder):
-    run(str(folder / "in"), str(folder / "out"), *TIMM, "--whole", "timm:test_efficientnet.r160_in1k")
+    run(str(folder / "in"), str(folder / "out"), *TIMM, "--global-features", "timm:test_efficientnet.r160_in1k")
     assert ShardFile(str(folder / "out"))["b.jpg"].global_feature.ndim == 1
 
 
@@ -75,8 +75,8 @@ def test_a_whole_image_feature(folder):
         ([*TIMM, "--nms", "0.5"], "detector 'timm' has no option 'nms'"),
         (["--detector", "c4", "--grid", "3"], "detector 'c4' has no option 'grid'"),
         (["--detector", "c4"], "--allow-random"),
-        ([*TIMM, "--whole", "resnet50"], "timm:MODEL"),
-        ([*TIMM, "--whole-weights", "f"], "without --whole"),
+        ([*TIMM, "--global-features", "resnet50"], "timm:MODEL"),
+        ([*TIMM, "--global-weights", "f"], "without --global-features"),
         ([*TIMM, "--shard-size", "0"], "--shard-size is 0"),
     ],
 )

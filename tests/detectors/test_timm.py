@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 
-from coder_plugin.detectors.base import WithGlobal, pixels
+from coder_plugin.detectors.base import pixels
+from coder_plugin.detectors.global_features import WithGlobal
 from coder_plugin.detectors.timm_ import Squash, Timm, Trunk, boxes
 from coder_plugin.errors import CoderError
 

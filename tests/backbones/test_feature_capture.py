@@ -280,5 +280,5 @@ def test_an_export_of_an_earlier_version_has_one(make, tmp_path: Path) -> None:
     save_file(load_file(heads), heads, metadata={"coder": json.dumps(made)})
     assert read_heads(heads).context_blocks == 1
     heads.write_bytes(b"no")
-    with pytest.raises(CoderError, match="is no file of scoring heads"):
+    with pytest.raises(CoderError, match="is not a file of scoring heads"):
         read_heads(heads)

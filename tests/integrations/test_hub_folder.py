@@ -172,7 +172,7 @@ def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path
     folder = shutil.copytree(shared / "lora", tmp_path / "folder")
     record = json.loads((folder / "coder_run.json").read_text())
     (folder / "coder_run.json").write_text(json.dumps({"files": record["files"], "options": {}}))
-    assert "objective: not known" in (coder_plugin.save_pretrained(folder, tmp_path / "next") / "README.md").read_text()
+    assert "objective: unknown" in (coder_plugin.save_pretrained(folder, tmp_path / "next") / "README.md").read_text()
     (folder / "coder_run.json").write_text(json.dumps({**record, "run": {"batch": 5}}))
     with pytest.raises(CoderError, match="coder_run.json lacks what a model card needs"):
         coder_plugin.save_pretrained(folder, tmp_path / "last")

@@ -148,15 +148,17 @@ class Expression:
         def token_of(node: ast.expr | ast.keyword) -> _Token:
             return by_start[node.col_offset + indent]
 
-        weight = source = call = None
+        weight: ast.expr | None = None
+        source: ast.expr | None = None
+        call: ast.Call | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):  # (weight * name) @ source(…)
-            node, source = node.left, node.right
+            source, node = node.right, node.left
             if isinstance(source, ast.Call):
-                source, call = source.func, source
+                call, source = source, source.func
         if isinstance(node, ast.BinOp):
             weight, node = node.left, node.right
         if isinstance(node, ast.Call):
-            node, call = node.func, node
+            call, node = node, node.func
         places = {"weight": weight, "name": node, "source": source}
         tokens = {place: token_of(part) for place, part in places.items() if part is not None}
         columns = {place: token.column for place, token in tokens.items()}

@@ -82,8 +82,22 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Make a temporary folder next to ``path`` to fill, and rename it to ``path`` when the block ends.
 
-    A folder that is already at ``path`` is replaced: between two renames, a kill leaves it under ``.NAME.old``.
-    If the block raises, the temporary folder is removed and the old one stays.
+    A folder that is already at ``path`` is replaced: between two renames, a kill leaves it under ``.NAME.old``, and the next
+    call moves it back before the block runs. If the block raises, the temporary folder is removed and the old one stays.
+
+    Args:
+        path: the folder to write. Its parent is made if it does not exist.
+
+    Raises:
+        OSError: the disk's error. If the old folder could not be moved back after it, the message says where it is.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model"
+        >>> with atomic_folder(path) as temporary:
+        ...     _ = (temporary / "notes.txt").write_text("complete")
+        >>> (path / "notes.txt").read_text()
+        'complete'
     """
     path = Path(path)
     temporary, old = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.old")
@@ -98,8 +112,20 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             os.replace(path, old)
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if old.exists():
+                _move_back(old, path)
+            raise
         fsync_path(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_back(old: Path, path: Path) -> None:
+    try:
+        os.replace(old, path)
+    except OSError as error:
+        raise OSError(f"what was in {path} is now in {old}: move it back ({error})") from error

@@ -12,7 +12,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import Capability, affects_ranking
 from coder_plugin.objective import Objective, object_name
-from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
+from coder_plugin.resolver import INTERMEDIATE_KEYS, Resolution, resolve
 
 #: The keys that a backbone may return.
 _OUTPUTS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
@@ -28,7 +28,7 @@ def create_model(
     aggregator: AggregatorName = "tower",
     context_blocks: int = 1,
     return_intermediates: Collection[str] = (),
-    inference: bool = False,
+    inference: bool | Sequence[str] = False,
     **options: Any,
 ) -> Any:
     """An open_clip model, or a region model, with the heads that a loss needs under ``model.coder``.
@@ -55,9 +55,13 @@ def create_model(
             models have their own context stage.
         return_intermediates: further keys of ``resolver.INTERMEDIATE_KEYS`` that ``describe_image`` and ``describe_text``
             return besides those that the heads read. A region model always returns all of its own.
-        inference: build only the heads that score or re-rank, for evaluation and search: no banks, no momentum towers.
+        inference: for evaluation and search, build only the heads that score or re-rank: no banks, no momentum towers. A
+            sequence names these heads in their order, as an export does; no other head is then imported.
         options: passed to ``open_clip.create_model``: precision, device, force_image_size, …; or to a region model:
             region_dim, embed_dim, text, ….
+
+    Returns:
+        The model, an ``nn.Module``, with its heads under ``coder`` and the methods ``embed_image`` and ``embed_text``.
 
     Raises:
         CoderError: unknown names, files that do not fit, a loss that this model cannot serve, more context blocks than a
@@ -118,7 +122,7 @@ def add_heads(
     aggregator: AggregatorName = "tower",
     context_blocks: int = 1,
     return_intermediates: Collection[str] = (),
-    inference: bool = False,
+    inference: bool | Sequence[str] = False,
     cache_dir: str | None = None,
 ) -> Any:
     """Add the heads that a loss needs to an existing model, in place.
@@ -141,11 +145,14 @@ def add_heads(
     is_region_model = isinstance(model, Backbone)
     intermediates: Set[str] = model.intermediate_keys if is_region_model else clip.INTERMEDIATE_KEYS
     _check_intermediates(return_intermediates, intermediates)
-    resolution = resolve(objective, clip.available_keys(model), intermediates, heads=passed)
+    if isinstance(inference, bool):
+        resolution = resolve(objective, clip.available_keys(model), intermediates, heads=passed)
+    else:
+        resolution = Resolution(tuple(inference), (), frozenset(), passed)
     if unused := [name for name in passed if name not in resolution.heads]:
         names = ", ".join(unused)
         raise CoderError(f"custom_heads: the loss needs no head {names}; a term or head must require what it provides")
-    if inference:
+    if inference is not False:
         resolution = resolution.of_heads([name for name in resolution.heads if affects_ranking(resolution.head(name))])
         objective = replace(objective, heads=tuple(options for options in objective.heads if options[0] in resolution.heads))
     device = next(model.parameters()).device
@@ -177,6 +184,11 @@ def create_loss(loss: Any, *, model: Any) -> CoderLoss:
 
     Args:
         loss: as in :func:`create_model`. It may leave out terms that the model was created with, but not need more heads.
+        model: the model whose heads' output the loss reads.
+
+    Returns:
+        The loss, an ``nn.Module`` without parameters and state. Called with the model's output as keywords it returns
+        ``{"dcl_loss": …}``, a scalar for each term with its weight applied; with ``output_dict=False`` their sum.
 
     Raises:
         CoderError: the model lacks heads that the loss needs, a term has parameters, or the model gives an image several

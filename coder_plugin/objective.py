@@ -161,14 +161,21 @@ class Objective:
         return json.loads(json.dumps({"terms": terms, "heads": heads, "local_loss": self.local_loss}))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Objective:
+    def from_dict(cls, data: Mapping[str, Any], *, objects: Sequence[TermSpec] = ()) -> Objective:
         """Read what :meth:`to_dict` wrote.
 
+        Args:
+            data: the saved form.
+            objects: terms that were passed as objects. They stand for the saved terms of the same names, in order.
+
         Raises:
-            CoderError: a plugin that no longer exists, an option that it refuses, or a term that was an object.
+            CoderError: a plugin that no longer exists, an option that it refuses, or a saved term that was an object and is
+                not among ``objects``.
         """
         heads = tuple((name, check_options("heads", name, options)) for name, options in sorted(data["heads"].items()))
-        return cls(tuple(map(_term_from_dict, data["terms"])), heads, bool(data.get("local_loss", False)))
+        remaining = list(objects)
+        terms = tuple(_term_from_dict(fields, remaining) for fields in data["terms"])
+        return cls(terms, heads, bool(data.get("local_loss", False)))
 
 
 def object_name(value: Any) -> str:
@@ -310,8 +317,13 @@ def _term_to_dict(term: TermSpec) -> dict[str, Any]:
     return fields
 
 
-def _term_from_dict(fields: Mapping[str, Any]) -> TermSpec:
+def _term_from_dict(fields: Mapping[str, Any], objects: list[TermSpec]) -> TermSpec:
+    """Read a saved term; the first object of its name is taken from ``objects`` where the term was an object."""
     if "class" in fields:
+        for index, spec in enumerate(objects):
+            if spec.name == fields["name"]:
+                term = objects.pop(index).term
+                return TermSpec(spec.name, float(fields["weight"]), fields["source"], fields["head"], term=term)
         raise CoderError(
             f"the term {fields['name']!r} was an object of {fields['class']}, which a file cannot hold: pass the object again"
         )

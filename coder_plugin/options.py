@@ -62,7 +62,7 @@ def required_options(group: str, name: str) -> list[str]:
 
 def _parameters(group: str, cls: Any) -> dict[str, inspect.Parameter]:
     """Keyword-only parameters; of a loss, which is called without positional arguments, the others too."""
-    kinds = {inspect.Parameter.KEYWORD_ONLY}
+    kinds: set[Any] = {inspect.Parameter.KEYWORD_ONLY}
     if group == "losses":
         kinds.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {p.name: p for p in inspect.signature(cls).parameters.values() if p.kind in kinds}

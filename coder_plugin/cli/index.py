@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from coder_plugin.errors import CoderError
 
@@ -71,7 +72,8 @@ def index_command(arguments: argparse.Namespace) -> str:
         raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     data = saved_data_config(spec, {**options, "train_data": arguments.data, "val_data": arguments.data})
     if data.dataset_type == "auto" and data.regions is None and is_pictures(arguments.data):
-        source, pictures = Pictures(arguments.data), None
+        source: Any = Pictures(arguments.data)
+        pictures = None
     else:
         source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
     reading = {"workers": data.workers, "max_bad_images": data.max_bad_images}

@@ -41,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\n{format_table(rows)}")
         print(f"chance R@1: {100 / result['last']['images']:.2f} %   images: {result['last']['images']}")
     if trainer.log.main:
-        print(f"report, checkpoints, exports and metrics: {result['folder']}")
+        print(f"checkpoints, exports and metrics: {result['folder']}")
     return 0

@@ -56,8 +56,10 @@ def examine(
     findings += guarded("machine", machine.check_room, config)
     for part, check, path in checks:
         findings += guarded(part, check, path)
-    limits = {"samples": samples, "check_all": check_all}
-    return [*findings, *check_training(config, options, vectors=vectors, check_objective=check_objective, **limits)]
+    findings += check_training(
+        config, options, samples=samples, check_all=check_all, vectors=vectors, check_objective=check_objective
+    )
+    return findings
 
 
 def check_training(

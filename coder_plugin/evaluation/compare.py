@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,7 +81,7 @@ class _Setting:
     measures: Measures
     export: str
     split: str
-    return_intermediates: Sequence[str]
+    return_intermediates: Collection[str]
 
     def data(self, spec: str | None) -> tuple[Any, DataConfig]:
         """The data set to evaluate on, and how it is read.
@@ -116,7 +116,7 @@ def evaluate_models(
     *,
     export: str = "best",
     split: str = "val",
-    return_intermediates: Sequence[str] = (),
+    return_intermediates: Collection[str] = (),
     on_model: Callable[[str, Encoder, Any, DataConfig], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Figures of each model, and of several models also those of their ensemble.

@@ -55,7 +55,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: list[Path]) 
     """The last step of building an index: its content, and the sizes and checksums of its files."""
     sums = {file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256_file(file)} for file in files}
     manifest = json.loads(json.dumps({**content, "files": sums}))  # as a reader will parse it
-    write_json(folder / MANIFEST, {**manifest, "seal": sha256_json(manifest)})
+    write_json(folder / MANIFEST, {**manifest, "manifest_sha256": sha256_json(manifest)})
 
 
 def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
             raise CoderError(f"{folder} is an index that is not finished: run its coder-plugin index command again")
         raise CoderError(f"{folder} is not an index: it has no {MANIFEST} (coder-plugin index makes one)")
     manifest = read_json(path)
-    content = {key: value for key, value in manifest.items() if key not in ("format", "version", "seal")}
-    if sha256_json(content) != manifest.get("seal"):
+    content = {key: value for key, value in manifest.items() if key not in ("format", "version", "manifest_sha256")}
+    if sha256_json(content) != manifest.get("manifest_sha256"):
         raise CoderError(f"{path} is damaged: it has been changed since it was written")
     _check_names(path, manifest)
     for name, expected in manifest["files"].items():

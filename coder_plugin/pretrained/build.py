@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ def make_model(
     *,
     max_regions: int = 36,
     max_bad_images: int = 100,
-    inference: bool = False,
+    inference: bool | Sequence[str] = False,
     return_intermediates: Collection[str] = (),
 ) -> Any:
     """A model with its heads on ``device``.
@@ -41,7 +41,7 @@ def make_model(
         source: data to check the model against; a region model takes from them what its options leave open. None: no check.
         max_regions: regions of an image that a region model reads.
         max_bad_images: stop looking for a readable image after more than so many that cannot be read.
-        inference: build only the heads that score.
+        inference: build only the heads that score, or those of these names; as in :func:`coder_plugin.create_model`.
         return_intermediates: as in :func:`coder_plugin.create_model`.
 
     Raises:

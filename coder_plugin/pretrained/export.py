@@ -22,9 +22,11 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_replace, atomic_write
+from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking, heads_with
 from coder_plugin.model import required_heads_with
 from coder_plugin.objective import Objective
+from coder_plugin.registry import load
 
 WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; region models have their own name
 OLDER = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")  # open_clip's earlier names
@@ -126,7 +128,8 @@ def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = 
     scoring = _scoring_state(model, state)
     if not scoring:
         return None
-    settings = head_settings(model)
+    heads = [name for name, head in model.coder.heads.items() if affects_ranking(head)]
+    settings = {**head_settings(model), "heads": heads}
     for options in settings["objective"]["heads"].values():
         options.pop("vocabulary", None)  # it is in the folder, and its old path is private
     _write(scoring, folder / HEADS, coder=json.dumps(settings))
@@ -169,6 +172,7 @@ class HeadSettings(NamedTuple):
     objective: Objective
     aggregator: str
     context_blocks: int
+    heads: tuple[str, ...] | None  # that score or re-rank, in their order; None: an export of an earlier version
 
 
 def read_heads(path: Path) -> HeadSettings:
@@ -183,10 +187,13 @@ def read_heads(path: Path) -> HeadSettings:
         with safe_open(path, "pt") as file:
             settings = json.loads(file.metadata()["coder"])
         objective = Objective.from_dict(settings["objective"])
+        names = settings.get("heads")
         if (vocabulary := path.parent / VOCABULARY).is_file():
-            readers = required_heads_with(objective, ReadsConcepts)
+            classes = required_heads_with(objective, Head) if names is None else {name: load("heads", name) for name in names}
+            readers = [name for name, head in classes.items() if isinstance(head, type) and issubclass(head, ReadsConcepts)]
             objective = objective.with_options({f"{name}.vocabulary": str(vocabulary) for name in readers})
-        return HeadSettings(objective, settings["aggregator"], settings.get("context_blocks", 1))
+        heads = None if names is None else tuple(names)
+        return HeadSettings(objective, settings["aggregator"], settings.get("context_blocks", 1), heads)
     except CoderError:
         raise
     except Exception as error:  # safetensors and json raise many kinds for damaged files

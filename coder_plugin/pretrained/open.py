@@ -257,10 +257,10 @@ def open_pretrained(
     heads = heads_beside(config.pretrained)
     if heads is not None:
         settings = read_heads(heads)
-        objective = settings.objective
+        objective, names = settings.objective, settings.heads
         config = replace(config, aggregator=settings.aggregator, context_blocks=settings.context_blocks)
     else:
-        objective = Objective.parse("clip")  # any loss without heads: the towers' features are the score
+        objective, names = Objective.parse("clip"), ()  # any loss without heads: the towers' features are the score
     device = default_device() if device is None else torch.device(device)
     model = make_model(
         config,
@@ -269,7 +269,7 @@ def open_pretrained(
         source,
         max_regions=inference.max_regions,
         max_bad_images=inference.max_bad_images,
-        inference=True,
+        inference=True if names is None else names,
         return_intermediates=return_intermediates,
     )
     if heads is not None:

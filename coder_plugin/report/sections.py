@@ -197,7 +197,8 @@ def place_vectors(encoded: Encoded, *, pairs: int = 250, seed: int = 0) -> MapPo
             points, method = _principal(both), "principal components (too few points for t-SNE)"
         else:
             points, method = tsne(both.numpy(), seed=seed), f"t-SNE of perplexity {min(30.0, (len(both) - 1) / 3):.0f}"
-    return MapPoints(points[: len(chosen)], points[len(chosen) :], *chosen.T.tolist(), method)
+    image_index, text_index = chosen.T.tolist()
+    return MapPoints(points[: len(chosen)], points[len(chosen) :], image_index, text_index, method)
 
 
 def _principal(vectors: Tensor) -> np.ndarray:

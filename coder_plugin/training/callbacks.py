@@ -8,9 +8,23 @@ from typing import Any
 
 
 class Callback:
-    """Base class: override the methods you need, and give instances to ``Trainer(callbacks=[…])``.
+    """Base class: override the methods you need, and pass instances to ``Trainer(callbacks=[…])``.
 
-    Every method is called on all ranks, in the order of the list. ``trainer`` is the :class:`~coder_plugin.Trainer`.
+    Every method is called on all ranks, in the order of the list. ``trainer`` is the :class:`~coder_plugin.Trainer`; setting
+    ``trainer.stop`` to True ends the run after the current step. An exception that a method raises ends the run.
+
+    Example:
+        >>> import tempfile
+        >>> from coder_plugin import Trainer
+        >>> class StopWhenGood(Callback):
+        ...     def on_evaluation_end(self, trainer, results):
+        ...         trainer.stop = results["rsum"] > 500
+        >>> options = {"batch_size": 4, "train_num_samples": 8, "workers": 0, "logs": tempfile.mkdtemp()}
+        >>> callback = StopWhenGood()
+        >>> trainer = Trainer(model="coder-tiny", loss="dcl", train="scenes", config=options, callbacks=[callback])
+        >>> callback.on_evaluation_end(trainer, {"rsum": 512.0})  # trainer.run() calls it after each evaluation
+        >>> trainer.stop
+        True
     """
 
     def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig
+from coder_plugin.files import atomic_write
 
 _log = logging.getLogger(__name__)
 
@@ -52,10 +53,9 @@ class RunLog:
 
     def start(self, plan: Mapping[str, Any]) -> None:
         if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "plan.json").write_text(json.dumps(plan, indent=2))
-            config = json.dumps(self.config.to_dict(), indent=2)
-            (self.folder / "config.json").write_text(config)
+            for name, content in (("plan", plan), ("config", self.config.to_dict())):
+                with atomic_write(self.folder / f"{name}.json", "w") as file:
+                    json.dump(content, file, indent=2)
             processes = "1 process" if plan["ranks"] == 1 else f"{plan['ranks']} processes"
             machine_name = "CPU" if plan["device"] == "cpu" else plan["machine"]
             self.say(

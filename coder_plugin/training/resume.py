@@ -68,7 +68,8 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
     ]
     if changed:
         raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
-    _check_objective(trainer.objective, trainer.objective.from_dict(manifest["objective"]))
+    objects = [term for term in trainer.objective.terms if term.term is not None]
+    _check_objective(trainer.objective, Objective.from_dict(manifest["objective"], objects=objects))
     options = describe_backbone(trainer.model).get("options", {})
     saved_options = (manifest.get("backbone") or {}).get("options", {})
     other = [name for name, value in saved_options.items() if options.get(name) != value]

@@ -1,4 +1,4 @@
-"""The model card: what a model is, what it was trained on and with, how good it is, what nobody knows, and how to use it."""
+"""The model card: what a model is, how it was trained, its recall, its limits, and how to use and cite it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Which terms and heads are of which paper.
-_OF = {
+#: The loss terms and heads of each paper.
+_TERMS = {
     "coder": ("dcl", "m_dcl", "concept_dcl", "pgc"),
     "ascl": ("ascl", "fusion"),
     "selfalign": ("lca", "cra"),
@@ -45,10 +45,10 @@ _CITATIONS = {
   doi       = {10.5281/zenodo.5143773}
 }""",
 }
-_WAYS = {"i2t": "image to text", "t2i": "text to image"}
-_RECALLS = {f"{way}_r{k}": f"{name} R@{k}" for way, name in _WAYS.items() for k in (1, 5, 10)}
-#: Fewer images than this are few to learn from, whatever the towers began as.
-_SMALL = 100_000
+_DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
+_RECALLS = {f"{direction}_r{k}": f"{name} R@{k}" for direction, name in _DIRECTIONS.items() for k in (1, 5, 10)}
+#: With fewer training images the card warns of a small data set.
+_FEW_IMAGES = 100_000
 
 
 def card_text(
@@ -61,19 +61,24 @@ def card_text(
     base_model: str | None = None,
     datasets: Sequence[str] = (),
 ) -> str:
-    """A whole ``README.md``: YAML for the hub, then Markdown.
+    """The text of a model card, ``README.md``: metadata for the hub as YAML, then Markdown.
 
     Args:
-        name: the repository's or the folder's. record: what ``coder_run.json`` says. sizes: bytes of the files of weights.
-        on_hub: whether ``name`` is a repository's. license, base_model, datasets: what nobody but the person who shares knows.
+        name: the name of the repository or folder.
+        record: the content of ``coder_run.json``.
+        sizes: bytes of each weights file.
+        on_hub: whether ``name`` is a repository.
+        license: the licence of the weights by the hub's name for it.
+        base_model: the repository of the model that training started from.
+        datasets: names of the training data.
     """
     from huggingface_hub import ModelCard
 
     parts = [
         f"# {name}",
-        _what(record, sizes),
+        _description(record, sizes),
         _training(record, base_model, datasets),
-        _figures(record),
+        _recall(record),
         _limits(record, license),
         _use(name, record, on_hub),
         _citations(record),
@@ -102,11 +107,11 @@ def _header(name: str, record: Mapping[str, Any], license: str | None, base_mode
         for key, label in figures.items()
         if isinstance(results.get(key), (int, float))
     ]
-    plain = model["pictures"] and not model["heads"] and model["aggregator"] == "tower"
-    reads = ["open_clip", "clip"] if model["pictures"] else ["region-features"]
+    opens_in_open_clip = model["pictures"] and not model["heads"] and model["aggregator"] == "tower"
+    inputs = ["open_clip", "clip"] if model["pictures"] else ["region-features"]
     return ModelCardData(
-        library_name="open_clip" if plain else "coder_plugin",
-        tags=["coder_plugin", "image-text-retrieval", *reads],
+        library_name="open_clip" if opens_in_open_clip else "coder_plugin",
+        tags=["coder_plugin", "image-text-retrieval", *inputs],
         pipeline_tag="zero-shot-image-classification" if model["pictures"] else "feature-extraction",
         license=license,
         base_model=base_model,
@@ -116,66 +121,69 @@ def _header(name: str, record: Mapping[str, Any], license: str | None, base_mode
     ).to_yaml()
 
 
-def _what(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+def _description(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     model = record["model"]
-    named = f", `{record['options']['model']}`" if record["options"].get("model") else ""
-    kind = f"an open_clip model ({model['class']}{named})" if model["pictures"] else f"a region model ({model['name']})"
+    option = record["options"].get("model")
+    model_name = f", `{option}`" if option else ""
+    kind = f"an open_clip model ({model['class']}{model_name})" if model["pictures"] else f"a region model ({model['name']})"
     lines = [
-        f"An image-text retrieval model: {kind}{_made(record)}. Texts and images become vectors; their inner product is the "
+        f"An image-text retrieval model: {kind}{_origin(record)}. Texts and images become vectors; their inner product is the "
         "score.",
         "",
         f"- parameters: {model['parameters']:,}" + (", heads included" if model["heads"] else ""),
         f"- vectors: {model['dimensions']} dimensions, float32"
-        + (f", {model['views']} of each image, the best of which counts" if model["views"] > 1 else ""),
+        + (f", {model['views']} per image; the score is the largest of their inner products" if model["views"] > 1 else ""),
     ]
     if model["aggregator"] == "gpo":
-        lines.append("- features: pooled from patch and word tokens by GPO, instead of the towers' own")
+        lines.append("- features: patch and word tokens pooled by GPO, instead of the towers' pooled features")
     if model["heads"]:
-        lines.append(f"- heads beside the towers: {', '.join(model['heads'])}")
+        lines.append(f"- scoring heads: {', '.join(model['heads'])}")
     if model["concepts"]:
         lines.append(f"- concept vocabulary: {model['concepts']} words, in `concepts.json`")
     if model["re-ranks"]:
-        lines.append("- a fusion score of regions and words re-orders the first candidates, which the vectors find")
+        lines.append("- re-ranking: a fusion score of regions and words re-orders the candidates of highest inner product")
     if not model["pictures"]:
-        lines.append(f"- reads region features of images, {model['max_regions']} at most, and no pictures")
+        lines.append(f"- images: features of {model['max_regions']} regions at most; it does not read pictures")
     lines.append("- weights: " + ", ".join(f"`{name}` {size / 1e6:.1f} MB" for name, size in sorted(sizes.items())))
     return "\n".join(lines)
 
 
-def _made(record: Mapping[str, Any]) -> str:
-    """How it came to be, as far as that is known."""
-    if mixed := record.get("wise_ft"):
+def _origin(record: Mapping[str, Any]) -> str:
+    """How the model was made, as far as the record says."""
+    if wise_ft := record.get("wise_ft"):
         return (
-            f", its weights between those of two models (WiSE-FT, arXiv:2109.01903): {_of(mixed, 'alpha')} of the fine-tuned "
-            f"one, `{_of(mixed, 'tuned')}`, and the rest of the one before, `{_of(mixed, 'base')}`"
+            f" with weights interpolated between two models (WiSE-FT, arXiv:2109.01903): {_get(wise_ft, 'alpha')} of the "
+            f"fine-tuned model, `{_get(wise_ft, 'tuned')}`, and the rest of the model before fine-tuning, "
+            f"`{_get(wise_ft, 'base')}`"
         )
     return " trained with coder_plugin" if record["run"] or record["objective"] else ""
 
 
 def _training(record: Mapping[str, Any], base_model: str | None, datasets: Sequence[str]) -> str:
     run, lines = record["run"], ["## Training", ""]
-    whose = ", that of the fine-tuned model" if record.get("wise_ft") else ""
-    objective = f"- objective{whose}: `{record['objective']}`"
-    lines.append(objective if record["objective"] else "- objective: not known: the export had no run")
+    owner = " of the fine-tuned model" if record.get("wise_ft") else ""
+    objective = f"- objective{owner}: `{record['objective']}`"
+    lines.append(objective if record["objective"] else "- objective: unknown, because the export had no run")
     for term in record["terms"].get("terms", []):
         options = ", ".join(f"{key}={value}" for key, value in term["options"].items())
         lines.append(f"  - {term['name']}: weight {term['weight']:g}" + (f", {options}" if options else ""))
     for head, options in record["terms"].get("heads", {}).items():
         lines.append(f"  - head {head}: " + ", ".join(f"{key}={value}" for key, value in options.items()))
     if base_model:
-        lines.append(f"- began as: {base_model}")
-    elif began := record["options"].get("pretrained") or record["options"].get("pretrained_image_path"):
-        lines.append(f"- began from the weights `{began}`")
+        lines.append(f"- fine-tuned from: {base_model}")
+    elif weights := record["options"].get("pretrained") or record["options"].get("pretrained_image_path"):
+        lines.append(f"- started from the weights `{weights}`")
     if datasets:
         lines.append(f"- data sets: {', '.join(datasets)}")
     if data := run.get("training data"):
-        captions = _of(data, "captions")
+        captions = _get(data, "captions")
         lines.append(f"- training data: `{data['name']}`, {_count(data.get('images'))} images, captions: {captions}")
     if run:
         lines.append(
-            f"- {_of(run, 'epochs')} epochs of {_of(run, 'steps per epoch')} steps, "
-            f"{_of(run.get('batch', {}), 'global per step')} pairs a step, precision {_of(run, 'precision')}, "
-            f"{_of(run, 'ranks')} x {_of(run, 'device')}, seed {_of(record['options'], 'seed')}"
+            f"- {_get(run, 'epochs')} epochs of {_get(run, 'steps per epoch')} steps, "
+            f"{_get(run.get('batch', {}), 'global per step')} pairs per step, precision {_get(run, 'precision')}, "
+            f"{_get(run, 'ranks')} process{'es' * (run.get('ranks') != 1)} on {_get(run, 'device')}, "
+            f"seed {_get(record['options'], 'seed')}"
         )
         if versions := run.get("versions"):
             lines.append("- versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -183,10 +191,10 @@ def _training(record: Mapping[str, Any], base_model: str | None, datasets: Seque
     return "\n".join(lines)
 
 
-def _figures(record: Mapping[str, Any]) -> str:
+def _recall(record: Mapping[str, Any]) -> str:
     results, lines = record["results"], ["## Recall", ""]
     if not results:
-        return "\n".join([*lines, "Not measured: no validation, or an export without its run."])
+        return "\n".join([*lines, "Not measured: the run had no validation data, or the export had no run."])
     columns = [*_RECALLS, "rsum"]
     names = ["image→text R@1", "R@5", "R@10", "text→image R@1", "R@5", "R@10", "R@sum"]
     lines += [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
@@ -199,9 +207,9 @@ def _figures(record: Mapping[str, Any]) -> str:
     measured += f" of `{data}`" if data else ""
     lines += [
         "",
-        f"{measured}, every caption and every image a query among all of them, after epoch {results.get('epoch')} (step "
-        f"{results.get('step')}); precision {record['run'].get('precision', 'unknown')}. Which epoch is shared may have been "
-        "chosen by these figures.",
+        f"{measured}; every caption and every image is a query against all of them. Measured after epoch "
+        f"{results.get('epoch')} (step {results.get('step')}), precision {record['run'].get('precision', 'unknown')}. "
+        "The epoch may have been selected by these figures.",
     ]
     return "\n".join(lines)
 
@@ -210,19 +218,19 @@ def _limits(record: Mapping[str, Any], license: str | None) -> str:
     model, run = record["model"], record["run"]
     images = (run.get("training data") or {}).get("images")
     lines = ["## Limits", ""]
-    if isinstance(images, int) and images < _SMALL:
-        lines.append(f"- {images:,} training images are few: things, scenes and wordings outside them were hardly seen.")
+    if isinstance(images, int) and images < _FEW_IMAGES:
+        lines.append(f"- {images:,} training images are few: expect lower recall on other objects, scenes and wordings.")
     if (record["objective"] or run) and not record.get("wise_ft"):
-        lines.append("- One run with one seed: a difference of a point of R@1 to another model may be chance.")
-    lines.append("- Not known: other data, other languages, fairness between groups of people, harmful or private content.")
+        lines.append("- One run with one seed: a difference of 1 point of R@1 from another model may be chance.")
+    lines.append("- Not tested: other data, other languages, fairness between groups of people, harmful or private content.")
     if model["re-ranks"]:
-        lines.append("- The vectors alone give the shortlist's recall; the fusion score needs coder_plugin.")
+        lines.append("- The vectors alone reach the recall of the shortlist; the fusion score needs coder_plugin.")
     if model["pictures"] and (model["heads"] or model["aggregator"] == "gpo"):
-        lines.append("- Plain open_clip opens the towers alone: its scores are not the ones above.")
+        lines.append("- Plain open_clip opens only the towers: its scores differ from those above.")
     if not model["pictures"]:
-        lines.append("- No part of it opens in plain open_clip.")
-        lines.append("- Region features must come from the detector that made those it was trained on.")
-    terms = "The terms of the training data, and of the weights it began from, are for the user to check."
+        lines.append("- It does not open in plain open_clip.")
+        lines.append("- Region features must come from the same detector as those in training.")
+    terms = "Check the terms of the training data and of the pretrained weights."
     lines.append(f"- {terms}" if license else f"- No licence was stated. {terms}")
     return "\n".join(lines)
 
@@ -240,7 +248,7 @@ def _use(name: str, record: Mapping[str, Any], on_hub: bool) -> str:
         lines.append("images = model.encode_images(regions)               # coder_plugin.data.regions.base.Regions -> [n, D]")
     lines.append('texts = model.encode_texts(["a dog in the snow"])   # [1, D]')
     if model["views"] > 1:
-        lines.append('scores = (images @ texts.T).amax(1)                 # the best of an image\'s features')
+        lines.append('scores = (images @ texts.T).amax(1)                 # the largest over an image\'s vectors')
     else:
         lines.append("scores = texts @ images.T")
     lines += ["```", "", "```bash", f"coder-plugin eval {shlex.quote(spec)} {' '.join(flags)}", "```"]
@@ -250,14 +258,15 @@ def _use(name: str, record: Mapping[str, Any], on_hub: bool) -> str:
 
 
 def _open_clip(name: str, model: Mapping[str, Any], on_hub: bool) -> list[str]:
-    """How plain open_clip opens the towers; a text tower that lies beside is found from the working directory alone."""
-    beside = model["text tower"] == "text"
-    where = "local-dir:." if beside else f"hf-hub:{name}" if on_hub else f"local-dir:{name}"
-    lines = ["The towers in plain open_clip:", "", "```python", *(["import os", ""] if beside else []), "import open_clip"]
-    if beside:
+    """How plain open_clip opens the towers. It reads a text tower's folder relative to the working directory."""
+    has_text_folder = model["text tower"] == "text"
+    where = "local-dir:." if has_text_folder else f"hf-hub:{name}" if on_hub else f"local-dir:{name}"
+    lines = ["The towers in plain open_clip:", "", "```python"]
+    lines += ["import os", "", "import open_clip"] if has_text_folder else ["import open_clip"]
+    if has_text_folder:
         lines += ["from huggingface_hub import snapshot_download", ""] if on_hub else [""]
         folder = f'snapshot_download("{name}")' if on_hub else f'"{name}"'
-        lines.append(f"os.chdir({folder})  # open_clip looks for the text tower's folder, text, from here")
+        lines.append(f"os.chdir({folder})  # open_clip reads the text tower from the folder text in here")
     lines += [
         "",
         f'model, preprocess = open_clip.create_model_from_pretrained("{where}")',
@@ -282,16 +291,16 @@ def _sentence_transformers(name: str) -> list[str]:
 
 def _citations(record: Mapping[str, Any]) -> str:
     used = {term["name"] for term in record["terms"].get("terms", [])} | set(record["model"]["heads"])
-    wanted = [paper for paper, names in _OF.items() if used & set(names)]
+    papers = [paper for paper, names in _TERMS.items() if used & set(names)]
     if record["model"]["pictures"]:
-        wanted.append("open_clip")
-    if not wanted:
+        papers.append("open_clip")
+    if not papers:
         return ""
-    return "## Citation\n\n```bibtex\n" + "\n\n".join(_CITATIONS[paper] for paper in wanted) + "\n```"
+    return "## Citation\n\n```bibtex\n" + "\n\n".join(_CITATIONS[paper] for paper in papers) + "\n```"
 
 
-def _of(known: Mapping[str, Any], name: str) -> Any:
-    return known.get(name, "unknown")
+def _get(values: Mapping[str, Any], name: str) -> Any:
+    return values.get(name, "unknown")
 
 
 def _percent(figure: Any) -> str:

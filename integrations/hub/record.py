@@ -1,4 +1,4 @@
-"""What was run, for ``coder_run.json`` and the model card, without private paths.
+"""The record of a training run for ``coder_run.json`` and the model card, without private paths.
 
 File names stay. Folders, hosts and commands are removed: they reveal user names, the layout of a machine, or passwords.
 """
@@ -23,7 +23,7 @@ _PLANNED = ("steps per epoch", "epochs", "batch", "precision", "device", "ranks"
 
 
 def run_record(run: Path | None, export: str) -> dict[str, Any]:
-    """What a training run's folder tells about an export, without paths of this machine.
+    """Read a training run's record of an export, without paths of this machine.
 
     Returns:
         ``objective``, ``terms`` (every option of every term and head), ``options``, ``run`` and ``results``; None or empty

@@ -1,6 +1,6 @@
-"""A shared model for ``sentence_transformers.SentenceTransformer(FOLDER)``: vectors whose product is the score.
+"""A shared model in sentence-transformers: ``SentenceTransformer(FOLDER, trust_remote_code=True)``.
 
-sentence-transformers takes any module with the methods below; nothing of it is imported here.
+sentence-transformers accepts any module with the methods below, so it is not imported here.
 """
 
 from __future__ import annotations
@@ -19,40 +19,47 @@ from coder_plugin.pretrained.export import export_heads, export_model
 from coder_plugin.pretrained.hub_cache import HUB, fetch
 from coder_plugin.pretrained.open import PretrainedModel, open_pretrained
 
-#: What its loader reads in a folder.
+#: The files of a folder that sentence-transformers' loader reads.
 FILES = ("modules.json", "config_sentence_transformers.json")
 
 
 def write_files(folder: Path) -> None:
-    """Make an export's folder one that ``SentenceTransformer(folder, trust_remote_code=True)`` opens."""
-    kind = f"{__name__}.{PictureText.__name__}"
-    modules = [{"idx": 0, "name": "0", "path": "", "type": kind}]
+    """Add to an export's folder the files that ``SentenceTransformer(folder, trust_remote_code=True)`` reads."""
+    module_type = f"{__name__}.{PictureText.__name__}"
+    modules = [{"idx": 0, "name": "0", "path": "", "type": module_type}]
     options = {"model_type": "SentenceTransformer", "similarity_fn_name": "dot"}
     for name, value in zip(FILES, (modules, options), strict=True):
         (folder / name).write_text(json.dumps(value, indent=1) + "\n")
 
 
 class PictureText(nn.Module):
-    """Texts (str) and pictures (PIL), mixed as they come -> ``sentence_embedding`` [n, D], fused scores included.
+    """Encode texts (str) and PIL pictures in any order to ``sentence_embedding`` [n, D], whose inner product is the score.
 
-    A string is a text, also one that looks like a file's name.
+    The parts that scoring heads add to the features are included. A string is always a text, also if it looks like a file
+    name.
+
+    Args:
+        trained: a model that reads pictures.
+
+    Raises:
+        CoderError: the model reads region features.
     """
 
     save_in_root = True
-    #: Of a batch of both, sentence-transformers says "message".
+    #: "message" is sentence-transformers' word for a batch of texts and pictures.
     modalities = ["text", "image", "message"]
 
     def __init__(self, trained: PretrainedModel) -> None:
         super().__init__()
         if isinstance(trained.model, Backbone):
-            raise CoderError(f"{trained.name} reads region features, and sentence-transformers gives texts and pictures")
+            raise CoderError(f"{trained.name} reads region features, but sentence-transformers passes texts and pictures")
         self.model, self.trained = trained.model, trained
         self.tokenizer = trained.tokenizer
         self._dimension = int(trained.encode_texts(["a picture"]).shape[-1])
 
     @property
     def max_seq_length(self) -> int | None:
-        """Tokens of a text that are read."""
+        """The number of tokens of a text that the model reads."""
         return getattr(self.tokenizer, "context_length", None)
 
     @classmethod
@@ -66,28 +73,35 @@ class PictureText(nn.Module):
         local_files_only: bool = False,
         **_: Any,
     ) -> PictureText:
-        """Of a shared folder or repository; sentence-transformers calls it."""
+        """Open a shared folder or repository. sentence-transformers calls this."""
         folder = Path(model_name_or_path)
         if not folder.is_dir():
             folder = fetch(f"{HUB}{model_name_or_path}", revision=revision, cache_dir=cache_folder, token=token)
         return cls(open_pretrained(folder, name=model_name_or_path, device="cpu"))
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """What :meth:`load` opens; sentence-transformers writes its own files beside."""
+        """Write the files that :meth:`load` reads. sentence-transformers adds its own files."""
         export_model(self.model, Path(output_path), tokenizer=self.tokenizer)
         export_heads(self.model, Path(output_path))
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: Any) -> dict[str, Any]:
-        """n texts and pictures -> their ids [t, T] and pixels [i, 3, H, W], and in ``is_text`` [n] which is which.
+        """Tokenize texts and transform pictures.
+
+        Args:
+            inputs: n texts (str) and PIL pictures.
+            prompt: put before each text.
+
+        Returns:
+            ``is_text`` [n], and if there are any, ``text``: token ids [t, T], and ``image``: pixels [i, 3, H, W].
 
         Raises:
-            ValueError: something that is neither.
+            ValueError: an input is neither a text nor a picture.
         """
         texts = [f"{prompt or ''}{each}" for each in inputs if isinstance(each, str)]
         pictures = [each for each in inputs if hasattr(each, "convert")]
         if len(texts) + len(pictures) != len(inputs):
             other = next(each for each in inputs if not isinstance(each, str) and not hasattr(each, "convert"))
-            raise ValueError(f"this model reads texts (str) and pictures (PIL), and was given a {type(other).__name__}")
+            raise ValueError(f"this model reads texts (str) and pictures (PIL), not a {type(other).__name__}")
         features: dict[str, Any] = {"is_text": torch.tensor([isinstance(each, str) for each in inputs])}
         if texts:
             features["text"] = self.tokenizer(texts)
@@ -96,11 +110,11 @@ class PictureText(nn.Module):
         return features
 
     def tokenize(self, texts: Sequence[Any], **options: Any) -> dict[str, Any]:
-        """What :meth:`preprocess` was called before sentence-transformers 5.4."""
+        """The name of :meth:`preprocess` before sentence-transformers 5.4."""
         return self.preprocess(texts, **options)
 
     def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
-        """Adds ``sentence_embedding`` [n, D], float32."""
+        """Add ``sentence_embedding`` [n, D], float32."""
         is_text: Tensor = features["is_text"]
         vectors = torch.zeros(len(is_text), self._dimension, device=is_text.device)
         if "text" in features:
@@ -110,9 +124,9 @@ class PictureText(nn.Module):
         return {**features, "sentence_embedding": vectors}
 
     def get_embedding_dimension(self) -> int:
-        """D."""
+        """The dimension D of the features."""
         return self._dimension
 
     def get_sentence_embedding_dimension(self) -> int:
-        """D, by the name it had before sentence-transformers 5.4."""
+        """The name of :meth:`get_embedding_dimension` before sentence-transformers 5.4."""
         return self._dimension

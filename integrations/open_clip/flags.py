@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     ours = argparse.ArgumentParser(prog="python -m coder_plugin.integrations.open_clip", add_help=False, allow_abbrev=False)
     ours.add_argument(
         "--loss",
-        metavar="EXPR",
+        metavar="EXPRESSION",
         help='loss expression, such as "clip + 0.5*selfalign", or a named objective, such as coder; without it everything is '
         "upstream's own",
     )

@@ -399,9 +399,9 @@ def test_an_error_on_one_rank_is_raised_on_all(data: str, tmp_path: Path) -> Non
 def test_a_manifest_of_other_files_is_refused(data: str, tmp_path: Path, change: dict[str, Any], text: str) -> None:
     build_index(tmp_path, *make_encoder(data), model=MODEL, what="images", rerank=False)
     said = json.loads((tmp_path / "manifest.json").read_text())
-    content = {key: value for key, value in {**said, **change}.items() if key not in ("seal", "format", "version")}
+    content = {key: value for key, value in {**said, **change}.items() if key not in ("manifest_sha256", "format", "version")}
     content = {key: value for key, value in content.items() if value is not None}
-    manifest.write_json(tmp_path / "manifest.json", {**content, "seal": manifest.sha256_json(content)})
+    manifest.write_json(tmp_path / "manifest.json", {**content, "manifest_sha256": manifest.sha256_json(content)})
     with pytest.raises(CoderError, match=text):
         Index(tmp_path)
 

@@ -66,9 +66,9 @@ def test_what_was_run_and_measured_is_in_it() -> None:
         "objective: `3*dcl(mu=0.07) + clip`",
         "- dcl: weight 3, mu=0.07",
         "- clip: weight 1",
-        "began as: group/base",
+        "fine-tuned from: group/base",
         "`train-{0..9}.tar`, 6,000 images",
-        "10 epochs of 46 steps, 128 pairs a step, precision bf16, 2 x cuda:0, seed 7",
+        "10 epochs of 46 steps, 128 pairs per step, precision bf16, 2 processes on cuda:0, seed 7",
         "torch 9.9",
         "| vectors | 1.50 | 2.50 | 3.50 | 4.50 | 5.50 | 6.50 | 24.00 |",
         "on 1,000 images and 5,000 captions of `val.tar`",
@@ -117,18 +117,18 @@ def test_the_papers_of_the_losses_are_cited(objective: str, wanted: set[str]) ->
     assert "zenodo.5143773" in made
 
 
-def test_heads_and_shortlists_are_told_of() -> None:
+def test_heads_and_shortlists_are_described() -> None:
     model = {**MODEL, "heads": ["concepts", "fusion"], "concepts": 400, "re-ranks": True, "aggregator": "gpo"}
     made = card(record(model=model, results={**RESULTS, "rerank": 32, "shortlist": {key: 1.0 for key in RECALLS}}))
     for said in ("concept vocabulary: 400 words", "| re-ranked, 32 | 1.50", "| vectors alone | 1.00 |", "GPO", "fusion score"):
         assert said in made.content, said
-    assert "Plain open_clip opens the towers alone" in made.content and made.data.library_name == "coder_plugin"
+    assert "Plain open_clip opens only the towers" in made.content and made.data.library_name == "coder_plugin"
 
 
 def test_a_region_model_promises_no_plain_clip() -> None:
     model = {**MODEL, "name": "region-bert", "pictures": False, "max_regions": 36, "views": 12}
     made = card(record(model=model), "group/name")
-    assert "No part of it opens in plain open_clip" in made.content and "import open_clip" not in made.content
+    assert "It does not open in plain open_clip" in made.content and "import open_clip" not in made.content
     assert "SentenceTransformer" not in made.content and "OpenCLIP" not in made.content
     assert "--regions FEATURES" in made.content and "(images @ texts.T).amax(1)" in made.content
     assert (made.data.pipeline_tag, made.data.library_name) == ("feature-extraction", "coder_plugin")
@@ -136,7 +136,7 @@ def test_a_region_model_promises_no_plain_clip() -> None:
 
 def test_what_is_not_known_is_not_said() -> None:
     made = card({**record(), **run_record(None, "best")})
-    assert "objective: not known" in made.content and "Not measured" in made.content and "No licence was stated" in made.content
+    assert "objective: unknown" in made.content and "Not measured" in made.content and "No licence was stated" in made.content
     assert made.data.eval_results is None and "None" not in made.content and "None" not in str(made.data)
 
 
@@ -146,11 +146,11 @@ def test_an_export_without_its_run_knows_the_recipe_of_its_heads(tmp_path: Path,
     model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
     export_model(model, tmp_path / "export")
     plain = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "plain")
-    assert "objective: not known" in (plain / "README.md").read_text()
+    assert "objective: unknown" in (plain / "README.md").read_text()
     export_heads(model, tmp_path / "export")
     whole = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "whole")
     text = (whole / "README.md").read_text()
-    assert "objective: `dcl + concept_dcl`" in text and "heads beside the towers: concepts" in text
+    assert "objective: `dcl + concept_dcl`" in text and "scoring heads: concepts" in text
     assert json.loads((whole / "coder_run.json").read_text())["results"] == {}
 
 
@@ -169,8 +169,9 @@ def test_the_middle_of_two_models_is_not_called_trained(tmp_path: Path, tiny_mod
     first = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "first")
     for folder in (first, coder_plugin.save_pretrained(first, tmp_path / "second")):
         text = (folder / "README.md").read_text()
-        assert "WiSE-FT, arXiv:2109.01903): 0.5 of the fine-tuned one, `tuned`, and the rest of the one before, `base`" in text
-        assert "- objective, that of the fine-tuned model: `dcl + concept_dcl`" in text and "trained with" not in text
+        assert "WiSE-FT, arXiv:2109.01903): 0.5 of the fine-tuned model, `tuned`, and the rest of the" in text
+        assert "model before fine-tuning, `base`" in text
+        assert "- objective of the fine-tuned model: `dcl + concept_dcl`" in text and "trained with" not in text
         assert "one seed" not in text and "janedoe" not in (folder / "coder_run.json").read_text()
 
 
@@ -180,7 +181,7 @@ def test_a_card_says_what_is_known() -> None:
     made = card(record(run=run, results={"rsum": 24.0, "i2t_r1": None}))
     for said in (
         "`train.tar`, an unknown number of images, captions: unknown",
-        "3 epochs of unknown steps, unknown pairs a step, precision unknown, unknown x unknown, seed 7",
+        "3 epochs of unknown steps, unknown pairs per step, precision unknown, unknown processes on unknown, seed 7",
         "| vectors | – | – | – | – | – | – | 24.00 |",
     ):
         assert said in made.content, said

@@ -40,30 +40,28 @@ def test_a_shared_folder_is_replaced_by_another_and_nothing_else_is(
 def test_what_was_there_comes_back_where_a_folder_cannot_be_replaced(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coder_plugin.integrations.hub import folder as folders
-
     folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    card, really, refused = (folder / "README.md").read_text(), os.replace, [".writing-"]
+    card, really, refused = (folder / "README.md").read_text(), os.replace, [".folder.writing"]
 
     def refuse(old: Path, new: Path) -> None:
         if Path(new) == folder and any(part in str(old) for part in refused):
             raise OSError("the disk")
         really(old, new)
 
-    monkeypatch.setattr(folders.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(CoderError, match="folder: nothing was shared: the disk"):
         coder_plugin.save_pretrained(shared / "gpo", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
-    refused.append(".replaced-by-share")
-    with pytest.raises(CoderError, match=r"what was there is in .*/\.folder\.replaced-by-share: move it back \(the disk\)"):
+    refused.append(".folder.old")
+    with pytest.raises(CoderError, match=r"what was in .*/folder is now in .*/\.folder\.old: move it back \(the disk\)"):
         coder_plugin.save_pretrained(shared / "gpo", folder)
-    assert [path.name for path in tmp_path.iterdir()] == [".folder.replaced-by-share"]
+    assert [path.name for path in tmp_path.iterdir()] == [".folder.old"]
     # as after a process that was killed there: the next one puts it back before it looks at anything else
-    monkeypatch.setattr(folders.os, "replace", really)
+    monkeypatch.setattr(os, "replace", really)
     with pytest.raises(CoderError, match="neither an export nor a run"):
         coder_plugin.save_pretrained(tmp_path, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "README.md").read_text() == card
-    shutil.copytree(folder, tmp_path / ".folder.replaced-by-share")
+    shutil.copytree(folder, tmp_path / ".folder.old")
     coder_plugin.save_pretrained(shared / "gpo", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "coder.safetensors").exists()
 
@@ -89,11 +87,11 @@ def test_nothing_is_left_of_a_share_that_fails(
 ) -> None:
     """And what was shared before is still there."""
     folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    monkeypatch.setattr("coder_plugin.integrations.hub.sharing.export_heads", lambda *_: 1 / 0)
+    monkeypatch.setattr("coder_plugin.integrations.hub.contents.export_heads", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and coder_plugin.from_pretrained(folder)
-    monkeypatch.setattr("coder_plugin.integrations.hub.sharing.export_heads", lambda *_: logging.info("forgotten"))
+    monkeypatch.setattr("coder_plugin.integrations.hub.contents.export_heads", lambda *_: logging.info("forgotten"))
     with pytest.raises(CoderError, match="opens as another model"):
         coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
 
@@ -174,9 +172,9 @@ def test_a_record_that_says_little_is_shared_on_and_nonsense_is_not(shared: Path
     folder = shutil.copytree(shared / "lora", tmp_path / "folder")
     record = json.loads((folder / "coder_run.json").read_text())
     (folder / "coder_run.json").write_text(json.dumps({"files": record["files"], "options": {}}))
-    assert "objective: not known" in (coder_plugin.save_pretrained(folder, tmp_path / "next") / "README.md").read_text()
+    assert "objective: unknown" in (coder_plugin.save_pretrained(folder, tmp_path / "next") / "README.md").read_text()
     (folder / "coder_run.json").write_text(json.dumps({**record, "run": {"batch": 5}}))
-    with pytest.raises(CoderError, match="coder_run.json does not say what a card is made of"):
+    with pytest.raises(CoderError, match="coder_run.json lacks what a model card needs"):
         coder_plugin.save_pretrained(folder, tmp_path / "last")
     (folder / "coder_run.json").write_text("5")
     with pytest.raises(CoderError, match="it is not an object"):

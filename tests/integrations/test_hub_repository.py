@@ -138,7 +138,7 @@ def test_a_push_removes_the_earlier_models_files_and_no_others(
     (place / "coder_run.json").write_text("{")
     coder_plugin.push_to_hub(shared / "lora", "group/model")
     assert _names(place) == _names(shared / "lora") | {"text/notes.md", "concepts.md"}
-    assert "group/model: other files of the model that was there may stay" in caplog.text
+    assert "group/model: other files of the earlier model may stay" in caplog.text
     (place / "coder_run.json").unlink()
     shutil.copyfile(shared / "coder" / "coder.safetensors", place / "coder.safetensors")
     coder_plugin.push_to_hub(shared / "lora", "group/model")

@@ -58,7 +58,7 @@ def test_the_module_gives_the_same_vectors(folder: Path, pictures: list[Image.Im
     assert module.get_embedding_dimension() == module.get_sentence_embedding_dimension() == texts.shape[1] == 64
     assert module.max_seq_length == 40
     for wrong in ([3], [np.zeros((8, 8, 3))], [{"role": "user", "content": "a dog"}]):
-        with pytest.raises(ValueError, match=f"was given a {type(wrong[0]).__name__}"):
+        with pytest.raises(ValueError, match=f"not a {type(wrong[0]).__name__}"):
             module.preprocess(wrong)
 
 

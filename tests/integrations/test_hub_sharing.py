@@ -156,9 +156,9 @@ def test_a_card_that_was_edited_is_kept_and_ours_is_made_anew(shared: Path, tmp_
 
 def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
     for spec, match in (
-        ("no/such/folder", "no folder here, and no repository's name"),
-        (str(tmp_path / "nothing"), "no folder here"),
-        ("nothing", "no folder here"),
+        ("no/such/folder", "neither a folder here nor the name of a repository"),
+        (str(tmp_path / "nothing"), "neither a folder here"),
+        ("nothing", "neither a folder here"),
         (tmp_path, "neither an export nor a run"),
     ):
         with pytest.raises(CoderError, match=match):
@@ -178,7 +178,7 @@ def test_the_command(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
     assert main(["share", str(runs["bert"]), "--to", str(folder)]) == 2  # it has no best
     assert "it has --export last" in capsys.readouterr().err
     assert main(["share", str(runs["coder"]), "--to", str(tmp_path / "x"), "--private"]) == 2
-    assert "--private is of a repository" in capsys.readouterr().err
+    assert "--private applies to a repository" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["share", str(runs["coder"])])
 
@@ -196,16 +196,16 @@ def test_a_shared_folder_is_evaluated_as_its_run(runs: dict[str, Path], shared: 
 def test_a_setting_that_is_in_no_weights_and_no_digest_shows_in_the_vectors(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coder_plugin.integrations.hub import sharing
+    from coder_plugin.integrations.hub import contents
 
     def lose(folder: Path) -> None:
         found = json.loads((folder / "open_clip_config.json").read_text())
         found["model_cfg"]["quick_gelu"] = not found["model_cfg"].get("quick_gelu", False)
         (folder / "open_clip_config.json").write_text(json.dumps(found))
 
-    monkeypatch.setattr(sharing.PretrainedModel, "fingerprint", lambda self: "the same")
+    monkeypatch.setattr(contents.PretrainedModel, "fingerprint", lambda self: "the same")
     coder_plugin.save_pretrained(shared / "lora", tmp_path / "good")
-    monkeypatch.setattr(sharing, "_forget_paths", lose)
+    monkeypatch.setattr(contents, "_remove_paths", lose)
     with pytest.raises(CoderError, match="opens as another model"):
         coder_plugin.save_pretrained(shared / "lora", tmp_path / "bad")
     assert not (tmp_path / "bad").exists()

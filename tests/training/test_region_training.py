@@ -316,7 +316,7 @@ def test_an_export_starts_another_run_and_needs_no_bert(tmp_path, made):
     export = tmp_path / "first" / "export" / "last"
     options = {"model": str(export), "model_kwargs": None, "pretrained": str(export / "coder_model.safetensors")}
     second = Trainer.from_config(config(own, tmp_path, "second", **options, val_frequency=1))
-    second._prepare()
+    second.setup_optimizer()
     second._evaluate("before the first step")
     assert second.last["rsum"] == first["last"]["rsum"]
 

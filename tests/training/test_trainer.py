@@ -193,7 +193,7 @@ def test_exports_open_in_plain_open_clip_and_start_a_new_run_at_the_same_recall(
     second = Trainer.from_config(
         config(tmp_path, "second", loss="dcl", pretrained=str(export / "open_clip_model.safetensors"), val_frequency=1)
     )
-    second._prepare()
+    second.setup_optimizer()
     second._evaluate("before the first step")
     recall = {key: value for key, value in second.last.items() if key not in ("epoch", "step")}
     assert recall == {key: result["last"][key] for key in recall}

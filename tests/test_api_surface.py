@@ -1,6 +1,6 @@
-"""What other people's code and scripts hold on to: public names, signatures, commands and flags, frozen in surface.txt.
+"""The public surface: names, signatures, commands and flags that other code and scripts use, listed in surface.txt.
 
-A change there is a change for users: mean it, then write the file anew with ``python tests/test_api_surface.py``.
+A change there is a change for users. If it is intended, write the file again with ``python tests/test_api_surface.py``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ MODULES = (
 )
 COMMANDS = ("train", "eval", "concepts", "plugins", "share", "regions extract", "regions convert")
 
-#: The promise (DESIGN, "Public surface"): these parameters, in this order, with these defaults; beside them at most
-#: others with a default. What does not exist yet is not looked at, and may not disappear from surface.txt once it does.
+#: Promised to users: these parameters, in this order, with these defaults. Further parameters must have a default.
 PROMISED = {
     "coder_plugin": (
-        "create_model(name, *, loss)",
+        "create_model(name, *, loss='coder')",
         "create_loss(loss, *, model)",
         "list_plugins(group=None)",
+        "register(group, name, target=None)",
+        "Trainer(*, model, loss, train, val=None, config=None)",
     ),
     "coder_plugin.functional": (
         "diversity(similarity, negatives, *, kind='std', epsilon=0.1)",
@@ -79,7 +80,7 @@ def _python() -> Iterator[str]:
 
 
 def _public(module: ModuleType) -> list[str]:
-    """``__all__``, or what the module defines itself under a name without an underscore; the functions promised."""
+    """``__all__``, or else the public names that the module defines; of ``functional`` only the promised functions."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     if module.__name__ == "coder_plugin.functional":  # its other functions are for our losses
@@ -116,11 +117,11 @@ def _command_line() -> Iterator[str]:
     yield from sorted(commands.choices)
     for command in COMMANDS:
         yield from ("", f"[coder-plugin {command}]")
-        found = parser
+        subparser = parser
         for word in command.split():
-            (commands,) = (action for action in found._actions if isinstance(action, argparse._SubParsersAction))
-            found = commands.choices[word]
-        yield from sorted(_flag(action) for action in found._actions)
+            (commands,) = (action for action in subparser._actions if isinstance(action, argparse._SubParsersAction))
+            subparser = commands.choices[word]
+        yield from sorted(_flag(action) for action in subparser._actions)
 
 
 def _flag(action: argparse.Action) -> str:
@@ -149,25 +150,24 @@ def test_the_surface_is_the_frozen_one() -> None:
 
 
 def _promises() -> list[tuple[str, ast.FunctionDef]]:
-    found = []
+    promises = []
     for module, signatures in PROMISED.items():
         for signature in signatures:
             (call,) = ast.parse(f"def {signature}: ...").body
             assert isinstance(call, ast.FunctionDef)
-            found.append((module, call))
-    return found
+            promises.append((module, call))
+    return promises
 
 
 @pytest.mark.parametrize(("module", "promised"), _promises(), ids=[call.name for _, call in _promises()])
 def test_promised_signatures(module: str, promised: ast.FunctionDef) -> None:
-    home = importlib.import_module(module)
-    if not hasattr(home, promised.name):
-        pytest.skip(f"{module}.{promised.name} is promised and not written yet")
-    actual = inspect.signature(getattr(home, promised.name)).parameters
+    actual = inspect.signature(getattr(importlib.import_module(module), promised.name)).parameters
     positional = [name for name, parameter in actual.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     wanted = [argument.arg for argument in promised.args.args]
     assert positional[: len(wanted)] == wanted
-    assert all(actual[name].default is not inspect.Parameter.empty for name in positional[len(wanted) :])
+    empty, variadic = inspect.Parameter.empty, (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = {name for name, each in actual.items() if each.default is empty and each.kind not in variadic}
+    assert required <= {argument.arg for argument in (*promised.args.args, *promised.args.kwonlyargs)}
     defaults = dict(zip(wanted[::-1], promised.args.defaults[::-1], strict=False))
     for argument, default in zip(promised.args.kwonlyargs, promised.args.kw_defaults, strict=True):
         assert actual[argument.arg].kind is inspect.Parameter.KEYWORD_ONLY

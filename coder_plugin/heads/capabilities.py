@@ -79,7 +79,7 @@ class PairScorer(Protocol):
 
 
 class Reranks(Head):
-    """Scores pairs that a shortlist has found, from items that are kept of each image and each text."""
+    """Scores the pairs of a shortlist, from stored items of each image and each text."""
 
     def image_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keys of the backbone for B images -> what scoring them needs, batch-first."""

@@ -118,7 +118,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
             return {}
         if not (facts.concepts or facts.on_scenes):
             raise CoderError(
-                f'--loss "{facts.loss}" needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts '
+                f'--loss "{facts.loss}" needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts '
                 f"--train-data {facts.train_data} --vectors glove.6B.300d.txt --output FILE"
             )
         return {"vocabulary": facts.concepts or "scenes"}
@@ -186,7 +186,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
 def _load(vocabulary: str | None) -> Vocabulary | None:
     if vocabulary is None:
-        log.warning("concepts: no vocabulary given: 400 random concepts without a graph (see coder-plugin concepts)")
+        log.warning("concepts: no vocabulary: 400 random concepts without a graph (see coder-plugin concepts)")
         return None
     from coder_plugin.concepts import load_vocabulary, scenes_vocabulary
 

@@ -1,0 +1,98 @@
+"""Files and folders are written completely or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from coder_plugin.files import atomic_folder, atomic_write
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_file_is_complete_or_as_it_was(tmp_path: Path, old: str | None) -> None:
+    path = tmp_path / "inner" / "file.txt"
+    if old is not None:
+        path.parent.mkdir()
+        path.write_text(old)
+
+    def content() -> str | None:
+        return path.read_text() if path.exists() else None
+
+    with pytest.raises(Broken), atomic_write(path, "w") as file:
+        file.write("half")
+        file.flush()
+        assert content() == old, "nobody sees the half"
+        raise Broken
+    assert content() == old
+    assert list(path.parent.iterdir()) == ([] if old is None else [path])
+    with atomic_write(path, "w") as file:
+        file.write("whole é")
+        assert content() == old
+    assert path.read_bytes() == "whole é".encode() and list(path.parent.iterdir()) == [path]
+    with atomic_write(path) as file:
+        file.write(b"\x00")
+    assert path.read_bytes() == b"\x00"
+
+
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_folder_is_complete_or_as_it_was(tmp_path: Path, old: str | None) -> None:
+    path = tmp_path / "folder"
+    if old is not None:
+        path.mkdir()
+        (path / "a").write_text(old)
+
+    def content() -> dict[str, str] | None:
+        return {each.name: each.read_text() for each in path.iterdir()} if path.exists() else None
+
+    before = content()
+    with pytest.raises(Broken), atomic_folder(path) as folder:
+        (folder / "b").write_text("half")
+        assert content() == before
+        raise Broken
+    assert content() == before
+    assert list(tmp_path.iterdir()) == ([] if old is None else [path])
+    with atomic_folder(path) as folder:
+        (folder / "b").write_text("whole")
+        assert content() == before
+    assert content() == {"b": "whole"} and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_rename_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space left"), atomic_write(path, "w") as file:
+        file.write("new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_kill_between_the_renames_of_a_folder_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "a").write_text("old")
+    replace, renames = os.replace, []
+
+    def killed_at_the_second(source: Path, target: Path) -> None:
+        renames.append(target)
+        if len(renames) == 2:
+            raise Broken
+        replace(source, target)
+
+    with monkeypatch.context() as context, pytest.raises(Broken):
+        context.setattr(os, "replace", killed_at_the_second)
+        with atomic_folder(path):
+            pass
+    assert not path.exists() and (tmp_path / ".folder.old" / "a").read_text() == "old"
+    with pytest.raises(Broken), atomic_folder(path):
+        raise Broken
+    assert (path / "a").read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -123,7 +123,7 @@ def diversity(model: Evaluated, run: RunFolder) -> Figure:
         raise CoderError("neither plan.json nor a checkpoint stores the number of pairs per step")
     kind, epsilon = options["diversity"], options["epsilon"]
     values = anchor_diversity(instance_level(model.encoded, layout), batch=batch, kind=kind, epsilon=epsilon)
-    chart = histogram(values, label="Diversity of validation anchors", x_label="diversity", least=0.02)
+    chart = histogram(values, label="Diversity of validation anchors", x_label="diversity", min_range=0.02)
     means = ", ".join(f"{name} {sum(each) / len(each):.3f}" for name, each in values.items())
     anchors = len(values["image to text"])
     note = (
@@ -358,8 +358,8 @@ def concepts(model: Evaluated, images: int, *, first: int = 6) -> list[dict[str,
                     "key": item.key,
                     "uri": small_picture(pictures.get(item.key, item)),
                     "caption": item.captions[0],
-                    "image": bars(image, label=f"Concepts of the image {item.key}", of=full),
-                    "text": bars(text, label=f"Concepts of the caption of {item.key}", of=full),
+                    "image": bars(image, label=f"Concepts of the image {item.key}", full_width=full),
+                    "text": bars(text, label=f"Concepts of the caption of {item.key}", full_width=full),
                 }
             )
     return rows

@@ -916,11 +916,11 @@ def test_model_configuration_mistakes(configs: Path, tmp_path: Path, make: Make)
     assert "broken.json cannot be read: JSONDecodeError" in refused(str(tmp_path / "broken.json"))
     for text in ('{"embed_dim": 3}', "[]"):
         (tmp_path / "ViT-B-32.json").write_text(text)  # not what open_clip has under this name
-        assert "is no open_clip model configuration: it needs" in refused(str(tmp_path / "ViT-B-32.json"))
+        assert "is not an open_clip model configuration: it needs" in refused(str(tmp_path / "ViT-B-32.json"))
     config = json.loads((configs / "test-vit.json").read_text())
     config["vision_cfg"]["no_such_field"] = 1
     (tmp_path / "field.json").write_text(json.dumps(config))
-    assert "'field' cannot be made: TypeError: " in refused(str(tmp_path / "field.json"))
+    assert "'field' cannot be created: TypeError: " in refused(str(tmp_path / "field.json"))
     assert make("vit", "clip") is not None, "a bad file leaves nothing behind"
 
 
@@ -932,11 +932,11 @@ def test_weights_mistakes(configs: Path, tmp_path: Path, make: Make) -> None:
     assert "laion2b_s34b_b79k" in refused("ViT-B-32", pretrained="laion3b")
     for suffix in ("pt", "safetensors"):
         (tmp_path / f"garbage.{suffix}").write_text("no weights at all")
-        assert "'test-vit' cannot be made: " in refused(name, pretrained=str(tmp_path / f"garbage.{suffix}"))
+        assert "'test-vit' cannot be created: " in refused(name, pretrained=str(tmp_path / f"garbage.{suffix}"))
     torch.save(make("resnet").state_dict(), tmp_path / "other.pt")
     assert "Missing key(s)" in refused(name, pretrained=str(tmp_path / "other.pt"))
-    assert "cannot be made" in refused(f"local-dir:{tmp_path / 'nowhere'}")
-    assert "cannot be made" in refused(name, no_such_option=1)
+    assert "cannot be created" in refused(f"local-dir:{tmp_path / 'nowhere'}")
+    assert "cannot be created" in refused(name, no_such_option=1)
 
 
 def test_recipes_that_a_model_cannot_serve(configs: Path) -> None:

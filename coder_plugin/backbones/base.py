@@ -140,7 +140,7 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def example_image(self, rows: int) -> Any:
-        """A made-up batch of ``rows`` images, on the CPU."""
+        """A random batch of ``rows`` images, on the CPU."""
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def lock_text_tower(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
-        """Freeze the text encoder, except its last ``unlocked_layers`` layers and, if asked for, its LayerNorms."""
+        """Freeze the text encoder except its last ``unlocked_layers`` layers and, unless ``freeze_layer_norm``, LayerNorms."""
         raise NotImplementedError
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

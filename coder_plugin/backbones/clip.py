@@ -29,9 +29,9 @@ from coder_plugin.backbones.word_embeddings import WordEmbeddings
 from coder_plugin.errors import CoderError
 
 CONFIGS = Path(__file__).parent / "model_configs"
-#: The key in a checkpoint of open_clip's trainer that holds the options of our heads.
-MADE_WITH = "coder"
-#: The folder of an export that holds the shape of a Hugging Face text tower, in transformers' format.
+#: Key in a checkpoint of open_clip's trainer, with the options of the heads.
+HEAD_OPTIONS = "coder"
+#: Folder in an export with the configuration of a Hugging Face text tower, in transformers' format.
 TEXT_FOLDER = "text"
 #: The keys of ``resolver.INTERMEDIATE_KEYS`` that open_clip's towers have.
 INTERMEDIATE_KEYS = frozenset(
@@ -39,7 +39,7 @@ INTERMEDIATE_KEYS = frozenset(
     "text_tokens text_mask text_locals text_contexts text_context_mask".split()
 )
 #: The keys whose number of channels heads are built from.
-_MEASURED = [f"{side}_{stage}" for side in ("image", "text") for stage in ("tokens", "locals", "contexts")]
+_CHANNEL_KEYS = [f"{side}_{stage}" for side in ("image", "text") for stage in ("tokens", "locals", "contexts")]
 
 
 class CoderCLIP:
@@ -122,11 +122,11 @@ def create_clip(
     create: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Any:
-    """An open_clip model that returns a dict. Every fault of its name or files becomes a one-line error.
+    """An open_clip model that returns a dict. Faults in the name or the files raise one-line errors.
 
     Args:
-        name: a name of ``open_clip.list_models()``, one of ours, ``local-dir:DIR``, ``hf-hub:REPO``, or the path of an
-            open_clip model configuration (``.json``).
+        name: a name of ``open_clip.list_models()`` or of ``model_configs/``, ``local-dir:DIR``, ``hf-hub:REPO``, or the path
+            of an open_clip model configuration (``.json``).
         pretrained: open_clip tag or file. pretrained_image_path: weights for the image tower alone, checked.
         needs_logit_bias: add SigLIP's bias and temperature where the configuration has none.
         create: a function to call instead of ``open_clip.create_model``.
@@ -142,7 +142,7 @@ def create_clip(
     schema, _ = open_clip.factory.parse_model_name(name)
     if schema:
         if pretrained and not Path(pretrained).is_file():
-            raise CoderError(f"--pretrained {pretrained!r} is no file, and {name} takes no tag")
+            raise CoderError(f"--pretrained {pretrained!r} is not a file, and {name} has no tags")
     else:
         if not config:
             near = difflib.get_close_matches(name, [*open_clip.list_models(), *registry.names("backbones")], n=3)
@@ -165,12 +165,12 @@ def create_clip(
         model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
         if trained:
             load_training_checkpoint(model, pretrained)  # type: ignore[arg-type]
-        elif schema and pretrained:  # open_clip takes a schema's own weights alone
+        elif schema and pretrained:  # with a schema open_clip loads only the schema's weights
             open_clip.load_checkpoint(model, pretrained)
     except (CoderError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # what open_clip, timm, transformers and torch raise for a file or option has no end
-        raise CoderError(f"model {name!r} cannot be made: {_cause(error)}") from error
+    except Exception as error:  # open_clip, timm, transformers and torch raise many types
+        raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
     if not (schema or pretrained):
         init_decoder(model)
     if pretrained_image_path:
@@ -180,9 +180,9 @@ def create_clip(
 
 
 def exported_text_config(folder: Path, text_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that give a Hugging Face text tower the shape that an export's folder holds.
+    """Options that build a Hugging Face text tower from the configuration in an export's folder.
 
-    Neither the hub nor the path that the tower was made from is needed.
+    Neither the hub nor the tower's original path is needed.
     """
     if not (folder / TEXT_FOLDER / "config.json").is_file():
         return {}
@@ -190,7 +190,7 @@ def exported_text_config(folder: Path, text_cfg: Mapping[str, Any]) -> dict[str,
 
 
 def saved_preprocessing(pretrained: str | None) -> dict[str, Any]:
-    """The mean, std and resizing that weights were trained with; open_clip knows them for its tags alone.
+    """The mean, std and resizing of the weights' training; open_clip has them for its own tags only.
 
     Read from the export's configuration in the folder of the weights, or from the checkpoint; empty if neither has them.
 
@@ -204,7 +204,7 @@ def saved_preprocessing(pretrained: str | None) -> dict[str, Any]:
         except (OSError, ValueError, AttributeError) as error:
             raise CoderError(f"{path} cannot be read: {_cause(error)}") from error
     elif (checkpoint := read_training_checkpoint(pretrained)) is not None:
-        config = checkpoint[MADE_WITH].get("preprocess_cfg", {})
+        config = checkpoint[HEAD_OPTIONS].get("preprocess_cfg", {})
     else:
         return {}
     return {key: value for key, value in config.items() if key != "size"}
@@ -213,15 +213,15 @@ def saved_preprocessing(pretrained: str | None) -> dict[str, Any]:
 def read_training_checkpoint(path: str | None) -> Mapping[str, Any] | None:
     """A checkpoint of open_clip's trainer with our heads in it (coder_plugin.integrations.open_clip), memory-mapped.
 
-    None for any other file, and for a name that is no file.
+    None for any other file, and if there is no such file.
     """
     if not path or Path(path).suffix != ".pt" or not Path(path).is_file():
         return None
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # open_clip reports what is wrong with it
+    except Exception:  # open_clip reports the error
         return None
-    is_ours = isinstance(checkpoint, Mapping) and {"state_dict", MADE_WITH} <= checkpoint.keys()
+    is_ours = isinstance(checkpoint, Mapping) and {"state_dict", HEAD_OPTIONS} <= checkpoint.keys()
     return checkpoint if is_ours else None
 
 
@@ -233,22 +233,22 @@ def load_training_checkpoint(model: Any, path: str) -> None:
     """Load the towers of a checkpoint with heads into a plain open_clip model, in place.
 
     Raises:
-        CoderError: the checkpoint is of another model.
+        CoderError: the checkpoint belongs to another model.
     """
     import open_clip
 
     try:
         keys = open_clip.load_checkpoint(model, path, strict=False)
     except RuntimeError as error:
-        raise CoderError(f"{path} is of another model: {_cause(error)}") from error
+        raise CoderError(f"{path} belongs to another model: {_cause(error)}") from error
     other = [key for key in keys.unexpected_keys if not key.startswith("coder.")]
-    if keys.missing_keys or other:
-        raise CoderError(f"{path} is of another model: it lacks or adds {', '.join([*keys.missing_keys, *other][:4])}")
+    if differences := [*keys.missing_keys, *other]:
+        raise CoderError(f"{path} belongs to another model; missing or unexpected tensors: {', '.join(differences[:4])}")
     logging.info("%s: loaded the towers; ignore open_clip's warning that the model has no weights", path)
 
 
 def init_decoder(model: Any) -> None:
-    """Initialise the output layer of a new CoCa's decoder, in place: open_clip leaves it uninitialised, NaN at times."""
+    """Initialise the output layer of a new CoCa's decoder, in place: open_clip leaves it uninitialised, sometimes NaN."""
     decoder = getattr(model, "text_decoder", None)
     if decoder is not None:
         nn.init.normal_(decoder.text_projection, std=decoder.text_projection.shape[0] ** -0.5)
@@ -267,12 +267,12 @@ def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
         if schema == "hf-hub":
             return _get_hf_config(location, cache_dir)["model_cfg"]
         return json.loads((Path(location) / "open_clip_config.json").read_text())["model_cfg"]
-    except Exception:  # open_clip reports what is wrong when it makes the model
+    except Exception:  # open_clip reports the error when it creates the model
         return {}
 
 
 def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's configuration with the overrides of ``open_clip.create_model`` merged in: exports need it to open."""
+    """The model's configuration with the overrides of ``open_clip.create_model`` merged in: an export needs it to be loaded."""
     effective = copy.deepcopy(dict(config))
     overrides = {
         "force_image_size": ("vision_cfg", "image_size"),
@@ -307,7 +307,7 @@ def register_config(name: str) -> str:
         except (OSError, ValueError) as error:
             raise CoderError(f"model configuration {name} cannot be read: {_cause(error)}") from error
         if not (isinstance(config, dict) and {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys()):
-            raise CoderError(f"{name} is no open_clip model configuration: it needs embed_dim, vision_cfg and text_cfg")
+            raise CoderError(f"{name} is not an open_clip model configuration: it needs embed_dim, vision_cfg and text_cfg")
         open_clip.add_model_config(name)
         return Path(name).stem
     return name
@@ -320,11 +320,11 @@ def _cause(error: Exception) -> str:
 def load_image_tower(model: Any, path: str) -> None:
     """Load a backbone's published weights (timm, torchvision) into the image tower, in place.
 
-    The file's keys are those of ``model.visual``, of its timm trunk, or of a whole CLIP. A classifier in the file is
+    The file's keys are those of ``model.visual``, of its timm trunk, or of a complete CLIP model. A classifier in the file is
     left out, and a timm tower's projection keeps its initial weights.
 
     Raises:
-        CoderError: no such file, or one that lacks tensors of the tower or has others of their shapes.
+        CoderError: no such file, or tensors of the tower that are missing or of another shape.
     """
     from open_clip.factory import load_state_dict
 
@@ -336,7 +336,7 @@ def load_image_tower(model: Any, path: str) -> None:
         raise CoderError(f"image tower weights {path} cannot be read: {_cause(error)}") from error
     tower = model.visual.trunk if hasattr(model.visual, "trunk") else model.visual
     expected = tower.state_dict()
-    for prefix in ("visual.", "trunk."):  # keys of a whole CLIP, of open_clip's timm tower
+    for prefix in ("visual.", "trunk."):  # keys of a complete CLIP model, of open_clip's timm tower
         if any(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     missing = [key for key in expected if key not in weights and not key.endswith("num_batches_tracked")]
@@ -379,17 +379,17 @@ def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEm
     import open_clip
 
     if hasattr(model, "text_decoder"):
-        raise CoderError(f"{name} writes captions, image by image, so that generated texts cannot be encoded beside them")
+        raise CoderError(f"{name} generates captions from images, so generated texts cannot be encoded with its captions")
     try:
         tokenizer = open_clip.get_tokenizer(register_config(name), cache_dir=cache_dir)
     except Exception as error:  # transformers and its hub raise many types
-        raise CoderError(f"the tokenizer of {name!r}, which tells words from special tokens, fails: {_cause(error)}") from error
+        raise CoderError(f"the tokenizer of {name!r}, which identifies special tokens, fails: {_cause(error)}") from error
     blank = tokenizer([""], context_length=model.context_length)
     return WordEmbeddings(word_embedding_of(model), text_mask_of(model), blank)
 
 
 def probe_backbone(model: Any, capture: FeatureCapture | None) -> BackboneInfo:
-    """Sizes of an open_clip model. Those of tokens are read off one forward of a blank image and text."""
+    """Sizes of an open_clip model. Token channels are measured in one forward of a blank image and text."""
     embed_dim = _embed_dim(model)
     if capture is None:
         return BackboneInfo(embed_dim=embed_dim)
@@ -405,7 +405,7 @@ def probe_backbone(model: Any, capture: FeatureCapture | None) -> BackboneInfo:
         model(image, text)
     model.train(training)
     features = capture.collect(text)
-    channels = {key: features[key].shape[-1] for key in _MEASURED if key in features}
+    channels = {key: features[key].shape[-1] for key in _CHANNEL_KEYS if key in features}
     return BackboneInfo(embed_dim=embed_dim, **channels)
 
 

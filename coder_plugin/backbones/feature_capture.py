@@ -3,7 +3,7 @@
 Shapes: B batch, L image positions (patches or grid cells, without prefix tokens), T text positions, C channels, D joint
 dimension.
 
-Hooks at known places leave open_clip's computation as it is. timm's trunks have no such place in common; there the tower
+Hooks on open_clip's modules do not change its computation. timm's trunks have no such place in common; there the tower
 calls its own ``forward_intermediates``. Hooks are installed only for the keys that something reads.
 """
 
@@ -76,7 +76,7 @@ class FeatureCapture:
         self.keys &= AGGREGATOR_KEYS if aggregated else frozenset()
 
     def start(self) -> None:
-        """Capture the features of the next forward. Without it, nothing is kept."""
+        """Capture the features of the next forward. Without this call nothing is captured."""
         self._captured = {}
 
     def collect(self, text: Tensor | None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Backbones of the group ``coder_plugin.backbones``: found by name or in an export, created, and loaded."""
+"""Backbones of the group ``coder_plugin.backbones``: look-up by name or export, creation, and loading of weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS = "coder_model.safetensors"
 
 @dataclass(frozen=True)
 class PluginBackbone:
-    """A backbone's entry point, and the options saved in an export if it was found there."""
+    """A backbone's entry point, and, for an export, the options saved in it."""
 
     name: str
     factory: Callable[..., Backbone]
@@ -35,7 +35,7 @@ class PluginBackbone:
 def find_backbone(name: str) -> PluginBackbone | None:
     """The backbone that a name of the group ``coder_plugin.backbones``, or an export's configuration or folder, stands for.
 
-    None for any other name: open_clip may know it.
+    None for any other name, which may be an open_clip model.
     """
     if name in registry.names("backbones"):
         return PluginBackbone(name, registry.load("backbones", name))
@@ -96,6 +96,6 @@ def load_weights(model: Backbone, path: str) -> None:
     if missing or left or wrong:
         raise CoderError(
             f"{path} does not fit {type(model).__name__}: {len(missing)} tensors missing {missing[:2]}, {len(left)} left over "
-            f"{left[:2]}, {len(wrong)} of another shape {wrong[:2]}: is it of another model, or made with other --model-kwargs?"
+            f"{left[:2]}, {len(wrong)} of another shape {wrong[:2]}: was it saved from another model or other --model-kwargs?"
         )
     model.load_state_dict(weights, strict=False)

@@ -28,20 +28,23 @@ class Encoded(NamedTuple):
     tokens: Tensor  # [B, L, ·]
     mask: Tensor  # bool [B, L]
     pooled: Tensor  # [B, D], or [B, V, D], not normalised
-    scores: Tensor | None = None  # [B, L, V], CAMERA's
+    scores: Tensor | None = None  # [B, L, V], for CAMERA's pooling
 
 
 class RegionEncoder(nn.Module):
     """Region features -> tokens and a pooled feature.
 
-    Projection: ``FC(x)``, with ``mlp`` plus ``Linear(ReLU(BN(Linear(x))))`` (VSE-infinity). Context: none; ``camera``, gated
-    self-attention with the boxes' positions; ``vsrn``, four graph layers. Around a context stage each channel is divided by
-    its norm over the image's regions, as both released codes do. Pooling: ``gpo``, ``mean``, ``max``; CAMERA's own,
-    ``views``; VSRN's own, ``gru``: the last state of a GRU over the regions in their order.
+    Projection: ``FC(x)``, with ``mlp`` plus ``Linear(ReLU(BN(Linear(x))))`` (VSE-infinity). Context: ``none``; ``camera``,
+    gated self-attention with the boxes' positions; ``vsrn``, four graph layers. Before and after a context stage each channel
+    is divided by its norm over the image's regions, as in the released code of CAMERA and VSRN. Pooling: ``gpo``, ``mean``,
+    ``max``; ``views`` (CAMERA); ``gru`` (VSRN), the last state of a GRU over the regions in their order.
 
     Args:
-        region_dim: R. embed_dim: D. heads: of the attention. views: V.
-        batch_norm: VSRN's variant for Flickr30K: BatchNorm on the pooled state, and projections as they are.
+        region_dim: R.
+        embed_dim: D.
+        heads: number of attention heads, for ``camera``.
+        views: V, for ``views``.
+        batch_norm: VSRN's variant for Flickr30K: BatchNorm on the pooled state, no division of the projections by norms.
 
     Raises:
         ValueError: options out of range.
@@ -77,8 +80,8 @@ class RegionEncoder(nn.Module):
         self.norm = nn.BatchNorm1d(embed_dim) if batch_norm else None
 
     def forward(self, image: Mapping[str, Tensor]) -> Encoded:
-        """``features`` [B, L, R], bool ``mask`` [B, L] with at least one region in each row, ``boxes`` [B, L, 4] (fractions)
-        and ``aspect`` [B] where there are any."""
+        """Encode a dict of ``features`` [B, L, R], bool ``mask`` [B, L] with at least one region in each row and, optionally,
+        ``boxes`` [B, L, 4] (fractions) and ``aspect`` [B]."""
         features, mask = image["features"].to(self.fc.weight.dtype), image["mask"]
         features = torch.where(mask[..., None], features, 0)
         projected = self.fc(features)

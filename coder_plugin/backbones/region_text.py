@@ -42,18 +42,25 @@ class Options:
 
     Args:
         region_dim: R; the trainer reads it from the data. embed_dim: D.
-        mlp: add a two-layer perceptron to the regions' projection. context: stage over the regions: none, camera or vsrn.
-        image_pooling: gpo, mean, max, views (CAMERA's) or gru (VSRN's). views: V. heads: of the attentions.
+        mlp: add a two-layer perceptron to the projection of the regions.
+        context: context stage over the regions: none, camera or vsrn.
+        image_pooling: gpo, mean, max, views (CAMERA) or gru (VSRN).
+        views: V, number of views of an image for ``image_pooling="views"``.
+        heads: number of attention heads in CAMERA's context stages; a divisor of D.
         batch_norm: VSRN's variant for Flickr30K.
-        encoder: bert or bigru. text: a transformers encoder's hub name or folder. pretrained_text: its weights, not only
-            its shape. frozen_text: do not train it.
-        text_context: none or camera. text_pooling: gpo, mean, max, or last (BiGRU's own).
-        vocabulary: of the BiGRU: a file, or the words; the trainer makes one from the training captions.
-        word_dim, text_layers, bidirectional: the BiGRU's. word_projection: it reads words that a linear layer has brought to
-            embed_dim, and these are the locals (SelfAlign's released VSRN); else the word vectors themselves.
-        context_length: token positions, start and end among them.
-        global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none is read. The
-            trainer reads it from the data for a loss with such a head.
+        encoder: text encoder, bert or bigru.
+        text: hub name or folder of a transformers encoder, for bert.
+        pretrained_text: load the encoder's weights; False: its architecture with random weights.
+        frozen_text: do not train the encoder.
+        text_context: context stage over the words: none or camera.
+        text_pooling: gpo, mean, max, or last (the last state of a BiGRU).
+        vocabulary: a vocabulary file or a list of words, for bigru; the trainer builds one from the training captions.
+        word_dim, text_layers, bidirectional: channels of the word vectors, number of layers and directions of the BiGRU.
+        word_projection: project word vectors to embed_dim before the BiGRU; these projections are the locals (SelfAlign's
+            released VSRN). False: the word vectors are.
+        context_length: number of token positions, start and end included.
+        global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none. For a loss
+            with such a head the trainer reads the number from the data.
     """
 
     region_dim: int = 2048
@@ -90,18 +97,20 @@ class Options:
             elif type(value) is int and value < (least := 0 if name == "global_dim" else 1):
                 raise ValueError(f"{name} must be {least} or more, got {value}")
         if self.encoder == "bigru" and self.text_context != "none":
-            raise ValueError(f"text_context {self.text_context} is of BERT alone: with bigru take text_context=none")
+            raise ValueError(f"text_context {self.text_context} works with BERT only: with bigru use text_context=none")
         if self.encoder == "bert" and self.word_projection:
-            raise ValueError("word_projection is the BiGRU's: with bert leave it out")
+            raise ValueError("word_projection works with bigru only: leave it out with bert")
 
 
 class RegionText(Backbone):
-    """Region features and texts -> joint features. ``image`` is a dict: ``features`` [B, L, R], bool ``mask`` [B, L], and
-    for a context stage that reads them ``boxes`` [B, L, 4] (fractions) with ``aspect`` [B].
+    """A model from region features and texts to joint features.
 
-    Heads find the regions and words before the context stage (``*_locals``), after it (``*_tokens``, which are the
-    ``*_contexts``) and pooled, before normalisation (``*_pooled``). With CAMERA's pooling an image has V features, and its
-    score is the greatest of theirs.
+    ``image`` is a dict: ``features`` [B, L, R], bool ``mask`` [B, L], and, for CAMERA's context stage, ``boxes`` [B, L, 4]
+    (fractions of the image) with ``aspect`` [B].
+
+    Heads can read the regions and words before the context stage (``*_locals``), after it (``*_tokens`` and ``*_contexts``,
+    which are equal) and pooled before normalisation (``*_pooled``). With CAMERA's pooling an image has V features, and its
+    score is the highest of their scores.
     """
 
     intermediate_keys = frozenset(
@@ -150,21 +159,21 @@ class RegionText(Backbone):
 
     def image_side(self, image: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not isinstance(image, Mapping) or not {"features", "mask"} <= image.keys():
-            raise CoderError(f"{self.name} reads regions: give a dict with features [B, L, R] and mask [B, L] as image")
+            raise CoderError(f"{self.name} reads regions: image must be a dict with features [B, L, R] and mask [B, L]")
         if image["features"].shape[-1] != self.options.region_dim:
             raise CoderError(
-                f"{self.name} was made for regions of {self.options.region_dim} channels, these have "
+                f"{self.name} expects regions of {self.options.region_dim} channels, these have "
                 f"{image['features'].shape[-1]}"
             )
         if self.options.context == "camera" and "boxes" not in image:
-            raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: take --model-kwargs context=none")
+            raise CoderError(f"{self.name} needs the boxes of regions, which these data lack: use --model-kwargs context=none")
         encoded = self.visual(image)
         more = {} if encoded.scores is None else {"image_views": encoded.scores}
         if self.options.global_dim:
             if "global" not in image:
                 raise CoderError(
-                    f"{self.name} reads a feature of the whole image, which these data lack: --model-kwargs global_dim=0 does "
-                    "without"
+                    f"{self.name} reads a feature of the whole image, which these data lack: turn it off with --model-kwargs "
+                    "global_dim=0"
                 )
             more["image_global"] = image["global"]
         return {**_keys("image", encoded), **more}
@@ -223,11 +232,11 @@ class RegionText(Backbone):
 
     def lock_image_tower(self, unlocked_groups: int = 0, **_: Any) -> None:
         if unlocked_groups:
-            raise CoderError("a region encoder has no layer groups to unlock: --lock-image-unlocked-groups 0")
+            raise CoderError("a region encoder has no layer groups to unlock: use --lock-image-unlocked-groups 0")
         self.visual.requires_grad_(False)
 
     def lock_text_tower(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
-        """Freeze the transformer but for its last layers; a BiGRU as a whole. The projection and the pooling stay free."""
+        """Freeze the transformer except its last layers, or the entire BiGRU. BERT's projection and pooling stay trainable."""
         tower = self.text.transformer if isinstance(self.text, BertText) else self.text
         tower.requires_grad_(False)
         if unlocked_layers:
@@ -242,7 +251,7 @@ class RegionText(Backbone):
                     module.requires_grad_(True)
         if isinstance(self.text, BertText):
             self.text.frozen = not any(parameter.requires_grad for parameter in tower.parameters())
-            self.text.train(self.text.training)  # what is frozen now goes into eval mode
+            self.text.train(self.text.training)  # a frozen transformer goes into eval mode
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         if isinstance(self.text, BertText):
@@ -271,7 +280,7 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
         words = options.vocabulary
         if words is None:
             raise CoderError(
-                "a BiGRU needs a vocabulary: --model-kwargs vocabulary=FILE (the trainer makes one from the training captions)"
+                "a BiGRU needs a vocabulary: --model-kwargs vocabulary=FILE (the trainer builds one from the training captions)"
             )
         if not isinstance(words, (str, list, tuple)):
             raise CoderError(f"vocabulary must be a file or a list of words, got {words!r}")
@@ -300,8 +309,8 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
 class Preset:
     """An entry point: region models with preset options, and the defaults of their training options.
 
-    ``preset(**options)`` is a :class:`RegionText`; the given options override the preset's. Options besides those of
-    :class:`Options`:
+    ``preset(**options)`` is a :class:`RegionText`; these options override the preset's. Besides the fields of
+    :class:`Options` it takes:
 
     Args:
         cache_dir: where transformers keeps downloads.

@@ -1,7 +1,7 @@
 """Checkpoints released by the authors of VSE-infinity, CAMERA and VSRN, in the names of :class:`RegionText`.
 
-All three save ``{"model": [image encoder, text encoder], "opt": …}``. The names and shapes of the tensors say which of the
-three a file is, and which options fit it. Nothing in a file is run: ``torch.load(weights_only=True)`` reads it.
+All three save ``{"model": [image encoder, text encoder], "opt": …}``. The names and shapes of the tensors tell which of the
+three models a file holds, and with which options. No code in a file is run: ``torch.load(weights_only=True)`` reads it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def describe_released(path: str) -> tuple[str, dict[str, Any]]:
     The vocabulary of a BiGRU is not in the files: give it as the further option ``vocabulary``.
 
     Raises:
-        CoderError: no such file, or of none of the three authors.
+        CoderError: no such file, or a file of none of the three models.
     """
     release = _read_release(path)
     return release.preset, dict(release.options)
@@ -100,18 +100,18 @@ def read_released(path: str, model: Backbone) -> State:
     The temperature, which the files do not have, stays that of the model.
 
     Raises:
-        CoderError: a file of none of the three authors, or of a model with other options.
+        CoderError: a file of none of the three models, or of a model with other options.
     """
     release = _read_release(path)
     if not isinstance(model, RegionText):
-        raise CoderError(f"{path} is {release.title}'s; it fits a region model: --model {release.preset}")
+        raise CoderError(f"{path} is a checkpoint of {release.title} and needs a region model: --model {release.preset}")
     current = asdict(model.options)
     wrong = {name: value for name, value in release.options.items() if current[name] != value}
     if wrong:
         options = " ".join(f"{name}={str(value).lower()}" for name, value in wrong.items())
         raise CoderError(
-            f"{path} is {release.title}'s, made otherwise than this {model.name}: give --model {release.preset} "
-            f"--model-kwargs {options}"
+            f"{path} is a checkpoint of {release.title} with other options than this {model.name}: "
+            f"use --model {release.preset} --model-kwargs {options}"
         )
     weights = {**_renamed(path, release.image, _IMAGE), **_renamed(path, release.text, _TEXT)}
     expected = {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
@@ -121,8 +121,8 @@ def read_released(path: str, model: Backbone) -> State:
     rows = weights.get("text.embed.weight")
     if rows is not None and len(rows) != len(expected["text.embed.weight"]):
         raise CoderError(
-            f"{path} knows {len(rows)} words, this model's vocabulary has {len(expected['text.embed.weight'])}: give the one "
-            "that it was trained with, --model-kwargs vocabulary=FILE"
+            f"{path} has {len(rows)} words, this model's vocabulary {len(expected['text.embed.weight'])}: use the vocabulary "
+            "of its training, --model-kwargs vocabulary=FILE"
         )
     ours = {"logit_scale", *(name for name, _ in model.named_buffers() if name not in weights)} & expected.keys()
     statistics = sorted(name for name in ours if name.endswith(("running_mean", "running_var")))
@@ -131,7 +131,7 @@ def read_released(path: str, model: Backbone) -> State:
     weights.update({name: expected[name] for name in ours})
     if release.title == "CAMERA":
         log.warning(
-            "%s: CAMERA's own code lets a text attend to its padding and averages over it; here padding counts for nothing, "
+            "%s: CAMERA's own code lets a text attend to its padding and averages over it; here padding is masked, "
             "so short texts have other features than its authors computed",
             path,
         )
@@ -169,12 +169,12 @@ def check_tensors(mapping: Any) -> State:
         ValueError: not a dict from names to tensors, or a tensor that is larger than its values in the file.
     """
     if not isinstance(mapping, Mapping):
-        raise ValueError("it is no dict of tensors")
+        raise ValueError("it is not a dict of tensors")
     for name, value in mapping.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ValueError(f"its entry {str(name)[:60]!r} is no tensor")
+            raise ValueError(f"its entry {str(name)[:60]!r} is not a tensor")
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise ValueError(f"its entry {name[:60]!r} is no complete tensor")  # a stride of 0 could fill the memory
+            raise ValueError(f"its entry {name[:60]!r} is not a complete tensor")  # a stride of 0 could fill the memory
     return {name: value.detach() for name, value in mapping.items()}
 
 
@@ -183,7 +183,7 @@ def _read_release(path: str) -> _Release:
     states = content.get("model") if isinstance(content, dict) else None
     if not isinstance(states, (list, tuple)) or len(states) < 2:
         raise CoderError(
-            f"{path} is no checkpoint of VSE-infinity, CAMERA or VSRN: it has no 'model' of an image and a text encoder"
+            f"{path} is not a checkpoint of VSE-infinity, CAMERA or VSRN: it has no 'model' with an image and a text encoder"
         )
     try:
         image, text = (_without_prefix(check_tensors(state)) for state in states[:2])
@@ -194,7 +194,7 @@ def _read_release(path: str) -> _Release:
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, CoderError):
             raise
-        raise CoderError(f"{path} has not the tensors of the model that it seems to be: {error}") from error
+        raise CoderError(f"{path} lacks tensors of the model that its names suggest: {error}") from error
 
 
 def _without_prefix(state: State) -> State:
@@ -205,7 +205,7 @@ def _without_prefix(state: State) -> State:
 def _identify(path: str, image: State, text: State) -> _Release:
     if any(name.startswith(("backbone.", "image_encoder.", "cnn.")) for name in image):
         raise CoderError(
-            f"{path} is of a model that reads pictures, with its own CNN; region models read region features"
+            f"{path} holds a model that reads pictures with a CNN; region models read region features"
         )
     options: dict[str, Any] = {}
     if "fc.weight" in image:
@@ -229,12 +229,12 @@ def _identify(path: str, image: State, text: State) -> _Release:
         options["heads"] = options["embed_dim"] // len(image["agsa.att_layers.0.fc_q.weight"])
     elif any(name.startswith("fc.") for name in image):
         raise CoderError(
-            f"{path} is SCAN's or VSE++'s: its image encoder projects regions and pools none, so it has no feature of an "
-            "image, and no region model here can take it"
+            f"{path} is a checkpoint of SCAN or VSE++: its image encoder projects regions without pooling them, so it has no "
+            "feature of an image, and no region model here can load it"
         )
     else:
         raise CoderError(
-            f"{path} is no checkpoint of VSE-infinity, CAMERA or VSRN: its image encoder has {sorted(image)[:3]}"
+            f"{path} is not a checkpoint of VSE-infinity, CAMERA or VSRN: its image encoder has {sorted(image)[:3]}"
         )
     if title != "CAMERA":
         options["text_context"] = "none"

@@ -24,8 +24,8 @@ TextPooling = Literal["gpo", "mean", "max", "last"]
 class TextEncoder(nn.Module):
     """Base of both text encoders: token ids -> tokens and a pooled feature.
 
-    Common padding of a batch is cut before the encoder runs. Pooling ``last`` is the recurrent encoder's state after the last
-    word, the mean of both directions.
+    Positions that are padding in the whole batch are cut before the encoder runs. Pooling ``last`` is the recurrent encoder's
+    state after the last word, the mean of both directions.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TextEncoder(nn.Module):
 
     def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids [B, T] -> locals [B, T, ·], tokens [B, T, D] before the context stage, and the state after the last word
-        [B, D] where there is one."""
+        [B, D], or None for an encoder that is not recurrent."""
         raise NotImplementedError
 
     @property
@@ -72,11 +72,11 @@ class TextEncoder(nn.Module):
 
 
 class BertText(TextEncoder):
-    """A transformers encoder, its last layer projected: tokens ``Linear(h)``, CLS and SEP among them (VSE-infinity).
+    """A transformers encoder, with a linear layer on its last hidden states, CLS and SEP included (VSE-infinity).
 
     Args:
         transformer: any model whose output has ``last_hidden_state``. While :attr:`frozen` it stays in eval mode and
-            keeps no graph.
+            builds no autograd graph.
     """
 
     def __init__(
@@ -91,9 +91,10 @@ class BertText(TextEncoder):
     ) -> None:
         super().__init__(embed_dim, pad=pad, pooling=pooling, context=context, heads=heads)
         if pooling == "last":
-            raise ValueError("text pooling 'last' is a recurrent encoder's: take gpo, mean or max with BERT")
+            raise ValueError("text pooling 'last' needs a recurrent encoder: use gpo, mean or max with BERT")
         self.transformer = transformer
-        #: Set when the whole transformer is locked. A momentum copy has no gradients either, but may be in training mode.
+        #: True when all parameters of the transformer are locked. A momentum copy has no gradients either, but may be in
+        #: training mode.
         self.frozen = False
         self.proj = nn.Linear(transformer.config.hidden_size, embed_dim)
 
@@ -114,11 +115,13 @@ class BertText(TextEncoder):
 
 
 class BiGRUText(TextEncoder):
-    """Word vectors and a GRU over them; both directions averaged (VSE-infinity), or one alone (VSRN).
+    """Word vectors and a GRU over them: the mean of both directions (VSE-infinity), or one direction (VSRN).
 
     Args:
-        words: size of the vocabulary. word_dim: E. layers: of the GRU.
-        word_projection: bring the vectors to D by a linear layer first: the GRU's input, and the locals.
+        words: size of the vocabulary.
+        word_dim: E.
+        layers: number of layers of the GRU.
+        word_projection: project the word vectors to D by a linear layer, whose outputs are the GRU's input and the locals.
     """
 
     def __init__(
@@ -180,7 +183,7 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
     from transformers import AutoConfig, AutoModel, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    shown = hf_logging.is_progress_bar_enabled()
+    progress_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # each rank would show its own
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
@@ -191,11 +194,11 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
     except Exception as error:  # the hub and transformers raise many types
         raise CoderError(
             f"text encoder {name!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}; "
-            "give a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
+            "use a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
         ) from error
     finally:
-        if shown:
+        if progress_bar:
             hf_logging.enable_progress_bar()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # unused, and DDP refuses parameters without gradient
-    return model.float(), tokenizer  # train in float32 whatever the file's precision
+    return model.float(), tokenizer  # float32 for training, whatever the file's precision

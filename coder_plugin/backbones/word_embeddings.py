@@ -40,7 +40,7 @@ class TextBatch:
     words: Tensor
     noise: NoiseFunction | None
     noise_input: bool
-    _changed: Tensor | None = None  # [last]: a text of one word has no other order
+    _changed: Tensor | None = None  # [last]; noise may change nothing: a text of one word has one order
 
     def add_noise(self, embeddings: Tensor) -> Tensor:
         """Word embeddings [R, T', E], T' <= T where a tower has cut padding -> the same with noise in the last rows."""
@@ -80,7 +80,7 @@ def noised_names(*names: str) -> list[str]:
 
 
 class WordEmbeddings:
-    """The word positions of a text tower's input, and a hook that puts noise into their embeddings. A copied model has its own.
+    """The word positions of a text tower's input, and a hook that adds noise to their embeddings. Copying a model copies them.
 
     Args:
         embedding: the layer that looks up word embeddings. A hook changes its output, so that all that follows (positions,
@@ -118,7 +118,7 @@ class WordEmbeddings:
         finally:
             self._texts = None
         if not self._looked_up:
-            raise CoderError("the text tower did not look its words up, so that no noise could be put into them")
+            raise CoderError("the text tower did not call its embedding layer, so no noise could be added to its words")
 
     def _hook(self, _module: nn.Module, _inputs: Any, embeddings: Tensor) -> Tensor | None:
         if self._texts is None:

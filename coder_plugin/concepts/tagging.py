@@ -89,7 +89,7 @@ def make_tagger(name: str, *, processes: int = 1) -> Tagger:
 
 
 class spacy_tagger:
-    """A spaCy pipeline without parser and entity recogniser. Hyphenated words ("t-shirt") are kept, as in word vectors.
+    """A spaCy pipeline without parser and entity recogniser. Hyphenated words ("t-shirt") stay one word, as in word vectors.
 
     Args:
         model: a pipeline's name, a folder with ``config.cfg``, or an installed package with such a folder inside.

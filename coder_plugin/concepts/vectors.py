@@ -1,6 +1,6 @@
 """Read word vectors from text files of GloVe, word2vec or fastText.
 
-Only the requested words are kept, so a file of millions of rows needs little memory.
+Only vectors of the requested words are stored, so a file of millions of rows needs little memory.
 """
 
 from __future__ import annotations

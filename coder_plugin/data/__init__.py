@@ -45,7 +45,7 @@ def open_source(spec: str, kind: str = "auto", *, split: str = "train", **option
 
 
 def guess_kind(spec: str) -> str:
-    """The reader for a data set, told from its name or, for JSON files and folders, from their content.
+    """The reader for a data set, chosen by its name or, for JSON files and folders, from their content.
 
     Raises:
         CoderError: no reader fits, or nothing exists there.

@@ -124,8 +124,8 @@ def _coco_folder(spec: Path) -> Path:
 def open_caps(spec: str, *, split: str = "train", captions_per_image: int = 5) -> ItemSource:
     """The reader ``caps``: ``{split}_caps.txt``, a caption a line, as SCAN and others publish it with their features.
 
-    ``{split}_ids.txt`` beside it has an id for each caption, or for each image with the same number of captions. Without it,
-    or with ids that are row numbers (0, 1, 2 …) and so repeat in every split, image n of ``train_caps.txt`` has the key
+    ``{split}_ids.txt`` in the same folder has an id for each caption, or for each image with the same number of captions.
+    Without it, or with ids that are row numbers and so repeat in every split, image n of ``train_caps.txt`` has the key
     ``train_n`` and its id as other name. Lines such as ``b'a dog'`` are read as ``a dog``. There are no pictures: features
     come from other files.
 
@@ -170,7 +170,7 @@ def _numbers(path: Path, captions: int, each: int) -> list[str]:
     if each < 1 or captions % each:
         raise CoderError(
             f"{path}: {captions} captions are not a multiple of captions_per_image={each}; give another number, "
-            "or put a file of ids beside it"
+            "or put a file of ids into its folder"
         )
     return [str(line // each) for line in range(captions)]
 

@@ -37,7 +37,7 @@ def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | N
     Args:
         config: which data, and how they are read.
         split: "train" opens ``config.train``, any other ``config.val``.
-        join: join ``--regions``, if given; of shards this reads the first.
+        join: join ``--regions``, if it is set; of shards only the first is read.
 
     Returns:
         The source. Without training data the built-in scenes; None if training data but no validation data are named.

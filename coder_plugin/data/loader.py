@@ -263,7 +263,7 @@ def evaluation_batches(
     """Batches of every image once over all ranks, in order on each rank.
 
     A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
-    Undecodable images are left out and counted, in ``bad`` if given.
+    Undecodable images are left out and counted, in ``bad`` if it is not None.
 
     Raises:
         CoderError: more than ``max_bad`` undecodable images.

@@ -301,7 +301,7 @@ def _stamp(shape: str, look: str, radius: float) -> Image.Image:
     ImageDraw.Draw(full).polygon(corners, fill=255)
     if look != "solid":
         inside = full.copy()
-        rim = round(scale * (0.36 if look == "hollow" else 0.18))  # half of it lies inside the outline
+        rim = round(scale * (0.36 if look == "hollow" else 0.18))  # half of it is inside the outline
         ImageDraw.Draw(inside).line([*corners, *corners[:2]], fill=0, width=rim, joint="curve")
         full = ImageChops.subtract(full, ImageChops.multiply(inside, _holes(look, full.width, scale)))
     return full.resize((side, side), Image.Resampling.BOX)

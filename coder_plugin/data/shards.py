@@ -60,7 +60,7 @@ def open_shards(
         resampled: draw shards with replacement, endlessly.
         caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
         newline_captions: each line of ``txt`` is a caption, as in CLIP_benchmark. Default: if all shards are local and have an
-            ``nshards.txt`` beside them.
+            ``nshards.txt`` in their folder.
 
     Raises:
         CoderError: an empty pattern, missing shards, or a faulty ``nshards.txt``.
@@ -100,7 +100,7 @@ class ShardSource:
 
     @property
     def shards(self) -> list[str]:
-        """The tar files as given."""
+        """The tar files in the order of the argument."""
         return list(self._shards)
 
     def local(self) -> ShardSource:
@@ -149,8 +149,10 @@ class ShardSource:
             yield chunk
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """Every part reads all shards and yields its blocks, since a sample's position is known only by reading; this is cheap
-        compared to decoding."""
+        """Every rank reads all shards and yields its own blocks, because a sample's position is known only after reading.
+
+        This is cheap compared with decoding.
+        """
         index = 0
         for shard in self._shards:
             for item in self._read(shard):
@@ -250,7 +252,7 @@ class ShardSource:
         if not all(map(is_local, self._shards)):
             return None
         if len(self._shards) > 100:
-            log.info("counting the samples of %d shards; a sizes.json beside them makes this unnecessary", len(self._shards))
+            log.info("counting the samples of %d shards; a sizes.json in their folder avoids this", len(self._shards))
         if captions == "draw":
             count = sum(map(scan, self._shards))
             self._sound.update(self._shards)
@@ -308,7 +310,7 @@ def _benchmark(folder: str, split: str) -> list[str]:
     if not shards:
         raise CoderError(f"{note}: says {count} shards; it must be > 0")
     if missing:
-        raise CoderError(f"{note}: says {count} shards, of which {len(missing)} are missing, the first: {missing[0]}")
+        raise CoderError(f"{note}: lists {count} shards, of which {len(missing)} are missing, the first: {missing[0]}")
     return shards
 
 

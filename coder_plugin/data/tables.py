@@ -81,7 +81,7 @@ def open_karpathy(
     Args:
         spec: the file.
         split: ``train``, ``val`` or ``test``.
-        images: folder of the pictures (default: ``images`` beside the file, else the file's folder); COCO's ``filepath`` is
+        images: folder of the pictures (default: ``images`` in the file's folder, else that folder); COCO's ``filepath`` is
             relative to it.
         restval: whether ``train`` includes COCO's split ``restval``, as usual.
         pictures: False if only the captions are needed, for features from other files.

@@ -28,7 +28,7 @@ class ImageField:
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
-        self.regions: bool | None = None  # None: not known yet
+        self.regions: bool | None = None  # None: not yet determined
 
     def select(self, fields: Collection[str], has_regions: bool | None) -> str:
         """The image's field in the next sample, "" if it has none.

@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 class Detector(ABC):
     """Turns pictures into regions. ``preprocess`` runs in workers, ``detect`` on the model's device.
 
-    Regions have float32 features [L, ``width``] and boxes in pixels of the original picture, ordered by falling score if
+    Regions have float32 features [L, ``width``] and boxes in pixels of the original picture, in order of descending score if
     there are scores. The same batch gives the same numbers on the same machine.
     """
 
@@ -105,7 +105,7 @@ def need_weights(what: str, weights: str | None, allow_random: bool) -> None:
     """Refuse an untrained network unless it is allowed explicitly: its features look real but are noise."""
     if weights is None and not allow_random:
         raise CoderError(
-            f"{what}: no weights; give --weights FILE, --weights default (a download), or --allow-random (untrained)"
+            f"{what}: no weights; use --weights FILE, --weights default (a download), or --allow-random (untrained)"
         )
 
 

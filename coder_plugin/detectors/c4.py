@@ -1,7 +1,7 @@
 """A ResNet-101 C4 Faster-RCNN like bottom-up-attention's, whose 2048-channel features the field's region files hold.
 
 From its ``test.prototxt`` and ``generate_tsv.py``: BGR pixels minus their means, short side 600 and long side at most 1000;
-strides in the 1x1 convolutions; proposals on res4 (12 anchors, 300 kept); RoI max pooling to 14x14; res5 with stride 1 and
+strides in the 1x1 convolutions; proposals on res4 (12 anchors, top 300); RoI max pooling to 14x14; res5 with stride 1 and
 dilation 2 on each; the feature is the mean of its output. Class 0 is the background. The boxes of the regions, and those that
 suppression compares, are the proposals themselves, without box regression.
 
@@ -136,7 +136,7 @@ class C4(Detector):
             for number, each in enumerate(pictures)  # one by one: 300 proposals are a large enough batch
         ]
 
-    def _regions(self, maps: Tensor, boxes: Tensor, inside: tuple[int, int], size: tuple[int, int]) -> Regions:
+    def _regions(self, maps: Tensor, boxes: Tensor, resized: tuple[int, int], size: tuple[int, int]) -> Regions:
         net: Any = self.model
         features = net.res5(roi_pool(maps, [boxes], 14, 1 / _STRIDE)).mean((2, 3))
         logits = net.cls_score(features)
@@ -151,7 +151,7 @@ class C4(Detector):
             boxes[selected],
             classes=classes,
             conf=conf,
-            inside=inside,
+            resized=resized,
             size=size,
             extras=extras,
         )

@@ -51,7 +51,7 @@ class Job:
         source: the images; their captions are written too.
         detector: ``detector(device=…)``, called in each process.
         folder: where shards ``{split}-000000.tar`` … or a precomp split are written. Its subfolder ``{split}.extraction``
-            holds the settings, a note for each unit that is done, and the shards that a precomp split is made from.
+            holds the settings, a note for each unit that is done, and the shards from which a precomp split is written.
         settings: JSON values that a resumed run must agree with.
         shard_size, batch_size: images of a unit, and of a call of the detector.
         workers: decoding processes for each detecting process; 0: none.

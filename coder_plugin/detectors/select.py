@@ -14,18 +14,19 @@ from torch import Tensor
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 
-_FIRST, _MORE = 32, 8  # (proposal, class) pairs examined first for each region wanted, and the factor for each retry
+_FIRST, _MORE = 32, 8  # (proposal, class) pairs examined first per requested region, and their factor in each retry
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How many regions are selected.
+    """Which and how many regions are selected.
 
     Args:
-        regions: maximum number, from 1.
+        regions: maximum number, >= 1.
         nms: overlap (intersection over union, 0 to 1) above which the lower-scored of two boxes of a class is dropped.
-        min_score: regions below this score (0 to 1) are left out, except
-        min_regions: the best so many, from 1. Bottom-up-attention's "10 to 100" is ``regions=100, min_score=0.2``.
+        min_score: score in [0, 1] below which regions are left out.
+        min_regions: the best ``min_regions`` stay whatever their score; >= 1. Bottom-up-attention's "10 to 100" is
+            ``regions=100, min_score=0.2``.
 
     Raises:
         CoderError: a value out of range.
@@ -46,7 +47,7 @@ class Choice:
 
 
 def select(scores: Tensor, boxes: Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
-    """The selected proposals, their classes and their scores, by falling score (ties: the lower index first).
+    """The selected proposals, their classes and their scores, by descending score (ties: lower index first).
 
     A proposal's score is the highest among the classes whose suppression it survives, as in bottom-up-attention. A proposal
     that survives in no class is not a region, so there may be fewer than ``choice.regions``.
@@ -62,7 +63,7 @@ def select(scores: Tensor, boxes: Tensor, choice: Choice) -> tuple[Tensor, Tenso
         ValueError: a score is NaN or infinite.
     """
     if not scores.isfinite().all():
-        raise ValueError("class scores hold NaN or infinite numbers")
+        raise ValueError("class scores contain NaN or infinite numbers")
     pairs = _FIRST * choice.regions
     while True:
         pairs = min(pairs, scores.numel())
@@ -83,9 +84,9 @@ def select(scores: Tensor, boxes: Tensor, choice: Choice) -> tuple[Tensor, Tenso
 
 
 def _best(scores: Tensor, boxes: Tensor, floor: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """[P] scores and [P] classes in which proposals survive best; correct for scores of at least ``floor``.
+    """Each proposal's highest score among the classes in which it survives, and that class: [P] each.
 
-    Other proposals have a lower score, or -1.
+    Exact for scores of at least ``floor``. Other proposals have a lower score, or -1.
     """
     counts = (scores >= floor).sum(0)
     classes = counts.nonzero()[:, 0]
@@ -100,7 +101,7 @@ def _best(scores: Tensor, boxes: Tensor, floor: Tensor, threshold: float) -> tup
 
 
 def _suppress(boxes: Tensor, threshold: float) -> Tensor:
-    """Non-maximum suppression in K classes at once: which of D boxes [K, D, 4], by falling score, survive; bool [K, D]."""
+    """Non-maximum suppression in K classes at once: which of D boxes [K, D, 4], by descending score, survive; bool [K, D]."""
     left, top, right, bottom = boxes.unbind(-1)
     area = (right - left) * (bottom - top)
     survives = torch.zeros_like(area, dtype=torch.bool)
@@ -123,7 +124,7 @@ def to_regions(
     *,
     classes: Tensor,
     conf: Tensor,
-    inside: tuple[int, int],
+    resized: tuple[int, int],
     size: tuple[int, int],
     extras: Mapping[str, Tensor] | None = None,
 ) -> Regions:
@@ -131,11 +132,11 @@ def to_regions(
 
     Args:
         features: [L, R].
-        boxes: [L, 4] in pixels of the resized picture, whose (height, width) is ``inside``.
+        boxes: [L, 4] in pixels of the resized picture, whose (height, width) is ``resized``.
         classes, conf: [L]; they become ``objects_id`` (counted without the background) and ``objects_conf``.
         size: (width, height) of the original picture, to whose pixels the boxes are scaled.
     """
-    scale = torch.tensor([size[0] / inside[1], size[1] / inside[0]] * 2, device=boxes.device)
+    scale = torch.tensor([size[0] / resized[1], size[1] / resized[0]] * 2, device=boxes.device)
     arrays = {"objects_id": classes.long(), "objects_conf": conf.float(), **(extras or {})}
     return Regions(
         features.float().cpu().numpy(),
@@ -146,7 +147,7 @@ def to_regions(
 
 
 def at_least_one(proposals: list[Tensor], sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """A picture without proposals becomes one region."""
+    """Give a picture without proposals one box, the whole picture."""
     return [
         each if len(each) else each.new_tensor([[0, 0, width, height]])
         for each, (height, width) in zip(proposals, sizes, strict=True)

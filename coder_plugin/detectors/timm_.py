@@ -137,7 +137,7 @@ class Timm(Detector):
         allow_random: bool = False,
     ) -> None:
         if model is None:
-            raise CoderError("detector timm needs a model: give --detector-model, such as resnet50")
+            raise CoderError("detector timm needs a model: set --detector-model, such as resnet50")
         if grid is not None and grid < 1:
             raise CoderError(f"--grid is {grid}; it must be 1 or more")
         self.trunk = Trunk(

@@ -94,12 +94,12 @@ class TorchVision(Detector):
         ]
 
     def _regions(
-        self, features: Tensor, scores: Tensor, boxes: Tensor, inside: tuple[int, int], size: tuple[int, int]
+        self, features: Tensor, scores: Tensor, boxes: Tensor, resized: tuple[int, int], size: tuple[int, int]
     ) -> Regions:
-        boxes = clip_boxes_to_image(boxes, inside)[:, 1:]  # class 0 is the background
+        boxes = clip_boxes_to_image(boxes, resized)[:, 1:]  # class 0 is the background
         selected, classes, conf = select(scores[:, 1:], boxes, self.choice)
         return to_regions(
-            features[selected], boxes[selected, classes], classes=classes, conf=conf, inside=inside, size=size
+            features[selected], boxes[selected, classes], classes=classes, conf=conf, resized=resized, size=size
         )
 
 

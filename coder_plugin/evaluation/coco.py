@@ -1,4 +1,7 @@
-"""COCO's own numbers of a data set's images and captions, which ECCV Caption and CxC speak of."""
+"""COCO's ids of a data set's images and captions, by which ECCV Caption and CxC name them.
+
+Shape letters: N images, T captions, T' captions that the benchmark has.
+"""
 
 from __future__ import annotations
 
@@ -21,50 +24,58 @@ _HINT = (
 
 
 class Benchmark(NamedTuple):
-    """The 5,000 images and 25,000 captions of the test split of Karpathy's, as a benchmark knows them."""
+    """The images and captions of a benchmark: 5,000 and 25,000 of Karpathy's test split of COCO."""
 
     name: str
-    image_of: Mapping[int, int]  # captions' numbers to their image's
-    order: Sequence[int] | None = None  # the captions' numbers as they come in Karpathy's file
+    image_of: Mapping[int, int]  # id of a caption -> id of its image
+    order: Sequence[int] | None = None  # ids of the captions, in the order of Karpathy's file
 
 
 class Numbers(NamedTuple):
-    """Of encoded data."""
+    """COCO's ids of encoded data, in the data's order."""
 
     images: list[int]  # N
-    captions: list[int]  # T' of the test set's
-    texts: Tensor  # [T'] int64: their places among the T captions
+    captions: list[int]  # T'
+    texts: Tensor  # [T'] int64, the index of each among the T captions
 
 
-def coco_numbers(items: Iterable[Item], known: Benchmark) -> dict[int, tuple[int, list[int | None]]]:
-    """An item's ``image_id`` to COCO's number of the image and those of its captions, None of one beyond the test set's five.
+def coco_numbers(items: Iterable[Item], benchmark: Benchmark) -> dict[int, tuple[int, list[int | None]]]:
+    """COCO's ids of the images and captions of a data set.
 
-    The image's number is its key or one of its names, of the same kind for all images: what a file name ends in, too. Where
-    the data set knows no numbers of captions and its images come in the order of Karpathy's file with five captions each, as
-    SCAN's features do, these are taken to be in that order as well, with a warning.
+    An image's id is its key or one of its names, or the number that such a file name ends in; all images use the same of
+    these. If no caption has an id, and the images come in the order of Karpathy's file with five captions each, as in SCAN's
+    features, the captions are taken to be in that order too, with a warning.
+
+    Args:
+        items: of the data, in their order.
+        benchmark: whose images and captions the data must have.
+
+    Returns:
+        For each ``image_id`` of the data, COCO's id of the image and the ids of its captions; None for a caption that the
+        benchmark does not have.
 
     Raises:
-        CoderError: images or captions that are not of the test set, or not all that it has.
+        CoderError: images or captions that are not of the benchmark, or not all of them.
     """
-    there = [_Names(item.image_id, item.key, item.names, item.caption_names, len(item.captions)) for item in items]
-    numbers = _image_numbers(there, known)
-    counts = [each.texts for each in there]
-    named = [sum(name is not None for name in each.captions) for each in there]
-    if not any(named):
-        captions = _by_place(numbers, counts, known)
-    elif named != counts:
-        raise CoderError(f"{sum(counts) - sum(named)} of {sum(counts)} captions have no number: {_HINT}")
+    names = [_Names(item.image_id, item.key, item.names, item.caption_names, len(item.captions)) for item in items]
+    numbers = _image_numbers(names, benchmark)
+    counts = [each.texts for each in names]
+    numbered = [sum(name is not None for name in each.captions) for each in names]
+    if not any(numbered):
+        captions = _captions_by_order(numbers, counts, benchmark)
+    elif numbered != counts:
+        raise CoderError(f"{sum(counts) - sum(numbered)} of {sum(counts)} captions have no number: {_HINT}")
     else:
-        captions = [[_number(name) for name in each.captions] for each in there]
-    _check(numbers, captions, known)
+        captions = [[_number(name) for name in each.captions] for each in names]
+    _check(numbers, captions, benchmark)
     return {
-        each.image_id: (number, [caption if caption in known.image_of else None for caption in own])
-        for each, number, own in zip(there, numbers, captions, strict=True)
+        each.image_id: (number, [caption if caption in benchmark.image_of else None for caption in image_captions])
+        for each, number, image_captions in zip(names, numbers, captions, strict=True)
     }
 
 
 class _Names(NamedTuple):
-    """An item without its picture, which those of shards hold."""
+    """The names in an item, without its picture: items of shards hold theirs in memory."""
 
     image_id: int
     key: str
@@ -73,33 +84,37 @@ class _Names(NamedTuple):
     texts: int
 
 
-def _image_numbers(there: Sequence[_Names], known: Benchmark) -> list[int]:
-    images = set(known.image_of.values())
-    kinds = zip(*([_number(name) for name in (each.key, *each.others)] for each in there), strict=False)
+def _image_numbers(names: Sequence[_Names], benchmark: Benchmark) -> list[int]:
+    """COCO's ids of the images, from the kind of name that most of them share with the benchmark."""
+    images = set(benchmark.image_of.values())
+    kinds = zip(*([_number(name) for name in (each.key, *each.others)] for each in names), strict=False)
     best = max(kinds, key=lambda numbers: sum(number in images for number in numbers), default=())
-    found = [number for number in best if number in images]
-    what = f"{known.name} is of COCO's Karpathy test split"
-    if not found:
-        example = f", such as {there[0].key!r}" if there else ""
-        raise CoderError(f"{what}, and none of the {len(there)} images{example} has a number of its: {_HINT}")
-    strangers = [each.key for number, each in zip(best, there, strict=True) if number not in images]
-    if strangers:
-        raise CoderError(f"{what}, and {len(strangers)} of {len(there)} images are not, the first: {strangers[0]!r}: {_HINT}")
-    if len(found) != len(images) or len(set(found)) != len(images):
-        raise CoderError(f"{what} of {len(images):,} images, and the data have {len(set(found)):,} of them: {_HINT}")
-    return found  # type: ignore[return-value]
+    numbers = [number for number in best if number in images]
+    split = f"{benchmark.name} is of COCO's Karpathy test split"
+    if not numbers:
+        example = f", such as {names[0].key!r}" if names else ""
+        raise CoderError(f"{split}, and none of the {len(names)} images{example} has an id of it: {_HINT}")
+    others = [each.key for number, each in zip(best, names, strict=True) if number not in images]
+    if others:
+        raise CoderError(f"{split}, and {len(others)} of {len(names)} images are not, the first: {others[0]!r}: {_HINT}")
+    if len(numbers) != len(images) or len(set(numbers)) != len(images):
+        raise CoderError(f"{split} of {len(images):,} images, and the data have {len(set(numbers)):,} of them: {_HINT}")
+    return numbers  # type: ignore[return-value]
 
 
 def of_encoded(
     numbers: Mapping[int, tuple[int, list[int | None]]], image_ids: Tensor, image_of_text: Tensor, name: str
 ) -> Numbers:
-    """The numbers of encoded data, in their order.
+    """The ids of encoded data, in their order.
 
     Args:
-        image_ids: [N]. image_of_text: [T], the captions of an image in their order.
+        numbers: of :func:`coco_numbers`.
+        image_ids: [N] int64.
+        image_of_text: [T] int64, the image of each caption; the captions of an image in their order.
+        name: of the benchmark, for messages.
 
     Raises:
-        CoderError: an image was left out, for it could not be read.
+        CoderError: an image was left out because it could not be read.
     """
     absent = len(numbers) - len(image_ids)
     if absent:
@@ -117,28 +132,30 @@ def of_encoded(
 
 
 def _number(name: str | None) -> int | None:
-    """Of ``"391895"`` and ``"val2014/COCO_val2014_000000391895.jpg"``: 391895."""
+    """The number that a name ends in: 391895 of ``"391895"`` and of ``"val2014/COCO_val2014_000000391895.jpg"``."""
     digits = names_of(name)[-1] if name else None
     return int(digits) if digits else None
 
 
-def _by_place(images: Sequence[int], counts: Sequence[int], known: Benchmark) -> list[list[int | None]]:
-    """Captions in the order of Karpathy's file, where the images are in it."""
+def _captions_by_order(images: Sequence[int], counts: Sequence[int], benchmark: Benchmark) -> list[list[int | None]]:
+    """The ids of the captions, if images and captions are in the order of Karpathy's file."""
     grouped: dict[int, list[int | None]] = {}
-    for caption in known.order or ():
-        grouped.setdefault(known.image_of[caption], []).append(caption)
-    if list(grouped) != list(images) or [len(own) for own in grouped.values()] != list(counts):
-        raise CoderError(f"{known.name} names captions by COCO's numbers, and these data have none: {_HINT}")
-    log.warning("%s: the captions have no numbers; they are taken to be in the order of Karpathy's file", known.name)
+    for caption in benchmark.order or ():
+        grouped.setdefault(benchmark.image_of[caption], []).append(caption)
+    if list(grouped) != list(images) or [len(captions) for captions in grouped.values()] != list(counts):
+        raise CoderError(f"{benchmark.name} names captions by COCO's numbers, and these data have none: {_HINT}")
+    log.warning("%s: the captions have no numbers; they are taken to be in the order of Karpathy's file", benchmark.name)
     return list(grouped.values())
 
 
-def _check(images: Sequence[int], captions: Sequence[Sequence[int | None]], known: Benchmark) -> None:
-    pairs = [(number, image) for image, own in zip(images, captions, strict=True) for number in own if number is not None]
-    wrong = [number for number, image in pairs if number in known.image_of and known.image_of[number] != image]
+def _check(images: Sequence[int], captions: Sequence[Sequence[int | None]], benchmark: Benchmark) -> None:
+    """Every caption of the benchmark once, with its image."""
+    owners = benchmark.image_of
+    pairs = [(each, image) for image, numbers in zip(images, captions, strict=True) for each in numbers if each is not None]
+    wrong = [number for number, image in pairs if number in owners and owners[number] != image]
     if wrong:
         raise CoderError(f"{len(wrong)} captions are other images' by COCO's numbers, the first: {wrong[0]}: {_HINT}")
-    present = [number for number, _ in pairs if number in known.image_of]
-    if len(set(present)) != len(known.image_of) or len(present) != len(set(present)):
-        counts = f"{len(known.image_of):,} captions, and the data have {len(set(present)):,} of them"
-        raise CoderError(f"{known.name} is of {counts} by COCO's numbers, in {len(present):,} captions: {_HINT}")
+    present = [number for number, _ in pairs if number in owners]
+    if len(set(present)) != len(owners) or len(present) != len(set(present)):
+        counts = f"{len(owners):,} captions, and the data have {len(set(present)):,} of them"
+        raise CoderError(f"{benchmark.name} is of {counts} by COCO's numbers, in {len(present):,} captions: {_HINT}")

@@ -1,8 +1,8 @@
-"""Crisscrossed Captions (Parekh et al., EACL 2021): recall within and across modalities by people's similarity ratings.
+"""Crisscrossed Captions (Parekh et al., EACL 2021): recall within and across modalities by human similarity ratings.
 
-Protocol and thresholds are those that VSE-infinity (Chen et al., CVPR 2021) evaluates with: image and caption match from a
-rating of 3, two captions from 3 or where they are one image's, two images from 2.5. A query is judged by its best-ranked
-match and is no answer to itself; one without a match is left out. A rating of two images, or captions, counts both ways.
+Protocol and thresholds are VSE-infinity's (Chen et al., CVPR 2021). An image and a caption match from a rating of 3 on, two
+images from 2.5, two captions from 3 or if they belong to one image. A query's best-ranked match counts, and the query itself is
+no candidate. Queries without a match are left out. A rating of two images, or of two captions, counts for both.
 
 Ratings are the files of CxC, ``sits_test.csv``, ``sis_test.csv`` and ``sts_test.csv``, or those that VSE-infinity reads:
 ``cxc_it.json``, ``cxc_i2i.json``, ``cxc_t2t.json``, with ``testall_ids.txt`` and ``testall_capids.txt``.
@@ -35,17 +35,20 @@ Truth = dict[int, set[int]]
 
 
 class CxC(NamedTuple):
-    """Its matches by COCO's numbers, for each of the four ways, and what it is of."""
+    """The matches by COCO's ids for each direction, and the images and captions that have ratings."""
 
     truths: Mapping[Way, Truth]
     benchmark: Benchmark
 
 
 def read_cxc(folder: str | Path) -> CxC:
-    """Ratings of the test split from a folder that has CxC's own files or VSE-infinity's; its own where there are both.
+    """Read the ratings of the test split.
+
+    Args:
+        folder: has CxC's files or VSE-infinity's; with both, CxC's are read.
 
     Raises:
-        CoderError: the files are not there, or are not theirs.
+        CoderError: files are missing, or hold something else.
     """
     folder = Path(folder)
     for names, read in ((_CSV, _read_csv), (_JSON, _read_json)):
@@ -80,7 +83,10 @@ def _read_csv(sits: Path, sis: Path, sts: Path) -> CxC:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, int, float, str]]:
-    """``COCO_val2014:sentid:732091`` and ``COCO_val2014_000000365325.jpg`` as numbers, the rating, how it was sampled."""
+    """The rows of one of CxC's files: two ids, the rating, and how the pair was sampled.
+
+    Names such as ``COCO_val2014:sentid:732091`` and ``COCO_val2014_000000365325.jpg`` become the numbers that they end in.
+    """
     with open(file, newline="", encoding="utf-8") as lines:
         rows = csv.reader(lines)
         next(rows, None)
@@ -100,8 +106,8 @@ def _number(name: str) -> int:
 
 
 def _read_json(it: Path, i2i: Path, t2t: Path, images: Path, captions: Path) -> CxC:
-    """Each file gives an id its rated ids as pairs [id, rating]; only what matches is in the first."""
-    across = json.loads(it.read_text())
+    """Each file maps an id to pairs [id, rating]. The first file has only pairs that match."""
+    between = json.loads(it.read_text())
     owners = [int(line) for line in images.read_text().split()]
     order = [int(line) for line in captions.read_text().split()]
     if len(owners) != len(order):
@@ -110,12 +116,14 @@ def _read_json(it: Path, i2i: Path, t2t: Path, images: Path, captions: Path) -> 
         {int(key): {int(other) for other, rating in rated if rating >= least} for key, rated in json.loads(text).items()}
         for text, least in ((i2i.read_text(), IMAGES), (t2t.read_text(), TEXTS))
     ]
-    both = [{int(key): {int(pair[0]) for pair in rated} for key, rated in across[way].items()} for way in ("i2t", "t2i")]
-    return _cxc([*both, *within], Benchmark("CxC", dict(zip(order, owners, strict=True)), order))
+    cross_modal = [
+        {int(key): {int(pair[0]) for pair in rated} for key, rated in between[way].items()} for way in ("i2t", "t2i")
+    ]
+    return _cxc([*cross_modal, *within], Benchmark("CxC", dict(zip(order, owners, strict=True)), order))
 
 
 def _cxc(truths: list[Truth], benchmark: Benchmark) -> CxC:
-    """With the captions of an image added to each other's matches."""
+    """Add the captions of one image to each other's matches."""
     t2t = truths[-1]
     siblings: Truth = defaultdict(set)
     for caption, image in benchmark.image_of.items():
@@ -130,15 +138,16 @@ def cxc_recalls(scores: Scores, numbers: Numbers, cxc: CxC) -> dict[str, dict[st
     """``r1``, ``r5`` and ``r10`` in percent and the number of ``queries`` for ``i2t``, ``t2i``, ``i2i`` and ``t2t``.
 
     Args:
-        scores: of all images and captions of the data; ``i2i`` and ``t2t`` are by the embeddings, also where it has a
-            matrix. numbers: theirs.
+        scores: of all images and captions of the data. ``i2i`` and ``t2t`` always use the embeddings, not its matrix.
+        numbers: COCO's ids of the data.
+        cxc: the ratings.
     """
     scores = scores.of(torch.arange(len(numbers.images)), numbers.texts)
     sides = {"i": numbers.images, "t": numbers.captions}
     out: dict[str, Any] = {}
     for way, truth in cxc.truths.items():
         pairs = pairs_of(truth, sides[way[0]], sides[way[-1]])
-        ranked = rankings(scores.rows(way), {f"CxC {way}": pairs}, own=way[0] == way[-1])[f"CxC {way}"]
+        ranked = rankings(scores.rows(way), {f"CxC {way}": pairs}, exclude_self=way[0] == way[-1])[f"CxC {way}"]
         out[way] = {name: value for name, value in figures(ranked).items() if name in _FIGURES}
     return out
 
@@ -147,8 +156,8 @@ def format_cxc(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """A plain text table, percent: a line for each model.
 
     Args:
-        rows: name to what `cxc_recalls` returned, with by what each way is ranked under ``ranked_by``, if that is known; a
-            line below says where ``i2i`` and ``t2t`` are not ranked as the others are.
+        rows: name to what `cxc_recalls` returned. An entry ``ranked_by`` may say for each direction what ranks it; if these
+            differ, a line below the table says so.
     """
     lines = [["name", *(f"CxC {way} R@{k}" for way in _WAYS for k in (1, 5, 10))]]
     for name, row in rows.items():

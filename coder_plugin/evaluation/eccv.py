@@ -1,6 +1,6 @@
-"""ECCV Caption (Chun et al., ECCV 2022): COCO's test split with the positives that people verified, by its own package.
+"""ECCV Caption (Chun et al., ECCV 2022): COCO's test split with human-verified positives, evaluated by the authors' package.
 
-Beside them, recall by COCO's own pairs, over all 5,000 images and in five folds, and by CxC's: all as `eccv_caption` has them.
+The package also has recall by COCO's original pairs, over all 5,000 images and as the mean of five folds, and by CxC's pairs.
 Candidates are the 25,000 captions of its lists. Two of its positives are not among these, and count as missed.
 """
 
@@ -19,7 +19,7 @@ from coder_plugin.evaluation.coco import Benchmark, Numbers
 from coder_plugin.evaluation.metrics import align
 from coder_plugin.evaluation.multi_positive import Ranking, Scores, pairs_of, rankings
 
-#: What the package calls a ground truth, and where it keeps it.
+#: Name of each ground truth, and the package's attribute that holds it.
 TRUTHS = {"eccv": "eccv_gts", "cxc": "cxc_gts", "coco_5k": "coco_gts"}
 KS = (1, 5, 10)
 _FOLDS = 5
@@ -31,7 +31,7 @@ def load() -> Any:
     """The package's `Metrics`, with its ground truths.
 
     Raises:
-        CoderError: it is not installed.
+        CoderError: the package is not installed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it recommends ujson
@@ -43,7 +43,7 @@ def load() -> Any:
 
 
 def benchmark(metrics: Any) -> Benchmark:
-    """What it is of."""
+    """The images and captions of the package's lists."""
     return Benchmark(
         "ECCV Caption",
         {caption: images[0] for caption, images in metrics.coco_gts["t2i"].items()},
@@ -52,63 +52,71 @@ def benchmark(metrics: Any) -> Benchmark:
 
 
 def eccv_caption(scores: Scores, numbers: Numbers, metrics: Any) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures of the package in percent: ground truth, then direction, then ``r1``, ``r5``, ``r10``, and of ECCV Caption
-    ``map_at_r`` and ``r_precision``.
+    """The package's figures in percent.
 
-    The package gets ranked lists. Of equal scores they have the wrong candidate first, whichever ground truth it is wrong by.
+    The package gets ranked lists. Among equal scores, candidates that are wrong by the ground truth come first.
 
     Args:
-        scores: of all images and captions of the data; captions beyond COCO's test set are no candidates.
-        numbers: theirs. metrics: of :func:`load`.
+        scores: of all images and captions of the data; captions that the benchmark does not have are no candidates.
+        numbers: COCO's ids of the data.
+        metrics: of :func:`load`.
+
+    Returns:
+        By ground truth (``eccv``, ``cxc``, ``coco_5k``, ``coco_1k``) and direction (``i2t``, ``t2i``): ``r1``, ``r5``,
+        ``r10``, and for ``eccv`` also ``map_at_r`` and ``r_precision``.
     """
     scores = scores.of(torch.arange(len(numbers.images)), numbers.texts)
     ids = {"i2t": (numbers.images, numbers.captions), "t2i": (numbers.captions, numbers.images)}
-    found: dict[str, dict[str, Ranking]] = {}
+    ranked: dict[str, dict[str, Ranking]] = {}
     for way, (queries, candidates) in ids.items():
-        truths = {name: pairs_of(getattr(metrics, kept)[way], queries, candidates) for name, kept in TRUTHS.items()}
-        found[way] = rankings(scores.rows(way), truths)  # type: ignore[arg-type]
+        truths = {name: pairs_of(getattr(metrics, attribute)[way], queries, candidates) for name, attribute in TRUTHS.items()}
+        ranked[way] = rankings(scores.rows(way), truths)  # type: ignore[arg-type]
     out: dict[str, dict[str, dict[str, float]]] = {}
     for name in TRUTHS:
-        lists = [_lists(found[way][name], *ids[way]) for way in _WAYS]
-        wanted = [f"{name}_recalls"]
-        _take(out, name, metrics, lists, wanted)
+        lists = [_lists(ranked[way][name], *ids[way]) for way in _WAYS]
+        _add_figures(out, name, metrics, lists, [f"{name}_recalls"])
         if name == "eccv":
-            _take(out, name, metrics, lists, ["eccv_map_at_r", "eccv_rprecision"])
-    _take(out, "coco_1k", metrics, _folds(scores, numbers, metrics), ["coco_1k_recalls"])
+            _add_figures(out, name, metrics, lists, ["eccv_map_at_r", "eccv_rprecision"])
+    _add_figures(out, "coco_1k", metrics, _folds(scores, numbers, metrics), ["coco_1k_recalls"])
     return out
 
 
 def _folds(scores: Scores, numbers: Numbers, metrics: Any) -> list[dict[int, list[int]]]:
-    """Of each query the first places within its own fold, which are all that the package looks at."""
+    """Each query's ranked list within its fold, by id: images' lists and captions' lists."""
     order = [int(caption) for caption in metrics.coco_ids]
     image_of = {caption: images[0] for caption, images in metrics.coco_gts["t2i"].items()}
-    places = ({number: place for place, number in enumerate(side)} for side in (numbers.images, numbers.captions))
-    image_place, caption_place = places
-    whole: list[dict[int, list[int]]] = [{}, {}]
+    image_index, caption_index = (
+        {number: index for index, number in enumerate(side)} for side in (numbers.images, numbers.captions)
+    )
+    all_lists: list[dict[int, list[int]]] = [{}, {}]
     size = len(order) // _FOLDS
     for first in range(0, len(order), size):
         captions = order[first : first + size]
         images = list(dict.fromkeys(image_of[caption] for caption in captions))
         fold = scores.of(
-            torch.tensor([image_place[image] for image in images]), torch.tensor([caption_place[each] for each in captions])
+            torch.tensor([image_index[image] for image in images]), torch.tensor([caption_index[each] for each in captions])
         )
-        for lists, way, (queries, candidates) in zip(whole, _WAYS, ((images, captions), (captions, images)), strict=True):
+        for lists, way, (queries, candidates) in zip(all_lists, _WAYS, ((images, captions), (captions, images)), strict=True):
             pairs = pairs_of(metrics.coco_gts[way], queries, candidates)
             lists.update(_lists(rankings(fold.rows(way), {"fold": pairs})["fold"], queries, candidates))
-    return whole
+    return all_lists
 
 
 def _lists(ranked: Ranking, queries: list[int], candidates: list[int]) -> dict[int, list[int]]:
+    """The ranked candidates of each query, by id."""
     return {
-        queries[query]: [candidates[place] for place in places]
-        for query, places in zip(ranked.queries.tolist(), ranked.candidates.tolist(), strict=True)
+        queries[query]: [candidates[index] for index in indices]
+        for query, indices in zip(ranked.queries.tolist(), ranked.candidates.tolist(), strict=True)
     }
 
 
-def _take(out: dict[str, Any], name: str, metrics: Any, lists: list[dict[int, list[int]]], wanted: list[str]) -> None:
+def _add_figures(
+    out: dict[str, Any], name: str, metrics: Any, lists: list[dict[int, list[int]]], targets: list[str]
+) -> None:
+    """Compute the package's metrics of these names, and add them to ``out[name]``."""
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that verbose=False leaves on
-        got = metrics.compute_all_metrics(*lists, target_metrics=wanted, Ks=KS, verbose=False)
-    for key, ways in got.items():
+        results = metrics.compute_all_metrics(*lists, target_metrics=targets, Ks=KS, verbose=False)
+    for key, ways in results.items():
         figure = key.removeprefix(f"{name}_").replace("rprecision", "r_precision")
         for way, value in ways.items():
             out.setdefault(name, {}).setdefault(way, {})[figure] = 100 * float(value)

@@ -26,7 +26,7 @@ def ascl(
 
     The ratio of each text over the images plus that of each image over the texts. Every noised text of the batch is a
     negative of every image, unless it scores above the image's positive. For ``L_II&III`` the texts are the generated
-    positives, and the noised texts those made from them. The whole objective is ``(L_I + L_II&III) / 2``.
+    positives, and the noised texts are made from these positives. The objective is ``(L_I + L_II&III) / 2``.
 
     Args:
         similarity: images x texts [n, n], row i and column i a pair. With ``anchors`` the rows of these images alone,

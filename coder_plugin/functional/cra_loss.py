@@ -95,7 +95,7 @@ def hardest_locals(
     """The greatest logits of contexts [n, d] with local features [b, l, d] of other images -> [n, at most count].
 
     ``context_ids`` [n] and ``local_ids`` [b] name the images; features have unit length. Rows with fewer negatives are
-    filled up with logits of no weight. Only these few of the n x m similarities are kept for the backward pass.
+    filled up with logits of no weight. Only these few of the n x m similarities are saved for the backward pass.
     """
     candidates = local.flatten(0, 1)
     candidate_ids = local_ids.repeat_interleave(local.shape[1])

@@ -138,7 +138,7 @@ class Alignment(KeepsState, ReadsTags):
         if not self.tag_classes():
             return mask
         if tags is None:
-            raise ValueError(f"alignment.words={self.words} needs text_tags, the classes of the words, beside the batch's text")
+            raise ValueError(f"alignment.words={self.words} needs text_tags, the classes of the words, in the batch")
         codes = torch.tensor(self.tag_classes(), device=tags.device)
         return mask & torch.isin(tags[:, : mask.shape[1]], codes)
 

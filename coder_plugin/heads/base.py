@@ -97,8 +97,8 @@ class Head(nn.Module):
         """Values of :attr:`data_options` for a run, to be merged over ``options``.
 
         Args:
-            options: the options that are set so far. A value that is set must be kept.
-            facts: what is known of data and steps.
+            options: the options that are set so far. Set values must not be changed.
+            facts: facts about the data and the optimizer steps.
 
         Raises:
             CoderError: the head needs something that the run does not have.

@@ -118,7 +118,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
             return {}
         if not (facts.concepts or facts.on_scenes):
             raise CoderError(
-                f'--loss "{facts.loss}" needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts '
+                f'--loss "{facts.loss}" needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts '
                 f"--train-data {facts.train_data} --vectors glove.6B.300d.txt --output FILE"
             )
         return {"vocabulary": facts.concepts or "scenes"}
@@ -139,8 +139,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
     def score_weights(self) -> tuple[float, float]:
         progress = min(1.0, int(self.steps) / self.warmup) if self.warmup else 1.0
-        own = (1 - self.beta) * progress
-        return 1 - own, own
+        weight = (1 - self.beta) * progress
+        return 1 - weight, weight
 
     @contextlib.contextmanager
     def weighing(self, weight: float) -> Iterator[None]:
@@ -186,7 +186,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
 def _load(vocabulary: str | None) -> Vocabulary | None:
     if vocabulary is None:
-        log.warning("concepts: no vocabulary given: 400 random concepts without a graph (see coder-plugin concepts)")
+        log.warning("concepts: no vocabulary: 400 random concepts without a graph (see coder-plugin concepts)")
         return None
     from coder_plugin.concepts import load_vocabulary, scenes_vocabulary
 

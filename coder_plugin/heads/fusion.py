@@ -138,7 +138,7 @@ class Fusion(Reranks):
         item = {"tokens": self.project_image(features["image_tokens"]), "mask": features["image_mask"]}
         if self.project_whole is not None:
             if "image_global" not in features:
-                raise ValueError("fusion was made with a feature of the whole image (image_global), and this batch has none")
+                raise ValueError("fusion reads a feature of the whole image (image_global), and this batch has none")
             item["whole"] = self.project_whole(features["image_global"])
         return item
 

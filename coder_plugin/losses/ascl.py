@@ -24,7 +24,7 @@ class AsCL(Term):
     """:func:`coder_plugin.functional.ascl` of the pairs of all ranks, ``(L_I + L_II&III) / 2``.
 
     ``L_I`` compares images and their captions, with noised captions as further negatives of the images. ``L_II&III``
-    does the same with generated positive captions, and noised ones made from these. Options of the head ``asymmetry``
+    does the same with generated positive captions, and noised versions of these. Options of the head ``asymmetry``
     say which are generated, and how. Without generated positives ``L_I`` is the whole loss; without noise both are
     InfoNCE. A text that its noise has not changed (one word shuffled) is no negative.
 

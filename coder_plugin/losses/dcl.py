@@ -16,7 +16,7 @@ class DCL(Term):
 
     Args:
         diversity_over: ``batch``, or ``batch+bank``: the mean of the diversity over the batch and that over the keys and
-            entries of the momentum banks, which are then kept, with or without ``m_dcl``.
+            entries of the momentum banks, which then exist with or without ``m_dcl``.
         mask_same_image: pairs of one image are not each other's negatives.
 
     Example:

@@ -6,7 +6,7 @@ Shapes: n anchors, m rows, D dimensions.
 
 For rows b_q and an anchor v, sum_q (v b_q - v p)^2 = v^T M v with M = sum_q (b_q - p)(b_q - p)^T about any pivot p: n D^2
 multiplications instead of n Q D. With a pivot near the mean no large numbers cancel. M is kept in float64, because a
-standard deviation of 1e-3 along one direction must be accurate beside 0.3 along others.
+standard deviation of 1e-3 along one direction must be accurate next to 0.3 along others.
 """
 
 from __future__ import annotations

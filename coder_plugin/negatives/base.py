@@ -46,7 +46,7 @@ class Noise:
             return embeddings
         noised = self.noised(embeddings, words)
         if noised.shape != embeddings.shape or noised.dtype != embeddings.dtype:
-            raise ValueError(f"{type(self).__name__} made {_kind(noised)} of {_kind(embeddings)}: it must keep both")
+            raise ValueError(f"{type(self).__name__} returned {_kind(noised)} for {_kind(embeddings)}: it must keep both")
         return noised.where(words[..., None], embeddings)
 
     def noised(self, embeddings: Tensor, words: Tensor) -> Tensor:

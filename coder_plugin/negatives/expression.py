@@ -17,7 +17,7 @@ def split_expression(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The names of an expression with their options, in order. Whether the names exist is not checked.
 
     Raises:
-        CoderError: not of the grammar, or an option given twice; names the column, counted from 1.
+        CoderError: a syntax error, or an option that is set twice; names the column, counted from 1.
 
     Example:
         >>> split_expression("gaussian(std=0.2) + shuffle")
@@ -48,7 +48,7 @@ def make_parts(group: str, text: str) -> list[tuple[str, Any]]:
     for name, values in split_expression(text):
         options = dict(check_types(group, name, values))
         if missing := [option for option in required_options(group, name) if option not in options]:
-            raise CoderError(f"{name!r} must be given {', '.join(f'{option}=…' for option in missing)}")
+            raise CoderError(f"{name!r} needs {', '.join(f'{option}=…' for option in missing)}")
         try:
             generators.append((name, registry.load(group, name)(**options)))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Asymmetry-I of AsCL: texts that do not describe their image, made by noise in word embeddings (docs/equations.md#ascl).
+"""Asymmetry-I of AsCL: texts that do not describe their image, by noise in word embeddings (docs/equations.md#ascl).
 
 The paper prints no rates; those here are ours. All classes change words only: special tokens and padding stay unchanged, and so
 do texts without words.
@@ -82,7 +82,8 @@ class TokenCutoff(Noise):
     """Sets the embeddings of whole words to zero.
 
     Args:
-        rate: probability of each word, in [0, 1]. At least one word is set to zero, and one is kept if there are two or more.
+        rate: probability of each word, in [0, 1]. At least one word is set to zero, and one keeps its value if there are two or
+            more.
 
     Raises:
         ValueError: rate out of range.
@@ -103,7 +104,7 @@ class FeatureCutoff(Noise):
     """Sets whole channels of a text to zero, the same ones in all its words.
 
     Args:
-        rate: probability of each channel, in [0, 1]. At least one channel is set to zero, and one is kept if E > 1.
+        rate: probability of each channel, in [0, 1]. At least one channel is set to zero, and one keeps its values if E > 1.
 
     Raises:
         ValueError: rate out of range.
@@ -125,8 +126,8 @@ class Dropout(Noise):
     """Sets single elements to zero; the others are not scaled up ("randomly discarded", the paper says).
 
     Args:
-        rate: probability of each element, in [0, 1]. At least one element is set to zero, and one is kept if there are two or
-            more.
+        rate: probability of each element, in [0, 1]. At least one element is set to zero, and one keeps its value if there are
+            two or more.
 
     Raises:
         ValueError: rate out of range.
@@ -147,8 +148,8 @@ class Dropout(Noise):
 class Mixture(Noise):
     """Each text gets the noise of one of several generators, each equally often.
 
-    All generators noise the whole batch, and each text takes one of the results. This costs little beside the encoder, and
-    neither draws nor shapes depend on the choice, so nothing synchronises with the device.
+    All generators noise the whole batch, and each text takes one of the results. This costs little compared with the encoder,
+    and neither draws nor shapes depend on the choice, so nothing synchronises with the device.
 
     Args:
         of: an expression of the generators (:mod:`coder_plugin.negatives.expression`); one that is named twice is chosen
@@ -191,7 +192,7 @@ def _generators(text: str) -> list[Noise]:
     for name, generator in parts:
         if not isinstance(generator, Noise):
             kind = type(generator).__name__
-            raise CoderError(f"{name!r} in coder_plugin.negatives is at fault: its {kind} is no base.Noise")
+            raise CoderError(f"{name!r} in coder_plugin.negatives is at fault: its {kind} is not a base.Noise")
     return [generator for _, generator in parts]
 
 

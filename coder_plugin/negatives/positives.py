@@ -22,8 +22,9 @@ class Positive(Protocol):
     """A generator: what a plugin of the group ``coder_plugin.positives`` returns for its keyword-only options."""
 
     def __call__(self, caption: str, others: tuple[str, ...]) -> str | None:
-        """A positive of a caption, given the image's other captions, or None if there is none. Random numbers must come from
-        Python's ``random``."""
+        """A positive of a caption, from it and the image's other captions, or None if there is none.
+
+        Random numbers must come from Python's ``random``."""
 
 
 class Join:
@@ -49,8 +50,8 @@ class Truncate:
     Chinese, is one word.
 
     Args:
-        shortest, longest: bounds of the share of words that is kept, drawn uniformly and rounded; in (0, 1].
-        words: smallest number of words that is kept, >= 1. A caption without more words has no positive.
+        shortest, longest: bounds of the share of words in the prefix, drawn uniformly and rounded; in (0, 1].
+        words: smallest number of words in the prefix, >= 1. A caption without more words has no positive.
 
     Raises:
         ValueError: not 0 < shortest <= longest <= 1, or ``words`` < 1.
@@ -102,7 +103,7 @@ class Positives:
             if (positive := generator(caption, others)) is None:
                 continue
             if not isinstance(positive, str):
-                raise CoderError(f"{name!r} in coder_plugin.positives is at fault: of a caption it made {positive!r}, no text")
+                raise CoderError(f"{name!r} in coder_plugin.positives is at fault: it returned {positive!r}, not a text")
             return positive, name
         return caption, NO_POSITIVE
 

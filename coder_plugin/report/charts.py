@@ -1,7 +1,7 @@
-"""Small charts as inline SVG: lines, bars, histograms, points. Colours are the page's (``base.html``), so that they follow its
-light and dark; each line and group is named beside its marks, so that no chart is read by colour alone.
+"""Small charts as inline SVG: lines, bars, histograms, points.
 
-A chart is drawn 340 units wide, which is about what a phone has, so that its texts keep their size.
+Colours are CSS variables of ``base.html``, so that charts follow its light and dark theme. Lines and groups have labels, so
+that no chart depends on colour alone. A chart is 340 units wide, about the width of a phone, so that its texts stay readable.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import NamedTuple
 from coder_plugin.html import Html
 
 WIDTH, HEIGHT = 340, 190
-_TALLEST = 300  # of a map
+_MAX_MAP_HEIGHT = 300
 _LEFT, _TOP, _BOTTOM = 44, 10, 34
-_LETTER, _BOLD = 5.8, 6.6  # units of width of a letter at 11
-_NAMES = 130  # most that names beside the marks take of the width
-#: Points of a line that are drawn, and those that answer a pointer; of longer lines, lows and highs of equal parts stay.
-_DRAWN, _HOVER = 240, 40
+_LETTER, _BOLD = 5.8, 6.6  # width of a letter in an 11 px font, regular and bold
+_MAX_LABEL_WIDTH = 130
+_MAX_POINTS = 240  # of a line; see _downsampled
+_MAX_TOOLTIPS = 40  # of a line
 _COLOURS = 8
-_HAIR = 1e-5  # of a tick's distance: rounding
+_ROUNDING = 1e-5  # tolerance, as a fraction of the distance between ticks
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line's points in the order of ``x``."""
+    """A line: its name and its points in the order of ``x``."""
 
     name: str
     x: Sequence[float]
@@ -36,58 +36,59 @@ class Series:
 
 
 class _Frame(NamedTuple):
-    """Maps numbers to the chart's units."""
+    """Maps values to the chart's units. ``x`` and ``y`` are the axes' ranges, ``right`` is the plot's right edge."""
 
     x: tuple[float, float]
     y: tuple[float, float]
     right: float
 
-    def across(self, value: float) -> float:
+    def to_x(self, value: float) -> float:
         low, high = self.x
         return _LEFT + (value - low) / (high - low) * (self.right - _LEFT)
 
-    def up(self, value: float) -> float:
+    def to_y(self, value: float) -> float:
         low, high = self.y
         return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _BOTTOM - _TOP)
 
 
 def lines(series: Sequence[Series], *, label: str, x_label: str = "step", zero: bool = False) -> Html:
-    """Lines over a common axis, each named at its end where there are several; a line of one point is a dot.
+    """Draw lines over a common axis. Several lines are labelled at their ends; a line of one point is a dot.
 
     Args:
-        series: one or more, each with a point or more, all finite.
-        label: what the chart shows, for those who cannot see it.
-        zero: the axis begins at 0.
+        series: one or more lines, each with one or more finite points.
+        label: description of the chart for screen readers.
+        x_label: name of the horizontal axis.
+        zero: include 0 in the vertical axis.
     """
     values = [value for each in series for value in each.y]
     low, high = min(values), max(values)
     y, ticks = _scale(min(low, 0.0) if zero else low, high)
     x, x_ticks = _scale(min(each.x[0] for each in series), max(each.x[-1] for each in series), tight=True, count=4)
-    names = len(series) > 1
-    room = 12 + (_BOLD * max(len(each.name) for each in series) if names else 0)
-    frame = _Frame(x, y, WIDTH - min(room, _NAMES))
+    labelled = len(series) > 1
+    room = 12 + (_BOLD * max(len(each.name) for each in series) if labelled else 0)
+    frame = _Frame(x, y, WIDTH - min(room, _MAX_LABEL_WIDTH))
     parts = _axes(frame, x_ticks, ticks, x_label)
-    ends = _apart([frame.up(each.y[-1]) for each in series])
+    ends = _spread([frame.to_y(each.y[-1]) for each in series])
     for number, (each, end) in enumerate(zip(series, ends, strict=True)):
         colour = f"var(--c{number % _COLOURS})"
-        kept = _thinned(each.x, each.y)
-        path = " ".join(f"{_n(frame.across(a))},{_n(frame.up(b))}" for a, b in kept)
-        if len(kept) > 1:
+        points = _downsampled(each.x, each.y)
+        path = " ".join(f"{_n(frame.to_x(a))},{_n(frame.to_y(b))}" for a, b in points)
+        if len(points) > 1:
             parts.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.7" stroke-linejoin="round"/>'
             )
-        dots = kept[:: max(1, math.ceil(len(kept) / _HOVER))]
-        shown = 2.2 if len(kept) <= 12 else 0
-        for a, b in dots if dots[-1] == kept[-1] else [*dots, kept[-1]]:
-            named = f"{each.name}: " if names else ""
-            tip = escape(f"{named}{format_number(b)} at {x_label} {format_number(a)}")
-            place = f'cx="{_n(frame.across(a))}" cy="{_n(frame.up(b))}"'
-            if shown:
-                parts.append(f'<circle {place} r="{shown}" fill="{colour}"/>')
-            parts.append(f'<circle {place} r="6" fill="transparent"><title>{tip}</title></circle>')
-        if names:
-            place = f'x="{_n(frame.right + 6)}" y="{_n(end + 4)}" style="fill:{colour};font-weight:600"'
-            parts.append(f"<text {place}>{escape(_short(each.name, (_NAMES - 12) / _BOLD))}</text>")
+        dots = points[:: max(1, math.ceil(len(points) / _MAX_TOOLTIPS))]
+        dot_radius = 2.2 if len(points) <= 12 else 0
+        for a, b in dots if dots[-1] == points[-1] else [*dots, points[-1]]:
+            prefix = f"{each.name}: " if labelled else ""
+            tip = escape(f"{prefix}{format_number(b)} at {x_label} {format_number(a)}")
+            position = f'cx="{_n(frame.to_x(a))}" cy="{_n(frame.to_y(b))}"'
+            if dot_radius:
+                parts.append(f'<circle {position} r="{dot_radius}" fill="{colour}"/>')
+            parts.append(f'<circle {position} r="6" fill="transparent"><title>{tip}</title></circle>')
+        if labelled:
+            position = f'x="{_n(frame.right + 6)}" y="{_n(end + 4)}" style="fill:{colour};font-weight:600"'
+            parts.append(f"<text {position}>{escape(_short(each.name, (_MAX_LABEL_WIDTH - 12) / _BOLD))}</text>")
     return _svg(parts, label)
 
 
@@ -96,69 +97,75 @@ def histogram(
     *,
     label: str,
     x_label: str,
-    bins: int = 31,  # odd: what is nearly equal lies in the middle of one
-    least: float = 0.0,
+    bins: int = 31,  # odd, so that nearly equal values lie in the middle of a bin
+    min_range: float = 0.0,
     top: float | None = None,
-    whole: bool = False,
+    integers: bool = False,
 ) -> Html:
-    """How values are spread, in equal bins over all groups' range; several groups lie one over the other.
+    """Draw histograms of one or more groups on top of each other, with equal bins over the range of all groups.
 
     Args:
-        groups: a name to its finite values, one or more. least: the range is at least so wide: rounding is no spread.
-        top: the range ends there; greater values are in the last bin, which says so.
-        whole: the values are integers, and a bin is of equally many of them.
+        groups: one or more finite values by the group's name.
+        label: description of the chart for screen readers.
+        x_label: name of the horizontal axis.
+        bins: number of bins.
+        min_range: the least width of the range, so that rounding errors do not look like a spread.
+        top: end of the range; greater values count in the last bin, whose tooltip says "up".
+        integers: the values are integers, and each bin covers the same number of them.
     """
-    everything = [value for values in groups.values() for value in values]
-    low, high = min(everything), max(everything)
-    beyond = top is not None and high > top
+    all_values = [value for values in groups.values() for value in values]
+    low, high = min(all_values), max(all_values)
+    overflows = top is not None and high > top
     if top is not None:
         high = min(high, top)
-    if whole:
+    if integers:
         width = math.ceil((high - low + 1) / bins)
         bins = math.ceil((high - low + 1) / width)
         low, high = low - 0.5, low - 0.5 + bins * width
-    elif high - low < least or high == low:
-        middle, half = (low + high) / 2, least / 2 or max(abs(high) * 0.05, 1e-3)
+    elif high - low < min_range or high == low:
+        middle, half = (low + high) / 2, min_range / 2 or max(abs(high) * 0.05, 1e-3)
         low, high = middle - half, middle + half
     x, x_ticks = _scale(low, high, tight=True, count=5)
     edges = [low + (high - low) * number / bins for number in range(bins + 1)]
-    counts = {name: _counted(values, edges) for name, values in groups.items()}
-    y, ticks = _scale(0.0, float(max(max(each) for each in counts.values())), count=4, whole=True)
+    counts = {name: _bin_counts(values, edges) for name, values in groups.items()}
+    y, ticks = _scale(0.0, float(max(max(each) for each in counts.values())), count=4, integers=True)
     frame = _Frame(x, y, WIDTH - 12)
     parts = _axes(frame, x_ticks, ticks, x_label)
     for number, (name, each) in enumerate(counts.items()):
         colour = f"var(--c{number % _COLOURS})"
-        path = f"M{_n(frame.across(edges[0]))},{_n(frame.up(0))}"
+        path = f"M{_n(frame.to_x(edges[0]))},{_n(frame.to_y(0))}"
         for nth, (count, start, stop) in enumerate(zip(each, edges, edges[1:], strict=False), 1):
-            path += f"V{_n(frame.up(count))}H{_n(frame.across(stop))}"
-            place = f'x="{_n(frame.across(start))}" y="{_TOP}" width="{_n(frame.across(stop) - frame.across(start))}"'
-            first, last = (start + 0.5, stop - 0.5) if whole else (start, stop)
-            until = "up" if beyond and nth == bins else f"to {format_number(last)}"
+            path += f"V{_n(frame.to_y(count))}H{_n(frame.to_x(stop))}"
+            position = f'x="{_n(frame.to_x(start))}" y="{_TOP}" width="{_n(frame.to_x(stop) - frame.to_x(start))}"'
+            first, last = (start + 0.5, stop - 0.5) if integers else (start, stop)
+            until = "up" if overflows and nth == bins else f"to {format_number(last)}"
             tip = escape(f"{name}: {count} from {format_number(first)} {until}")
             if count:
                 size = f'height="{HEIGHT - _TOP - _BOTTOM}" fill="transparent"'
-                parts.append(f"<rect {place} {size}><title>{tip}</title></rect>")
+                parts.append(f"<rect {position} {size}><title>{tip}</title></rect>")
         dash = ' stroke-dasharray="5 3"' if number % 2 else ""
         style = f'fill="{colour}" fill-opacity="0.22" stroke="{colour}" stroke-width="1.5"{dash}'
-        parts.append(f'<path d="{path}V{_n(frame.up(0))}" {style} pointer-events="none"/>')
+        parts.append(f'<path d="{path}V{_n(frame.to_y(0))}" {style} pointer-events="none"/>')
     return _svg(parts, label, legend=list(groups) if len(groups) > 1 else [])
 
 
-def bars(rows: Sequence[tuple[str, float]], *, label: str, of: float | None = None) -> Html:
-    """Horizontal bars of shares, each with its name before and its percentage behind it.
+def bars(rows: Sequence[tuple[str, float]], *, label: str, full_width: float | None = None) -> Html:
+    """Draw horizontal bars, each with its name on the left and its percentage on the right.
 
     Args:
-        rows: names and shares in [0, 1]. of: the value of a bar of the whole width; None: the greatest.
+        rows: names and fractions in [0, 1].
+        label: description of the chart for screen readers.
+        full_width: the fraction that fills the chart's width; None: the greatest of the rows.
     """
-    full = max((value for _, value in rows), default=0.0) if of is None else of
-    left = min(_NAMES, 10 + _LETTER * max(len(name) for name, _ in rows))
+    full = max((value for _, value in rows), default=0.0) if full_width is None else full_width
+    left = min(_MAX_LABEL_WIDTH, 10 + _LETTER * max(len(name) for name, _ in rows))
     room = WIDTH - left - 58
     parts = []
     for number, (name, value) in enumerate(rows):
         y = 4 + 20 * number
         width = max(1.0, room * min(1.0, value / full)) if full > 0 else 1.0
-        shown = escape(_short(name, (left - 8) / _LETTER))
-        parts.append(f'<text x="{_n(left - 6)}" y="{y + 11}" text-anchor="end">{shown}</text>')
+        text = escape(_short(name, (left - 8) / _LETTER))
+        parts.append(f'<text x="{_n(left - 6)}" y="{y + 11}" text-anchor="end">{text}</text>')
         parts.append(f'<rect x="{_n(left)}" y="{y}" width="{_n(width)}" height="14" rx="2" fill="var(--c0)"/>')
         parts.append(
             f'<text x="{_n(left + width + 5)}" y="{y + 11}" style="fill:var(--text)">{100 * value:.1f} %</text>'
@@ -172,14 +179,16 @@ def scatter(
     label: str,
     links: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
 ) -> Html:
-    """Points without axes; the first group's are circles, the second's crosses.
+    """Draw points without axes: circles for the first group, crosses for the second.
 
     Args:
-        groups: a name to points x, y and what a pointer is told. links: lines from place to place.
+        groups: points by the group's name, each with x, y and the text of its tooltip.
+        label: description of the chart for screen readers.
+        links: lines to draw, each from one point to another.
     """
-    places = [(x, y) for points in groups.values() for x, y, _ in points]
-    (left, right), (bottom, top) = (_widened(min(axis), max(axis)) for axis in zip(*places, strict=True))
-    scale = min((WIDTH - 16) / (right - left), (_TALLEST - 16) / (top - bottom))  # a map has one scale
+    coordinates = [(x, y) for points in groups.values() for x, y, _ in points]
+    (left, right), (bottom, top) = (_widened(min(axis), max(axis)) for axis in zip(*coordinates, strict=True))
+    scale = min((WIDTH - 16) / (right - left), (_MAX_MAP_HEIGHT - 16) / (top - bottom))  # the same for both axes
     height = math.ceil((top - bottom) * scale) + 16
 
     def at(x: float, y: float) -> tuple[str, str]:
@@ -201,7 +210,12 @@ def scatter(
 
 
 def format_number(value: float) -> str:
-    """As many digits as say something: 0.0123, 12.3, 12,300, 1.2e-05."""
+    """Format a number with about four significant digits.
+
+    Example:
+        >>> format_number(266.34), format_number(12300), format_number(1.2e-5)
+        ('266.3', '12,300', '1.2e-05')
+    """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     size = abs(value)
@@ -217,11 +231,11 @@ def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_l
     parts = []
     floor = HEIGHT - _BOTTOM
     for value, text in zip(y_ticks, _tick_texts(y_ticks), strict=True):
-        y = _n(frame.up(value))
+        y = _n(frame.to_y(value))
         parts.append(f'<path class="axis" d="M{_LEFT},{y}H{_n(frame.right)}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{_n(frame.up(value) + 4)}" text-anchor="end">{text}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{_n(frame.to_y(value) + 4)}" text-anchor="end">{text}</text>')
     for value, text in zip(x_ticks, _tick_texts(x_ticks), strict=True):
-        parts.append(f'<text x="{_n(frame.across(value))}" y="{floor + 14}" text-anchor="middle">{text}</text>')
+        parts.append(f'<text x="{_n(frame.to_x(value))}" y="{floor + 14}" text-anchor="middle">{text}</text>')
     middle = (_LEFT + frame.right) / 2
     parts.append(f'<text x="{_n(middle)}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
     return parts
@@ -230,7 +244,7 @@ def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_l
 def _svg(
     parts: Sequence[str], label: str, *, height: int = HEIGHT, legend: Sequence[str] = (), marks: bool = False
 ) -> Html:
-    drawn = "".join(parts)
+    content = "".join(parts)
     if legend:
         x, texts = 6.0 if marks else float(_LEFT), ""
         for number, name in enumerate(legend):
@@ -244,23 +258,27 @@ def _svg(
                 texts += f'<path d="M{_n(x)},{height + 8}h14" stroke="{colour}" stroke-width="2"{dash}/>'
             texts += f'<text x="{_n(x + 18)}" y="{height + 12}">{escape(name)}</text>'
             x += 30 + _LETTER * len(name)
-        drawn, height = drawn + texts, height + 20
-    return Html(f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{drawn}</svg>')
+        content, height = content + texts, height + 20
+    return Html(f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{content}</svg>')
 
 
 def _scale(
-    low: float, high: float, *, tight: bool = False, whole: bool = False, count: int = 5
+    low: float, high: float, *, tight: bool = False, integers: bool = False, count: int = 5
 ) -> tuple[tuple[float, float], list[float]]:
-    """A range that holds ``low`` and ``high``, and some ``count`` round numbers in it, or ``whole`` ones; ``tight``: the range
-    ends where they do."""
+    """An axis: its range, which covers ``low`` to ``high``, and about ``count`` ticks at round numbers.
+
+    Args:
+        tight: end the range at ``low`` and ``high`` instead of at ticks.
+        integers: ticks at integers only.
+    """
     low, high = _widened(low, high)
     step = 10 ** math.floor(math.log10((high - low) / count))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count + _HAIR)
-    step = max(step, 1) if whole else step
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count + _ROUNDING)
+    step = max(step, 1) if integers else step
     if tight:
-        first, last = math.ceil(low / step - _HAIR), math.floor(high / step + _HAIR)
+        first, last = math.ceil(low / step - _ROUNDING), math.floor(high / step + _ROUNDING)
     else:
-        first, last = math.floor(low / step + _HAIR), math.ceil(high / step - _HAIR)
+        first, last = math.floor(low / step + _ROUNDING), math.ceil(high / step - _ROUNDING)
         low, high = first * step, last * step
     return (low, high), [number * step for number in range(first, last + 1)]
 
@@ -273,7 +291,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _tick_texts(ticks: Sequence[float]) -> list[str]:
-    """All with as many decimals as their distance needs; thousands as k."""
+    """The ticks' labels: with as many decimals as their distance needs, and thousands as k."""
     size = max(map(abs, ticks), default=0.0)
     step = min((b - a for a, b in zip(ticks, ticks[1:], strict=False)), default=size) or 1.0
     if size >= 1e7 or 0 < size < 1e-3:
@@ -281,36 +299,37 @@ def _tick_texts(ticks: Sequence[float]) -> list[str]:
     if size >= 10_000:
         return [f"{value / 1000:.{0 if step >= 1000 else 1}f}k" if value else "0" for value in ticks]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [f"{round(value, decimals) + 0.0:.{decimals}f}" for value in ticks]  # + 0.0: no -0
+    return [f"{round(value, decimals) + 0.0:.{decimals}f}" for value in ticks]  # + 0.0 turns -0.0 into 0.0
 
 
-def _thinned(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
+def _downsampled(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
+    """The points of a line; of a long line its ends, and the lowest and highest point of each of its equal parts."""
     points = list(zip(x, y, strict=True))
-    if len(points) <= _DRAWN:
+    if len(points) <= _MAX_POINTS:
         return points
-    kept = {0, len(points) - 1}
-    parts = _DRAWN // 2
+    selected = {0, len(points) - 1}
+    parts = _MAX_POINTS // 2
     for part in range(parts):
-        places = range(part * len(points) // parts, (part + 1) * len(points) // parts)
-        kept |= {min(places, key=lambda place: y[place]), max(places, key=lambda place: y[place])}
-    return [points[place] for place in sorted(kept)]
+        indices = range(part * len(points) // parts, (part + 1) * len(points) // parts)
+        selected |= {min(indices, key=lambda index: y[index]), max(indices, key=lambda index: y[index])}
+    return [points[index] for index in sorted(selected)]
 
 
-def _counted(values: Sequence[float], edges: Sequence[float]) -> list[int]:
+def _bin_counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
     counts = [0] * (len(edges) - 1)
     for value in values:
         counts[min(max(bisect_right(edges, value) - 1, 0), len(counts) - 1)] += 1
     return counts
 
 
-def _apart(places: Sequence[float], gap: float = 13.0) -> list[float]:
-    """The places moved so far that labels there do not cover each other."""
-    order = sorted(range(len(places)), key=lambda number: places[number])
-    moved = list(places)
+def _spread(heights: Sequence[float], gap: float = 13.0) -> list[float]:
+    """The heights of labels, moved so that they do not overlap."""
+    order = sorted(range(len(heights)), key=lambda number: heights[number])
+    moved = list(heights)
     for before, number in zip(order, order[1:], strict=False):
         moved[number] = max(moved[number], moved[before] + gap)
     over = moved[order[-1]] - (HEIGHT - _BOTTOM)
-    if over > 0:  # back up, from the lowest label on
+    if over > 0:  # move up again, starting with the lowest label
         limit = float(HEIGHT - _BOTTOM)
         for number in reversed(order):
             moved[number] = min(moved[number], limit)

@@ -228,9 +228,9 @@ def _bank_block(bank: Bank) -> dict[str, Any]:
     ]
     figures = []
     if bank.filled:
-        norms = histogram(bank.norms, label="Norms of the bank's entries", x_label="norm", least=0.02)
+        norms = histogram(bank.norms, label="Norms of the bank's entries", x_label="norm", min_range=0.02)
         ages = histogram(
-            {"entries": bank.ages.tolist()}, label="Ages of the bank's entries", x_label="steps ago", whole=True
+            {"entries": bank.ages.tolist()}, label="Ages of the bank's entries", x_label="steps ago", integers=True
         )
         figures = [
             Figure("Norms of the entries", norms, _UNIT),
@@ -251,12 +251,12 @@ def _centres_block(centres: Centres) -> dict[str, Any]:
         sizes = sorted(centres.sizes)
         top = sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]
         chart = histogram(
-            {"centres": sizes}, label="Sizes of the clusters", x_label="pairs assigned", top=top, whole=True
+            {"centres": sizes}, label="Sizes of the clusters", x_label="pairs assigned", top=top, integers=True
         )
         largest = f"median {format_number(sizes[len(sizes) // 2])}, largest {format_number(sizes[-1])}"
         note = f"{largest}, of {centres.seen:,} pairs in all"
         if sizes[-1] > top:
             note += f"; the last bar counts {format_number(top)} and more"
-        norms = histogram({"centres": centres.norms}, label="Norms of the centres", x_label="norm", least=0.02)
+        norms = histogram({"centres": centres.norms}, label="Norms of the centres", x_label="norm", min_range=0.02)
         figures = [Figure("Sizes of the clusters", chart, note), Figure("Norms of the centres", norms, _UNIT)]
     return {"name": f"{centres.head}: centres", "tiles": tiles, "figures": figures}

@@ -72,7 +72,7 @@ class Released(Adapter):
         run = self.run
         if run is None:
             return checkpoint
-        saving.check_resumed(checkpoint.get(saving.MADE_WITH), run.made_with(), path, trains=run.trains)
+        saving.check_resumed(checkpoint.get(saving.HEAD_OPTIONS), run.made_with(), path, trains=run.trains)
         if run.args.distributed and not next(iter(checkpoint["state_dict"])).startswith("module."):
             checkpoint["state_dict"] = {f"module.{name}": value for name, value in checkpoint["state_dict"].items()}
         return checkpoint

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.backbones.clip import MADE_WITH, read_training_checkpoint
+from coder_plugin.backbones.clip import HEAD_OPTIONS, read_training_checkpoint
 from coder_plugin.config import TrainConfig, nest
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
@@ -32,7 +32,7 @@ def saved(
     ``RUN/checkpoints/NAME.pt``, and as links to ``RUN/export/last``."""
     state = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
     write_export(model, state, Path(path).parent.parent, export_name(path), config, tokenizer)
-    return {**checkpoint, MADE_WITH: made}
+    return {**checkpoint, HEAD_OPTIONS: made}
 
 
 def begin_sharded(path: str, made: Mapping[str, Any]) -> None:
@@ -124,4 +124,4 @@ def read_made(path: str) -> Mapping[str, Any] | None:
         made = Path(path) / SHARDED
         return json.loads(made.read_text()) if made.is_file() else None
     checkpoint = read_training_checkpoint(path)
-    return None if checkpoint is None else checkpoint[MADE_WITH]
+    return None if checkpoint is None else checkpoint[HEAD_OPTIONS]

@@ -104,7 +104,7 @@ class TaskLayer(Adapter):
             found = read(*args, **options)
             if self.run is not None:
                 saving.check_resumed(
-                    found.get(saving.MADE_WITH), self.run.made_with(), path, trains=self.run.trains
+                    found.get(saving.HEAD_OPTIONS), self.run.made_with(), path, trains=self.run.trains
                 )
             return found
 

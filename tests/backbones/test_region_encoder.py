@@ -275,7 +275,7 @@ def test_bad_options() -> None:
     for options, message in bad:
         with pytest.raises(ValueError, match=message):
             RegionEncoder(REGIONS, DIM, **options)
-    with pytest.raises(ValueError, match="recurrent encoder's"):
+    with pytest.raises(ValueError, match="needs a recurrent encoder"):
         BertText(Bert(), DIM, pad=0, pooling="last")
     with pytest.raises(ValueError, match="needs the regions' boxes"):
         GatedSelfAttention(DIM, heads=2, positions=True)(torch.ones(1, 2, DIM), torch.ones(1, 2, dtype=torch.bool))

@@ -209,7 +209,7 @@ def test_projected_words_are_what_the_gru_reads(bert):
     torch.testing.assert_close(known["text_contexts"][2:3, :3], one)
     plain = made("region-bigru-vsrn", bert)
     assert plain.info().text_locals == 7 and "text.project.weight" not in plain.state_dict()
-    with pytest.raises(CoderError, match="word_projection is the BiGRU's"):
+    with pytest.raises(CoderError, match="word_projection works with bigru only"):
         made("region-bert", bert, word_projection=True)
 
 
@@ -326,7 +326,7 @@ def test_double_precision_keeps_the_features_in_single(models, bert, name):
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (torch.randn(ROWS, 3, 8, 8), "region-bert reads regions: give a dict with features"),
+        (torch.randn(ROWS, 3, 8, 8), "region-bert reads regions: image must be a dict with features"),
         ({"features": torch.randn(ROWS, REGIONS, CHANNELS)}, "region-bert reads regions"),
         (
             {"features": torch.randn(ROWS, 2, 9), "mask": torch.ones(ROWS, 2, dtype=torch.bool)},
@@ -356,17 +356,17 @@ def test_other_images_are_refused(models, image, message):
         ("region-bert", {"context": "graph"}, "context must be one of none, camera, vsrn, got 'graph'"),
         ("region-bert", {"image_pooling": "avg"}, "image_pooling must be one of gpo, mean, max, views, gru, got 'avg'"),
         ("region-bert", {"text_pooling": "cls"}, "text_pooling must be one of gpo, mean, max, last, got 'cls'"),
-        ("region-bert", {"text_pooling": "last"}, "text pooling 'last' is a recurrent encoder's"),
+        ("region-bert", {"text_pooling": "last"}, "text pooling 'last' needs a recurrent encoder"),
         ("region-bert", {"encoder": "lstm"}, "encoder must be one of bert, bigru, got 'lstm'"),
         ("region-bert", {"text_context": "vsrn"}, "text_context must be one of none, camera, got 'vsrn'"),
         ("region-bert", {"context": "camera", "heads": 3}, "heads must divide the dimension 16, got 3"),
-        ("region-bert", {"context_length": 2}, "context length must be 3 at least"),
+        ("region-bert", {"context_length": 2}, "context length must be >= 3"),
         ("region-bert", {"text": "nowhere/no-such-bert"}, "text encoder 'nowhere/no-such-bert' cannot be loaded"),
-        ("region-bigru", {"text_context": "camera"}, "text_context camera is of BERT alone"),
+        ("region-bigru", {"text_context": "camera"}, "text_context camera works with BERT only"),
         ("region-bigru", {"text_layers": 0}, "text_layers must be 1 or more"),
         ("region-bigru", {"vocabulary": None}, "a BiGRU needs a vocabulary: --model-kwargs vocabulary=FILE"),
         ("region-bigru", {"vocabulary": "none.json"}, "vocabulary none.json cannot be read"),
-        ("region-bigru", {"vocabulary": ["a", "dog"]}, "a vocabulary begins with <pad>"),
+        ("region-bigru", {"vocabulary": ["a", "dog"]}, "a vocabulary must begin with <pad>"),
         ("region-bigru", {"vocabulary": [*SPECIAL, 5]}, "a vocabulary is a list of words, this one holds 5"),
     ],
 )
@@ -621,7 +621,7 @@ def test_options_over_an_exports(tmp_path, bert):
     assert longer.tokenizer()(["a"]).shape == (1, 20)
     with pytest.raises(CoderError, match="does not fit RegionText.*of another shape.*--model-kwargs"):
         create_model(str(tmp_path), loss="dcl", pretrained=str(weights), embed_dim=8)
-    with pytest.raises(CoderError, match="tensors missing.*made with other --model-kwargs"):
+    with pytest.raises(CoderError, match="tensors missing.*saved from another model or other --model-kwargs"):
         create_model("region-bert", loss="dcl", pretrained=str(weights), **options("region-bert", bert))
 
 

@@ -205,7 +205,7 @@ def test_what_is_left_out_is_said(bert: Any, extra: dict[str, Any], tmp_path: Pa
 
 def test_cameras_padding_is_warned_of(bert: Any, extra: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
     build(releases.save(tmp_path / "a.pth", *states("camera", bert)), extra)
-    assert [record.levelname for record in caplog.records if "padding counts for nothing" in record.getMessage()]
+    assert [record.levelname for record in caplog.records if "padding is masked" in record.getMessage()]
 
 
 def test_the_temperature_stays_the_models(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_other_options_are_named(
 
 def test_another_preset(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
     model = build(releases.save(tmp_path / "a.pth", *states("vse", bert)), extra)
-    with pytest.raises(CoderError, match=r"is VSRN's.*--model region-bigru-vsrn .*encoder=bigru"):
+    with pytest.raises(CoderError, match=r"is a checkpoint of VSRN with.*--model region-bigru-vsrn .*encoder=bigru"):
         read_released(releases.save(tmp_path / "b.pth", *states("vsrn", bert)), model)
     with pytest.raises(CoderError, match=r"--model region-bert$"):
         read_released(str(tmp_path / "a.pth"), torch.nn.Linear(1, 1))  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_another_preset(bert: Any, extra: dict[str, Any], tmp_path: Path) -> Non
 
 def test_another_vocabulary(bert: Any, extra: dict[str, Any], tmp_path: Path) -> None:
     path = releases.save(tmp_path / "a.pth", *states("vsrn", bert))
-    with pytest.raises(CoderError, match=r"knows 14 words, this model's vocabulary has 13: .*vocabulary=FILE"):
+    with pytest.raises(CoderError, match=r"has 14 words, this model's vocabulary 13: .*vocabulary=FILE"):
         build(path, extra, vocabulary=releases.VOCABULARY[:-1])
 
 
@@ -259,17 +259,17 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
     linear, gru = torch.nn.Linear(6, 8), torch.nn.GRU(5, 8, bidirectional=True)
     words = releases.named({"embed": torch.nn.Embedding(14, 5), "rnn": gru})
     for name, image, message in [
-        ("SCAN", releases.named({"fc": linear}), "is SCAN's .* pools none"),
+        ("SCAN", releases.named({"fc": linear}), "is a checkpoint of SCAN .* without pooling"),
         (
             "weight norm",
             {"fc.weight_g": torch.ones(()), "fc.weight_v": linear.weight, "fc.bias": linear.bias},
-            "is SCAN's",
+            "is a checkpoint of SCAN",
         ),
         ("VSE-infinity on grids", {"backbone.conv.weight": torch.ones(3)}, "reads pictures"),
         ("VSE++", {"cnn.conv.weight": torch.ones(3), "fc.weight": linear.weight.data}, "reads pictures"),
-        ("something else", {"tower.weight": torch.ones(3)}, r"is no checkpoint of .* has \['tower\.weight'\]"),
+        ("something else", {"tower.weight": torch.ones(3)}, r"is not a checkpoint of .* has \['tower\.weight'\]"),
         ("no projection", {"mvs.convs_fc.weight": torch.ones(3, 4)}, "embed_dim"),
-        ("odd projection", {"fc.weight": torch.ones(3), "gpool.linear.weight": torch.ones(1)}, "seems to be"),
+        ("odd projection", {"fc.weight": torch.ones(3), "gpool.linear.weight": torch.ones(1)}, "names suggest"),
     ]:
         path = releases.save(tmp_path / "a.pth", {k: v.detach() for k, v in image.items()}, words)
         with pytest.raises(CoderError, match=message):
@@ -283,8 +283,8 @@ def test_files_that_are_no_release(tmp_path: Path) -> None:
         ([1, 2], "has no 'model'"),
         ({"model": OrderedDict(a=torch.ones(2))}, "has no 'model'"),
         ({"model": [{"a": torch.ones(2)}]}, "has no 'model'"),
-        ({"model": [{"a": torch.ones(2)}, 7]}, "no dict of tensors"),
-        ({"model": [{"a": 3}, {}]}, "'a' is no tensor"),
+        ({"model": [{"a": torch.ones(2)}, 7]}, "not a dict of tensors"),
+        ({"model": [{"a": 3}, {}]}, "'a' is not a tensor"),
     ]:
         torch.save(content, tmp_path / "a.pth")
         with pytest.raises(CoderError, match=rf"a\.pth.*{message}"):

@@ -95,7 +95,7 @@ def test_what_is_no_berts_tokenizer_is_refused(theirs):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_length": 2}, "context length must be 3 at least"),
+        ({"context_length": 2}, "context length must be >= 3"),
         ({"word_dropout": 1.0}, r"word dropout must be in \[0, 1\), got 1"),
         ({"word_dropout": -0.1}, "word dropout"),
         ({"word_dropout": float("nan")}, "word dropout"),
@@ -239,9 +239,9 @@ BAD = {
     "another object": (json.dumps({"words": []}), "neither a list of words nor"),
     "no special words": (
         json.dumps(["a", "b"]),
-        "a vocabulary begins with <pad>, <start>, <end>, <unk>; this one with a, b",
+        "a vocabulary must begin with <pad>, <start>, <end>, <unk>; this one begins with a, b",
     ),
-    "twice": (json.dumps([*SPECIAL, "a", "a"]), "names 1 words twice"),
+    "twice": (json.dumps([*SPECIAL, "a", "a"]), "1 words of the vocabulary occur twice"),
     "a gap": (json.dumps({"word2idx": {"<pad>": 0, "a": 2}}), "are not 0 to 1, each once"),
     "an id twice": (json.dumps({"word2idx": {"<pad>": 0, "a": 0}}), "are not 0 to 1, each once"),
     "ids of two kinds": (json.dumps({"word2idx": {"<pad>": 0, "a": "1"}}), "are not 0 to 1, each once"),

@@ -131,9 +131,9 @@ def test_options_are_read_and_other_objects_are_refused(tmp_path: Path, kind: st
     options = argparse.Namespace(data_name="coco", sizes=[1, 2.0], flag=None)
     content = read_checkpoint(save({"opt": options, "list": [1]}, tmp_path / "a.pth", kind))
     assert content == {"opt": options, "list": [1]}
-    with pytest.raises(ValueError, match="'opt' is no tensor"):
+    with pytest.raises(ValueError, match="'opt' is not a tensor"):
         check_tensors(content)
-    with pytest.raises(ValueError, match="no dict"):
+    with pytest.raises(ValueError, match="not a dict"):
         check_tensors(content["list"])
     for name, value in {"pathlib": tmp_path, "numpy": np.float64(3.0), "slice": slice(3)}.items():
         path = save({"opt": argparse.Namespace(value=value)}, tmp_path / "a.pth", kind)
@@ -256,7 +256,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_pickles_are_errors(name: str, tmp_path: Path, kind: str) -> None:
     path = wrap(BAD[name], tmp_path / "a.pth", kind, values={"0": bytes(16)})
-    refused = r"a\.pth cannot be read as a PyTorch checkpoint|is no (complete )?tensor"
+    refused = r"a\.pth cannot be read as a PyTorch checkpoint|is not a (complete )?tensor"
     with pytest.raises((CoderError, ValueError), match=refused):
         check_tensors({"a": read_checkpoint(path)})
 

@@ -119,7 +119,7 @@ def test_few_pairs_are_looked_at_where_many_proposals_survive():
 def test_scores_that_are_no_numbers_are_an_error(number):
     scores = torch.rand(3, 4)
     scores[1, 2] = number
-    with pytest.raises(ValueError, match="scores hold NaN or infinite"):
+    with pytest.raises(ValueError, match="scores contain NaN or infinite"):
         select(scores, torch.rand(3, 4), Choice())
 
 
@@ -151,7 +151,7 @@ def test_boxes_are_scaled_to_the_pictures_own_pixels():
         torch.tensor([[10.0, 20, 40, 50]]),
         classes=torch.tensor([7]),
         conf=torch.tensor([0.5]),
-        inside=(50, 40),  # height, width
+        resized=(50, 40),  # height, width
         size=(400, 100),
     )
     assert regions.boxes.tolist() == [[100, 40, 400, 100]]

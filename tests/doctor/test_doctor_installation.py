@@ -53,7 +53,7 @@ def test_sound_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     found = guarded("part", installation.check_packages)
     assert amiss(found) == {}
     assert "torch 2.9, torchvision 0.24, faiss-cpu 1.9" in [each.text for each in found]
-    assert "extras that are complete: lora" in [each.text for each in found]
+    assert "installed extras: lora" in [each.text for each in found]
     distributions(monkeypatch, {**SOUND, "faiss-gpu-cu12": "1.9"} | {"faiss-cpu": "1.9"}, OURS)
     assert find(installation.check_packages) == {}
 
@@ -81,7 +81,7 @@ def test_missing_old_and_conflicting_packages(monkeypatch: pytest.MonkeyPatch) -
     }
     assert found["installation.packages.faiss-cpu"].do == 'pip install "faiss-cpu>=1.8"'
     assert found["installation.packages.torch"].text == "torch 2.5 is installed, >=2.6 is needed"
-    assert "torchvision 0.24 needs torch==2.8, and torch 2.5" in found["installation.conflict.torchvision"].text
+    assert "torchvision 0.24 needs torch==2.8, but torch 2.5" in found["installation.conflict.torchvision"].text
     assert "lora (peft): --lora-rank" in found["installation.extras.absent"].text
     distributions(monkeypatch, {"torch": "2.9"}, {})
     assert list(find(installation.check_packages)) == ["installation.ours"]
@@ -120,7 +120,7 @@ def test_libraries_that_do_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "_faiss", lambda: ["faiss-cpu", "faiss-gpu"])
+    monkeypatch.setattr(installation, "_faiss_distributions", lambda: ["faiss-cpu", "faiss-gpu"])
     found = find(installation.check_libraries)["installation.faiss.twice"]
     assert found.level == "warning" and found.do.startswith("pip uninstall faiss-cpu faiss-gpu")
 
@@ -211,7 +211,7 @@ def test_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plenty = SimpleNamespace(free=1 << 40)
     monkeypatch.setattr("shutil.disk_usage", lambda path: plenty)
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
-    monkeypatch.setattr(machine, "SHARED", tmp_path)
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 8192))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     logs = {"logs": str(tmp_path / "new" / "logs")}

@@ -36,10 +36,10 @@ def pairs(truth: dict[int, set[int]], queries: int, candidates: int) -> Tensor:
 def test_as_one_place_at_a_time(queries: int, candidates: int, seed: int, own: bool) -> None:
     queries = candidates if own else queries
     matrix, truth = made(queries, candidates, seed, own=own)
-    got = multi_positive([(0, matrix)], pairs(truth, queries, candidates), own=own)
+    got = multi_positive([(0, matrix)], pairs(truth, queries, candidates), exclude_self=own)
     assert got == pytest.approx(reference.figures(matrix.tolist(), truth, own=own))
     rows = [(start, matrix[start : start + 2]) for start in range(0, queries, 2)]
-    ranked = rankings(rows, {"a": pairs(truth, queries, candidates)}, own=own)["a"]
+    ranked = rankings(rows, {"a": pairs(truth, queries, candidates)}, exclude_self=own)["a"]
     for query, places, right, count in zip(*(each.tolist() for each in ranked), strict=True):
         order = reference.ranked(matrix[query].tolist(), truth[query], query if own else None)
         assert right == [candidate in truth[query] for candidate in order[: len(right)]]
@@ -100,9 +100,9 @@ def test_no_sense() -> None:
         with pytest.raises(CoderError, match=match):
             multi_positive([(0, matrix)], truth)
     with pytest.raises(CoderError, match="no right answer to itself"):
-        multi_positive([(0, torch.zeros(20, 20))], torch.tensor([[3], [3]]), own=True)
-    with pytest.raises(CoderError, match="10 places are looked at, and there are 9 candidates"):
-        multi_positive([(0, torch.zeros(10, 10))], torch.tensor([[3], [4]]), own=True)
+        multi_positive([(0, torch.zeros(20, 20))], torch.tensor([[3], [3]]), exclude_self=True)
+    with pytest.raises(CoderError, match="the best 10 candidates are ranked, and there are only 9"):
+        multi_positive([(0, torch.zeros(10, 10))], torch.tensor([[3], [4]]), exclude_self=True)
 
 
 def test_ids_to_places() -> None:

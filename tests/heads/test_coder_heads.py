@@ -53,7 +53,7 @@ def test_concepts_are_the_papers_equations(vocabulary):
 
 def test_two_layers_and_no_graph_without_a_vocabulary(caplog):
     head = Concepts(WIDTHS, layers=2)
-    assert "no vocabulary given" in caplog.text
+    assert "concepts: no vocabulary:" in caplog.text
     assert head.concepts().shape == (400, 6) and torch.equal(head.graph, torch.eye(400))
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import coder_plugin
 from coder_plugin import cli
-from coder_plugin.backbones.clip import MADE_WITH
+from coder_plugin.backbones.clip import HEAD_OPTIONS
 from coder_plugin.cli.eval import evaluate_command
 from coder_plugin.cli.flags import read_options
 from coder_plugin.config import TrainConfig
@@ -87,8 +87,8 @@ def test_exports_are_of_the_checkpoints_that_are_there(run: SimpleNamespace) -> 
 def test_checkpoints_say_what_their_heads_were_made_with(run: SimpleNamespace) -> None:
     for name in ("epoch_3", "epoch_latest"):
         checkpoint = torch.load(run.folder / "checkpoints" / f"{name}.pt", weights_only=True)
-        assert {"epoch", "name", "state_dict", "optimizer", MADE_WITH} <= checkpoint.keys()
-        then = checkpoint[MADE_WITH]
+        assert {"epoch", "name", "state_dict", "optimizer", HEAD_OPTIONS} <= checkpoint.keys()
+        then = checkpoint[HEAD_OPTIONS]
         assert (then["aggregator"], then["context_blocks"], then["heads_lr_scale"]) == ("tower", 1, 1)
         assert str(Objective.from_dict(then["objective"])).startswith(RECIPE)
         assert_same(checkpoint["state_dict"], run.state)
@@ -268,7 +268,7 @@ def test_other_things_are_saved_as_they_are() -> None:
 
 
 def test_resuming_needs_the_same_heads(small: Any, tmp_path: Path) -> None:
-    then = save(small, tmp_path, "epoch_1")[MADE_WITH]
+    then = save(small, tmp_path, "epoch_1")[HEAD_OPTIONS]
     saving.check_resumed(then, made(small), "run.pt", trains=True)
     with pytest.raises(CoderError, match="no checkpoint of a run with --loss.*--pretrained"):
         saving.check_resumed(None, made(small), "run.pt", trains=True)

@@ -418,7 +418,7 @@ def test_other_heads_and_plain_checkpoints_are_not_resumed(main: SimpleNamespace
         ("CLAP-HTSAT-tiny", ["--loss", "dcl"], "CLAP-HTSAT-tiny gives no features of images and texts"),
         ("vit", ["--loss", "dcl", "--use-naflex"], "--use-naflex does not go with --loss"),
         ("reads-long", ["--loss", "clip + ascl"], "reads text_positive of the captions' own length"),
-        ("coca", ["--loss", "clip + ascl"], "writes captions, image by image"),
+        ("coca", ["--loss", "clip + ascl"], "generates captions from images"),
         ("vit", ["--loss", "clip + ascl(similarity=fusion)", "--accum-freq", "2"], "scores every pair of a batch"),
     ],
 )

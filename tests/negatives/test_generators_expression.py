@@ -174,13 +174,13 @@ def test_other_peoples_generators() -> None:
     embeddings, words = ones(1)
     words[0, 0] = False
     assert plus(embeddings, words)[0, :, 0].tolist() == [1, 3, 3]
-    with pytest.raises(CoderError, match="'plus' must be given amount=…"):
+    with pytest.raises(CoderError, match="'plus' needs amount=…"):
         parse_noise("shuffle+plus")
     with pytest.raises(CoderError, match="'plus': amount must not be 0"):
         parse_noise("plus(amount=0)")
     with pytest.raises(CoderError, match="known: .*gaussian.*plus"):
         parse_noise("minus_")
-    with pytest.raises(ValueError, match=r"Short made float32 \[1, 2, 2\] of float32 \[1, 3, 2\]"):
+    with pytest.raises(ValueError, match=r"Short returned float32 \[1, 2, 2\] for float32 \[1, 3, 2\]"):
         parse_noise("short")(embeddings, words)
-    with pytest.raises(ValueError, match="Wider made float64"):
+    with pytest.raises(ValueError, match="Wider returned float64"):
         parse_noise("gaussian+wider")(embeddings, words)

@@ -195,5 +195,5 @@ def test_a_positive_that_makes_no_text_is_named(monkeypatch):
     monkeypatch.setattr(registry, "load", lambda group, name: Number if name == "number" else load(group, name))
     monkeypatch.setattr("coder_plugin.negatives.expression.check_types", lambda *_: ())
     monkeypatch.setattr("coder_plugin.negatives.expression.required_options", lambda *_: [])
-    with pytest.raises(CoderError, match="'number' in coder_plugin.positives is at fault: of a caption it made 3, no text"):
+    with pytest.raises(CoderError, match="'number' in coder_plugin.positives is at fault: it returned 3, not a text"):
         Positives("number")("a dog", ())

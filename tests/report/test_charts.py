@@ -45,8 +45,8 @@ def test_several_lines_are_named_apart() -> None:
 def test_a_long_line_keeps_its_extremes_and_ends() -> None:
     y = [0.0] * 5000
     y[1234], y[3210] = 9.0, -7.0
-    kept = charts._thinned(range(5000), y)
-    assert len(kept) <= 2 * charts._DRAWN and (1234, 9.0) in kept and (3210, -7.0) in kept
+    kept = charts._downsampled(range(5000), y)
+    assert len(kept) <= 2 * charts._MAX_POINTS and (1234, 9.0) in kept and (3210, -7.0) in kept
     assert kept[0] == (0, 0.0) and kept[-1] == (4999, 0.0) and kept == sorted(kept)
 
 
@@ -67,20 +67,20 @@ def test_a_histogram_counts_everything_once() -> None:
     assert sum(int(count) for name, count in counted if name == "texts") == 1
     assert "images: 2 from 0.9 up" in svg  # the greatest in the last bin
     assert "texts: 1 from 0.2 to 0.3" in svg
-    capped = histogram({"sizes": [1, 2, 3, 1000]}, label="x", x_label="pairs", top=10, whole=True)
+    capped = histogram({"sizes": [1, 2, 3, 1000]}, label="x", x_label="pairs", top=10, integers=True)
     assert "sizes: 1 from 10 up" in capped and "up" not in histogram({"a": [1, 9]}, label="x", x_label="v", top=9)
     legend = [text.text for text in parsed(svg).iter("text")]
     assert "images" in legend and "texts" in legend and svg.count("stroke-dasharray") == 2  # not by colour alone
 
 
 def test_integers_have_equal_bins() -> None:
-    svg = histogram({"ages": [age for age in range(64) for _ in range(3)]}, label="x", x_label="steps", whole=True)
+    svg = histogram({"ages": [age for age in range(64) for _ in range(3)]}, label="x", x_label="steps", integers=True)
     assert [int(count) for count in re.findall(r"<title>ages: (\d+) from", svg)] == [9] * 21 + [3]
-    assert "ages: 5 from 0 to 0" in histogram({"ages": [0] * 5}, label="x", x_label="steps", whole=True)
+    assert "ages: 5 from 0 to 0" in histogram({"ages": [0] * 5}, label="x", x_label="steps", integers=True)
 
 
 def test_rounding_is_no_spread() -> None:
-    svg = histogram({"norms": [1.0, 1.0 + 1e-7]}, label="x", x_label="norm", least=0.02)
+    svg = histogram({"norms": [1.0, 1.0 + 1e-7]}, label="x", x_label="norm", min_range=0.02)
     ticks = [text.text for text in parsed(svg).iter("text")]
     assert {"0.995", "1.000", "1.005", "0", "1", "2"} <= set(ticks)
     assert "norms: 2 from" in svg

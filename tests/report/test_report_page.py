@@ -211,7 +211,7 @@ def test_scores_of_two_kinds_are_told_apart(made: dict[str, Any], tmp_path: Path
     assert "Rows that begin with “now” were measured" in recall
     assert "now: model at the end, re-ranked 3<" in recall and "now: model at the end, shortlist<" in recall
     lists = re.findall(r'<ol class="hits.*?</ol>', shown, re.S)
-    assert len(lists) == 8 and "Here that is the fusion score" in " ".join(shown.split())
+    assert len(lists) == 8 and "The score is the fusion score" in " ".join(shown.split())
     for each in lists:
         scores = re.findall(r'<span class="score">(product )?([-\d.]+)</span>', each)
         assert [bool(product) for product, _ in scores[:5]] == [False] * 3 + [True] * 2

@@ -315,7 +315,7 @@ MISTAKES = {
     ),
     "no vocabulary": (
         ["--loss", "coder", "--train-data", "{csv}", "--model", "coder-tiny"],
-        "needs a concept vocabulary: --concepts FILE, made by coder-plugin concepts",
+        "needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts",
     ),
     "vocabulary that is not there": (["--loss", "coder", "--concepts", "none.safetensors"], "none.safetensors"),
     "vocabulary for nothing": (["--loss", "dcl", "--concepts", "words.safetensors"], "no term of --loss \"dcl\" reads"),

@@ -45,7 +45,7 @@ def guess_format(path: str) -> str:
         try:
             layout: Any = load("regions", name)
         except CoderError:
-            continue  # a plugin that cannot be imported is reported when it is asked for by name
+            continue  # a plugin that cannot be imported is reported when it is requested by name
         if layout.matches(path):
             fitting.append(name)
     if len(fitting) == 1:
@@ -53,4 +53,4 @@ def guess_format(path: str) -> str:
     if fitting:
         raise CoderError(f"{path}: may be of the layouts {', '.join(fitting)}: name the right one")
     choices = ", ".join(names("regions")) or "none"
-    raise CoderError(f"{path}: its layout cannot be told from its name; name one of: {choices}")
+    raise CoderError(f"{path}: its layout cannot be inferred from its name; choose one of: {choices}")

@@ -14,7 +14,7 @@
 N images, L regions of an image, S regions of all images, R channels, G channels of the whole image.
 
 The field's files keep the images' names in pickles (``NAME_imgid2idx.pkl``), which are never unpickled: put the names into
-``NAME_ids.json`` (a list, or names to rows) or ``NAME_ids.txt`` (one a line) beside ``NAME.hdf5``.
+``NAME_ids.json`` (a list, or names to rows) or ``NAME_ids.txt`` (one per line) in the folder of ``NAME.hdf5``.
 
 Boxes are in pixels where ``image_size`` is present, and fractions where ``image_bb`` has an attribute ``units`` of that value.
 With neither, the fractions come from ``spatial_features``; without those the boxes are left out with a warning.
@@ -181,7 +181,7 @@ class Hdf5Regions(IndexedRegions):
         pickled = f" ({os.path.basename(pickles[0])} is a pickle, which is never unpickled)" if pickles else ""
         name = os.path.basename(stem)
         raise CoderError(
-            f"{self.path}: no names of images{pickled}: add a dataset image_ids, or put them beside the file in "
+            f"{self.path}: no names of images{pickled}: add a dataset image_ids, or put them into the file's folder in "
             f"{name}_ids.json (a list, or names to rows) or {name}_ids.txt (one a line)"
         )
 

@@ -158,12 +158,12 @@ def find_rule(items: Sequence[Item], regions: RegionFile, *, where: str) -> Rule
         aliases = f" or {', '.join(others)}" if others else ""
         raise CoderError(
             f"{where}: none of {len(items)} images has regions: here an image is called {items[0].key!r}{aliases}, in the file "
-            f"of regions {listed}: check that both are of the same data set and split"
+            f"of regions {listed}: check that both belong to the same data set and split"
         )
     rule = min(counts, key=lambda rule: (-counts[rule], rule))
     if rule != Rule(0, 0):
         pair = next((item.key, name) for item in items if (name := rule.apply(item)) is not None and name in regions)
-        log.info("%s: regions are found by the image's %s: those of %r are %r", where, rule, *pair)
+        log.info("%s: regions are matched by the image's %s: those of %r are %r", where, rule, *pair)
     _warn_of_others(items, regions, rule, [other for other in sorted(counts) if counts[other] == counts[rule]], where)
     return rule
 

@@ -57,7 +57,7 @@ class PrecompFile(Mapping[str, Regions]):
     """The images of a split by name (a :data:`~coder_plugin.data.regions.base.RegionFile`).
 
     ``captions`` maps the names to captions; it is empty without ``caps.txt``. An image's name is that of ``id_mapping.json``,
-    else its id; it is also found by its id and by its name without folders. Ids that are row numbers (0, 1, 2 …) repeat in
+    else its id; its id and its name without folders also identify it. Ids that are row numbers (0, 1, 2 …) repeat in
     every split, so there, as without ids, the name is the split and the row, ``train_0``, and no other name finds it.
     """
 

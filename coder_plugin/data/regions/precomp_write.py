@@ -98,7 +98,7 @@ class _SplitWriter:
             reason = "occurs twice" if name in self._names else "has line breaks or outer blanks, which ids.txt cannot hold"
             raise CoderError(f"{self.folder}: image name {name!r} {reason}")
         self._dropped |= set(regions.extras)
-        self._extend("ims.npy", regions.features, name)  # [regions of all images, R] until all counts are known
+        self._extend("ims.npy", regions.features, name)  # [regions of all images, R] until all images are written
         if regions.boxes is not None:
             self._extend("boxes.npy", regions.boxes.astype(np.float32), name)
             self._extend("img_sizes.npy", np.asarray([regions.size], np.float64), name)

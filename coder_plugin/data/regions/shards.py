@@ -2,7 +2,7 @@
 
 ``json`` holds ``image_id``, the image's name, and ``captions`` if there are any. A folder holds its splits side by side as
 ``{split}-000000.tar``, ``{split}-000001.tar`` … of 1,000 images, and ``sizes.json`` their numbers of images. The reader
-``webdataset`` streams such shards for training; here single images are found by name.
+``webdataset`` streams such shards for training; here single images are looked up by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardFile(IndexedRegions):
 
     Args:
         path: a folder, or local shards as the reader ``webdataset`` takes them: braces, ``*``, ``::``.
-        split: which of a folder's splits; not used for shards given one by one.
+        split: which of a folder's splits; not used for a list of shards.
     """
 
     def __init__(self, path: str, *, split: str = "train") -> None:
@@ -134,7 +134,7 @@ def _shards(path: str, split: str) -> list[str]:
     if not os.path.isdir(path):
         shards = expand(path)
         if not all(map(is_local, shards)):
-            raise CoderError(f"{path}: images can be found by name in local shards only; copy the shards here")
+            raise CoderError(f"{path}: images can be looked up by name in local shards only; copy the shards here")
         return list(map(local_path, shards))
     if shards := _of_split(path, split):
         return shards

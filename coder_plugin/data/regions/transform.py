@@ -22,7 +22,7 @@ class RegionTransform:
 
     Args:
         region_dim: R, checked.
-        max_regions: M. The first M in the file's order are kept; fewer are padded.
+        max_regions: M. The first M in the file's order are used; fewer are padded.
         dropout: probability of leaving a region out in training, in [0, 1) (VSE-infinity: 0.2); at least one stays.
         boxes: whether the model reads boxes. An image without boxes is then unusable.
         global_dim: G, checked, if the model reads a feature of the whole image, else 0. An image without is unusable.

@@ -207,7 +207,7 @@ def _stamp(status: os.stat_result) -> list[int]:
 
 
 def _unquote(field: bytes) -> str:
-    """A field as the csv module reads it: without surrounding quotes, doubled quotes inside made single."""
+    """A field as the csv module reads it: without surrounding quotes, doubled quotes inside reduced to single ones."""
     text = field.decode()
     return text[1:-1].replace('""', '"') if len(text) > 1 and text[0] == text[-1] == '"' else text
 

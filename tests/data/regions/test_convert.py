@@ -334,8 +334,8 @@ def test_the_rule_is_told_unless_it_is_the_key_itself(tmp_path, caplog):
         joined(path, ItemSource([Item(f"{name}.x", ("a",), None, (None, name)) for name in NAMES], name="c"))
     first, second = (record.getMessage() for record in caplog.records)
     key = f"val/C_{int(NAMES[0]):012}.jpg"
-    assert f"found by the image's key, the number at its end: those of '{key}' are '{NAMES[0]}'" in first
-    assert f"c: regions are found by the image's other name 2, unchanged: those of '{NAMES[0]}.x'" in second
+    assert f"matched by the image's key, the number at its end: those of '{key}' are '{NAMES[0]}'" in first
+    assert f"c: regions are matched by the image's other name 2, unchanged: those of '{NAMES[0]}.x'" in second
 
 
 def test_of_two_rules_that_find_as_many_the_more_exact_is_used_and_a_warning_logged(tmp_path, caplog):

@@ -90,7 +90,7 @@ def test_odd_captions_train_and_the_log_tells_which_positives_were_possible(tmp_
         made, tmp_path, model=model, loss=FUSED, train_data=str(folder), val_data=str(folder), epochs=1, val_frequency=1,
         word_dropout=0.0, negatives="mixture",
     )  # fmt: skip
-    options = options.__class__(**{**options.__dict__, "model_kwargs": [*options.model_kwargs, *words]})
+    options["model_kwargs"] = [*options["model_kwargs"], *words]
     Trainer.from_config(options).run()
     assert len(losses(tmp_path)) == 3 and all(np.isfinite(losses(tmp_path)))
     assert TOLD[kind] in capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_cosines_accumulate_and_fused_scores_refuse(tmp_path, made, capsys):  # 
         (["--loss", "ascl", "--negatives", "gaussian(std=-1)"], "std"),
         (["--loss", "ascl", "--negatives", "gaussian(rate=1)"], "has no option 'rate'"),
         (["--loss", "ascl", "--positives", "joined"], "known: join, truncate"),
-        (["--loss", "ascl", "--negatives", "shuffle", "--set", "asymmetry.negatives=dropout"], "say the same: give one"),
+        (["--loss", "ascl", "--negatives", "shuffle", "--set", "asymmetry.negatives=dropout"], "set the same option: give one"),
         (["--loss", "ascl", "--rerank", "8"], "this model has no fusion head"),
         (["--loss", FUSED, "--rerank", "some"], "--rerank must be a number of candidates"),
         (["--loss", "ascl(temperature=0)"], "temperature must be > 0"),

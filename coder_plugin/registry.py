@@ -98,9 +98,16 @@ def register(group: str, name: str, target: Any = None) -> Any:
     group = _short(group)
     if target is None:
         return lambda target: register(group, name, target)
+    if not re.fullmatch(r"[A-Za-z_]\w*(?:[./-]\w+)*", name):
+        raise CoderError(
+            f"register: {name!r} is no name for a plugin: use letters, digits and underscores, joined by dots, dashes or slashes"
+        )
     path = _path(target)
     rival = next((plugin for plugin in _discover(group) if plugin.name == name), None)
-    if rival is not None and rival.target != path:
+    registered = _registered.get((group, name), target)
+    # one path for two objects: a class defined anew replaces the old one, but a function may make different classes
+    ambiguous = registered is not target and "<locals>" in path
+    if rival is not None and (rival.target != path or ambiguous):
         who = f"{rival.distribution} {rival.version}".strip()
         raise CoderError(
             f"register: {name!r} in {PREFIX}{group} is already {rival.target} (from {who}), so it cannot be {path}: choose "

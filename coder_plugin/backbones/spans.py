@@ -72,8 +72,8 @@ def _by_offset(tokenizer: Any, captions: list[str]) -> tuple[Tensor, list[Locate
     no_text = {*inner.all_special_ids, inner.pad_token_id}
     clips = getattr(tokenizer, "tokenizer_mode", "") == "clips"
     stripped = inner.sep_token_id if getattr(tokenizer, "strip_sep_token", False) else None
-    whole = {"max_length": ids.shape[1], "padding": "max_length", "truncation": True}
-    encoded = inner(views, **({"add_special_tokens": False} if clips else whole))
+    options = {"max_length": ids.shape[1], "padding": "max_length", "truncation": True}
+    encoded = inner(views, **({"add_special_tokens": False} if clips else options))
     located = []
     for caption, view, row, encoding in zip(captions, views, ids.tolist(), encoded.encodings, strict=True):
         # byte-level tokenizers give a space token no character; it belongs to the word after it

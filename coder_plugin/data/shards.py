@@ -310,7 +310,7 @@ def _benchmark(folder: str, split: str) -> list[str]:
     if not shards:
         raise CoderError(f"{note}: says {count} shards; it must be > 0")
     if missing:
-        raise CoderError(f"{note}: says {count} shards, of which {len(missing)} are missing, the first: {missing[0]}")
+        raise CoderError(f"{note}: lists {count} shards, of which {len(missing)} are missing, the first: {missing[0]}")
     return shards
 
 

@@ -25,7 +25,7 @@ from coder_plugin.evaluation.metrics import align, check_embeddings, recall_from
 LENGTH_EDGES = (6, 8, 10, 12, 15, 20)  # words; AsCL's own are not printed, but it reads them below 10 words
 HISTOGRAM_BINS = 100  # of equal width over [0, 2]
 
-_TILE = 2**20  # distances held at once: 8 MiB, and a few times that to work with
+_TILE = 2**20  # distances in memory at once: 8 MiB, and a few times that for intermediate results
 _RECALLS = {"t2i_r1": 1, "t2i_r5": 5, "t2i_r10": 10}
 _COLUMNS = {
     "I-T mean": ("alignment", "image_text", "mean"),
@@ -62,8 +62,8 @@ def analyse(
         captions: the T captions as strings.
         t2i_ranks: [T] 0-based ranks of each caption's image, for example re-ranked ones; None: those of the
             embeddings' inner products as they are, which `recall_from_embeddings` gives.
-        edges, sample, seed: of `recall_by_length`.
-        chunk: of `alignment` and `uniformity`.
+        edges, sample, seed: as in `recall_by_length`.
+        chunk: as in `alignment` and `uniformity`.
 
     Returns:
         ``images`` and ``texts`` (their numbers), ``alignment``, ``uniformity`` and ``recall_by_length``: what the
@@ -104,9 +104,9 @@ def alignment(
         pair weighs the same. Without a pair, as with one caption per image, the count is 0 and the rest None.
     """
     points, captions, owner = _on_sphere(images, texts, image_of_text)
-    place = torch.arange(len(captions), device=owner.device)
+    indices = torch.arange(len(captions), device=owner.device)
     image_text, text_text = _Distances(), _Distances()
-    _subtract(image_text, points, captions, owner, place, chunk)
+    _subtract(image_text, points, captions, owner, indices, chunk)
     order = owner.argsort(stable=True)
     grouped = owner[order]
     for step in range(1, len(order)):
@@ -124,7 +124,7 @@ def alignment(
 def uniformity(
     images: Tensor, texts: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Distances of all that differ (AsCL figure 4b): of all images, and of all captions of different images.
+    """Distances of negative pairs (AsCL figure 4b): of different images, and of captions of different images.
 
     Each unordered pair counts once. Exact: no sampling, and never more than one tile of the pairs in memory.
 
@@ -187,8 +187,8 @@ def recall_by_length(
 def length_bins(captions: Sequence[str], edges: Sequence[int] = LENGTH_EDGES) -> tuple[list[str], Tensor]:
     """The labels of the bins of `recall_by_length`, and the bin of each caption [T]."""
     edges = list(edges)
-    whole = all(isinstance(edge, int) for edge in edges)
-    if not edges or not whole or any(low >= high for low, high in zip([0, *edges], edges, strict=False)):
+    integers = all(isinstance(edge, int) for edge in edges)
+    if not edges or not integers or any(low >= high for low, high in zip([0, *edges], edges, strict=False)):
         raise CoderError(f"edges must be increasing numbers of words, from 1 up, got {edges}")
     words = torch.tensor([len(caption.split()) for caption in captions])
     inner = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in zip(edges, edges[1:], strict=False)]
@@ -228,10 +228,10 @@ def length_labels(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
         missing = [key for key in ("alignment", "uniformity", "recall_by_length") if key not in row]
         if missing:
             raise CoderError(f"row {name!r} lacks {', '.join(missing)}: rows are what analyse() returns")
-        own = [each["words"] for each in row["recall_by_length"]["bins"]]
-        if labels not in (None, own):
+        row_labels = [each["words"] for each in row["recall_by_length"]["bins"]]
+        if labels not in (None, row_labels):
             raise CoderError(f"row {name!r} has other bins of query length: analyse all models with the same edges")
-        labels = own
+        labels = row_labels
     if labels is None:
         raise CoderError("there is no model to report on")
     return labels
@@ -248,7 +248,7 @@ class _Distances:
         self.histogram = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64)
 
     def add(self, distances: Tensor) -> None:
-        """Take in ``distances`` [P], float64, in [0, 2] but for rounding."""
+        """Add ``distances`` [P], float64, in [0, 2] except for rounding."""
         new = len(distances)
         if not new:
             return
@@ -274,14 +274,14 @@ class _Distances:
 
 
 def _subtract(into: _Distances, left: Tensor, right: Tensor, a: Tensor, b: Tensor, chunk: int | None) -> None:
-    """The distances of ``left[a]`` [P, V, D] and ``right[b]`` [P, 1, D] from their differences."""
+    """Add the distances of ``left[a]`` [P, V, D] and ``right[b]`` [P, 1, D], from their differences, to ``into``."""
     rows = max(1, _TILE // left[0].numel()) if chunk is None else chunk
-    for own, other in zip(a.split(rows), b.split(rows), strict=True):
-        into.add(torch.linalg.vector_norm(left[own] - right[other], dim=-1).amin(1))
+    for first, second in zip(a.split(rows), b.split(rows), strict=True):
+        into.add(torch.linalg.vector_norm(left[first] - right[second], dim=-1).amin(1))
 
 
 def _apart(points: Tensor, group: Tensor, chunk: int | None) -> _Distances:
-    """The distances of all pairs of ``points`` [n, V, D] whose ``group`` [n] differs."""
+    """The distances of all pairs of ``points`` [n, V, D] with different ``group`` [n]."""
     n, views = points.shape[:2]
     side = max(1, isqrt(_TILE) // views) if chunk is None else chunk
     origin = points.mean((0, 1))

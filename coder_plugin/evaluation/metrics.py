@@ -6,7 +6,7 @@ The rank of a query is 0-based: how many wrong candidates come before the right 
 with a rank below K. Image to text, the best-ranked caption of the image counts and its other captions are not in the
 way; text to image, there is one right image.
 
-Nothing here can flatter a model. A wrong candidate is beaten only where its score is strictly lower:
+Ties and NaN count against the model. A wrong candidate ranks lower only if its score is strictly lower:
 - a tie counts against the query, so a collapsed model (all scores equal) gets the worst rank everywhere;
 - a NaN of a wrong candidate is read as +inf: nothing beats it;
 - a NaN of a right candidate is read as -inf: it beats nothing (image to text, the image's other captions still count);
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 
-_TILE = 2**22  # scores held at once where the caller gives no chunk: 16 MiB in float32, and about that again to count
+_TILE = 2**22  # scores in memory at once without a chunk: 16 MiB in float32, and as much for counting
 _RECALLS = ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10")
 _METRICS = (*_RECALLS, "rsum", "i2t_medr", "t2i_medr", "i2t_meanr", "t2i_meanr")
 #: Columns of a recall table: heading and name of the figure.
@@ -45,7 +45,7 @@ RECALL_COLUMNS = {
 
 @torch.no_grad()
 def recall(similarity: Tensor, image_of_text: Tensor | Sequence[int], *, chunk: int | None = None) -> dict[str, Any]:
-    """Recall both ways from a whole score matrix.
+    """Recall in both directions from a score matrix.
 
     A tie counts against the query. A NaN of a wrong candidate counts as +inf, one of a right candidate as -inf.
 
@@ -203,12 +203,12 @@ def row_ranks(tile: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """0-based ranks [R] of the queries of score rows [R, candidates], of which the pairs (``row``, ``column``) are right:
     the best-ranked right candidate of a row counts."""
     rows, candidates = tile.shape
-    own = tile[row, column]
+    right = tile[row, column]
     best = tile.new_full((rows,), -torch.inf)
-    best.scatter_reduce_(0, row, own.masked_fill(own.isnan(), -torch.inf), "amax")
+    best.scatter_reduce_(0, row, right.masked_fill(right.isnan(), -torch.inf), "amax")
     beaten = (tile < best[:, None]).sum(1, dtype=torch.int32).long()
     # Right candidates are no competitors: taken out of the candidates, and those below the best out of the beaten ones.
-    beaten.index_add_(0, row, (own < best[row]).long(), alpha=-1)
+    beaten.index_add_(0, row, (right < best[row]).long(), alpha=-1)
     return candidates - torch.bincount(row, minlength=rows) - beaten
 
 

@@ -1,10 +1,11 @@
 """Two-stage retrieval: a shortlist by the embeddings' inner products, re-ranked by a score of pairs (AsCL eq. 4).
 
-Shape letters: N images, T captions (texts), D joint dimensions, G groups, each of a images and b captions, k candidates
-kept of each query, R queries of one tile, P their right pairs.
+Shape letters: N images, T captions (texts), D joint dimensions, V views, G groups, each of a images and b captions, k length of
+a shortlist, R queries of one tile, P pairs.
 
-A score that depends on the pair, such as AsCL's fusion, cannot be looked up in an index of vectors, and all N x T of them
-cost too much. So a query's k best candidates by embedding are ordered by the score; the others keep their places behind.
+A score that depends on the pair, such as AsCL's fusion, cannot be looked up in an index of vectors, and computing all N x T
+scores costs too much. So each query's k best candidates by embedding are ordered by the score. The others keep their order
+behind these.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from coder_plugin.evaluation.metrics import (
     summary,
 )
 
-_PAIRS = 1024  # scored at once: 32 tokens of 1,024 channels in float32 are 128 MiB of each side
+_PAIRS = 1024  # pairs scored at once; with 32 tokens of 1,024 float32 channels they take 128 MiB per side
 
 
 class Scorer(Protocol):
-    """A score of pairs that were not all made beforehand."""
+    """Computes the scores of pairs when they are needed."""
 
     def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
-        """Of images [G, a] and captions [G, b], int64: [G, a, b], higher is more alike."""
+        """Indices of images [G, a] and captions [G, b], int64 -> scores [G, a, b]; higher is more similar."""
 
     def all_pairs(self) -> Tensor:
-        """[N, T]."""
+        """The scores of all pairs [N, T]."""
 
 
 class Products:
-    """The embeddings' own product as a :class:`Scorer`: the greatest where an image has several embeddings.
+    """Inner products of embeddings as a :class:`Scorer`; of an image with several embeddings the greatest.
 
     Args:
-        images: [N, D] or [N, V, D]. texts: [T, D].
+        images: [N, D] or [N, V, D].
+        texts: [T, D].
     """
 
     def __init__(self, images: Tensor, texts: Tensor) -> None:
@@ -59,7 +61,7 @@ class Products:
 
 
 class MeanScore:
-    """The mean of several models' scores as a :class:`Scorer`: an ensemble's."""
+    """The mean of several models' scores, that of an ensemble, as a :class:`Scorer`."""
 
     def __init__(self, scorers: Iterable[Scorer]) -> None:
         self.scorers = list(scorers)
@@ -87,30 +89,36 @@ def rerank(
     k: int,
     chunk: int | None = None,
 ) -> dict[str, Any]:
-    """Recall of two-stage retrieval: the k best candidates of each query by embedding, put in order by ``score``.
+    """Recall of two-stage retrieval: each query's k best candidates by embedding, ordered by ``score``.
 
-    Of a query's right candidates, those in its shortlist are ranked within it; where none is there, the rank by embedding,
-    k or more, stays. A tie counts against the query and a NaN is read as `recall` reads it, in either stage: a wrong
-    candidate as good as the right one by embedding takes its place in the shortlist. Wrong candidates that tie there are
-    taken in their order. With k at or above the number of candidates, the ranks are those of ``score`` for all pairs.
+    If the shortlist holds right candidates, the best of them gives the query's rank. Otherwise the rank by embedding, k or
+    more, stays. In both stages a tie counts against the query, and NaN is treated as in `recall`: a wrong candidate that ties
+    with the right one by embedding comes before it in the shortlist. Wrong candidates that tie keep their order. With k at or
+    above the number of candidates, the ranks are those of ``score`` for all pairs.
 
-    Neither stage holds [N, T], but the shortlists. Each of their pairs is scored once, for both directions, in batches of
-    about a thousand; and only for queries with a right candidate in the shortlist: the others' ranks do not depend on them.
+    Memory holds the shortlists, never [N, T]. Each pair is scored once for both directions, in batches of about a thousand.
+    Queries without a right candidate in the shortlist are not scored, because their ranks do not depend on it.
 
     Args:
         image_embeddings: [N, D] or [N, V, D], or several models', as in `recall_from_embeddings`.
         text_embeddings: [T, D], likewise.
         image_of_text: [T] integers in [0, N), as in `recall`.
-        score: ``score(images, texts)`` of the numbers of images [G, a] and captions [G, b], int64 on the embeddings'
-            device: [G, a, b], any real dtype and device; b is 1.
+        score: ``score(images, texts)`` gets the indices of images [G, a] and of captions [G, b], int64, on the embeddings'
+            device, and returns scores [G, a, b] of any real dtype and device; b is 1.
         k: length of the shortlist, 1 or more.
-        chunk: queries whose products are made at once, as in `recall_from_embeddings`.
+        chunk: queries whose products are computed at once, as in `recall_from_embeddings`.
 
     Returns:
         What `recall` returns.
 
     Raises:
-        CoderError: k or chunk below 1; shapes that do not fit; scores of another shape than asked for.
+        CoderError: k or chunk below 1; shapes that do not fit; scores of another shape.
+
+    Example:
+        >>> embeddings = torch.eye(2)  # two images and their captions
+        >>> figures = rerank(embeddings, embeddings, [0, 1], Products(embeddings, embeddings), k=1)
+        >>> figures["i2t_r1"], figures["t2i_r1"]
+        (100.0, 100.0)
     """
     if k < 1:
         raise CoderError(f"the shortlist must have 1 candidate or more, got k = {k}")
@@ -123,36 +131,36 @@ def rerank(
     def image_right(first: int, rows: int) -> tuple[Tensor, Tensor]:
         return torch.arange(rows, device=owner.device), owner[first : first + rows]
 
-    def asked(images: Tensor, texts: Tensor) -> Tensor:
+    def checked_score(images: Tensor, texts: Tensor) -> Tensor:
         scores = score(images, texts)
         expected = (*images.shape, texts.shape[1])
         if tuple(scores.shape) != expected:
             raise CoderError(f"the score of images [G, a] and captions [G, b] must be {expected}, got {tuple(scores.shape)}")
         return scores.to(owner.device, score_dtype(scores))
 
-    found = [
+    shortlists = [
         _shortlists(pairs, captions_right, k, chunk),
         _shortlists([pair[::-1] for pair in pairs], image_right, k, chunk),
     ]
     images = len(pairs[0][0])
     keys = [
-        found[0].candidates * images + found[0].queries[:, None],
-        found[1].queries[:, None] * images + found[1].candidates,
+        shortlists[0].candidates * images + shortlists[0].queries[:, None],
+        shortlists[1].queries[:, None] * images + shortlists[1].candidates,
     ]
-    wanted = torch.cat([each.flatten() for each in keys]).unique()  # a pair of both directions once
-    scores = _scores(asked, wanted, images)
-    for each, key in zip(found, keys, strict=True):
-        each.ranks[each.queries] = _ranks_within(scores[torch.searchsorted(wanted, key)], each.own)
-    return summary(found[0].ranks, found[1].ranks)
+    unique = torch.cat([each.flatten() for each in keys]).unique()  # pairs in shortlists of both directions are scored once
+    scores = _scores(checked_score, unique, images)
+    for each, key in zip(shortlists, keys, strict=True):
+        each.ranks[each.queries] = _ranks_within(scores[torch.searchsorted(unique, key)], each.positives)
+    return summary(shortlists[0].ranks, shortlists[1].ranks)
 
 
 class _Shortlists(NamedTuple):
-    """What the embeddings alone say of all queries, and the shortlists of the R that have a right candidate in theirs."""
+    """Ranks of all queries by embedding, and the shortlists of the R queries that have a right candidate in theirs."""
 
     ranks: Tensor  # [queries]
     queries: Tensor  # [R]
     candidates: Tensor  # [R, K], the right ones last
-    own: Tensor  # [R] how many are right
+    positives: Tensor  # [R] how many are right
 
 
 def _shortlists(
@@ -161,14 +169,14 @@ def _shortlists(
     k: int,
     chunk: int | None,
 ) -> _Shortlists:
-    """Of (queries, candidates); ``right(first, rows)`` names the right pairs of a tile."""
+    """Shortlists from (queries, candidates) of each model; ``right(first, rows)`` gives the row and column of right pairs."""
     parts = []
     for start, tile in products(pairs, chunk):
         row, column = right(start, len(tile))
         ranks = row_ranks(tile, row, column)
-        shortlist, own = _shortlist(tile, row, column, k)
-        found = own.nonzero().squeeze(1)
-        parts.append((ranks, start + found, shortlist[found], own[found]))
+        shortlist, positives = _shortlist(tile, row, column, k)
+        rows = positives.nonzero().squeeze(1)
+        parts.append((ranks, start + rows, shortlist[rows], positives[rows]))
     return _Shortlists(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -179,15 +187,15 @@ def _shortlist(tile: Tensor, row: Tensor, column: Tensor, k: int) -> tuple[Tenso
     k = min(k, candidates)
     value = tile[row, column]
     value = value.masked_fill(value.isnan(), -torch.inf)
-    # Wrong candidates alone: the right ones are below all of them, as none of theirs is left at -inf.
+    # Only wrong candidates are sorted here: right ones get -inf, and no wrong one keeps that value.
     tile.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=torch.finfo(tile.dtype).min)
     tile[row, column] = -torch.inf
     best, shortlist = tile.topk(min(k + 1, candidates), dim=1)
     tied = (best[:, 1:] == best[:, :-1]).any(1)
-    if tied.any():  # topk takes any of those that tie
+    if tied.any():  # topk returns ties in any order
         shortlist[tied] = tile[tied].sort(dim=1, descending=True, stable=True).indices[:, : best.shape[1]]
     best, shortlist = best[:, :k].contiguous(), shortlist[:, :k].contiguous()
-    # A right candidate's place is behind the wrong ones that are as good, and behind the better right ones.
+    # A right candidate comes after the wrong ones that are as good, and after the better right ones.
     order = value.argsort(descending=True, stable=True)
     order = order[row[order].argsort(stable=True)]
     value, row, column = value[order], row[order], column[order]
@@ -202,28 +210,29 @@ def _shortlist(tile: Tensor, row: Tensor, column: Tensor, k: int) -> tuple[Tenso
 
 
 def _scores(score: Callable[[Tensor, Tensor], Tensor], pairs: Tensor, images: int) -> Tensor:
-    """Scores [P] of pairs [P], ascending numbers text * images + image: captions with so many images each at once."""
+    """Scores [P] of pairs [P], which are ascending numbers text * images + image. A batch has captions with about equally many
+    images."""
     texts, count = (pairs // images).unique_consecutive(return_counts=True)
     first = count.cumsum(0) - count
     scores = pairs.new_empty(0, dtype=torch.float32)
-    order = count.argsort(descending=True)  # like counts together: a group is filled up to the largest
+    order = count.argsort(descending=True)  # groups of similar counts need little padding
     while len(order):
         width = int(count[order[0]])
-        some = max(1, _PAIRS // width)
-        groups, order = order[:some], order[some:]
+        size = max(1, _PAIRS // width)
+        groups, order = order[:size], order[size:]
         last = (count[groups] - 1)[:, None]
-        places = first[groups, None] + torch.arange(width, device=last.device).minimum(last)
-        for place in places.split(_PAIRS, dim=1):
-            got = score(pairs[place] % images, texts[groups, None])[:, :, 0]
-            scores = scores if len(scores) else got.new_empty(len(pairs))
-            scores[place] = got
+        indices = first[groups, None] + torch.arange(width, device=last.device).minimum(last)
+        for index in indices.split(_PAIRS, dim=1):
+            batch = score(pairs[index] % images, texts[groups, None])[:, :, 0]
+            scores = scores if len(scores) else batch.new_empty(len(pairs))
+            scores[index] = batch
     return scores
 
 
-def _ranks_within(scores: Tensor, own: Tensor) -> Tensor:
-    """0-based ranks [G] by scores [G, K], of which the last ``own`` [G] of each row are right."""
+def _ranks_within(scores: Tensor, positives: Tensor) -> Tensor:
+    """0-based ranks [R] by scores [R, K], of which the last ``positives`` [R] of each row are right."""
     width = scores.shape[1]
-    right = torch.arange(width, device=own.device) >= width - own[:, None]
+    right = torch.arange(width, device=positives.device) >= width - positives[:, None]
     best = scores.masked_fill(~right | scores.isnan(), -torch.inf).amax(1, keepdim=True)
     beaten = ((scores < best) & ~right).sum(1)
-    return width - own - beaten
+    return width - positives - beaten

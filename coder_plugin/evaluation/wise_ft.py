@@ -54,8 +54,8 @@ def fine_tuning(
     Raises:
         CoderError: a weight out of range, a folder that is not new or cannot be written.
     """
-    given = {"--zeroshot": zeroshot, "--base": base, "--wise-ft": alphas, "--wise-ft-save": save}
-    flags = " and ".join(flag for flag, value in given.items() if value is not None)
+    values = {"--zeroshot": zeroshot, "--base": base, "--wise-ft": alphas, "--wise-ft-save": save}
+    flags = " and ".join(flag for flag, value in values.items() if value is not None)
     if not flags:
         return None
     export: tuple[float, Path] | None = None
@@ -106,21 +106,22 @@ def open_base(
     """
     reads_regions = plugin_backbones.find_backbone(model_name(spec, options, export=export)) is not None
     if reads_regions and (tuning.classifies or tuning.alphas):
-        what = "--wise-ft goes between two CLIPs" if tuning.alphas else "--zeroshot classifies pictures"
-        raise CoderError(f"{what}, and this model reads region features")
+        reason = "--wise-ft goes between two CLIPs" if tuning.alphas else "--zeroshot classifies pictures"
+        raise CoderError(f"{reason}, and this model reads region features")
     if tuning.alphas and spec is None and options.get("pretrained") is None:
         raise CoderError("--wise-ft goes to a fine-tuned model, which nothing names: give a run, an export or --pretrained")
     saved = saved_options(spec)
     name = tuning.base or saved.get("pretrained")
     if name is None:
         if tuning.alphas:
-            what = "the model before fine-tuning, which nothing names (--pretrained of the run)"
-            raise CoderError(f"--wise-ft goes from {what}: name it with --base")
+            raise CoderError(
+                "--wise-ft goes from the model before fine-tuning, which nothing names (--pretrained of the run): name it with "
+                "--base"
+            )
         return None
     label = f"before: {Path(name).parent if Path(name).is_file() else name}"
     if tuning.base is not None and (is_on_hub(name) or Path(name).is_dir()):
-        kept = ("batch_size", "workers", "precision", "cache_dir")
-        opening = {key: options[key] for key in kept if key in options}
+        opening = {key: options[key] for key in ("batch_size", "workers", "precision", "cache_dir") if key in options}
         return open_pretrained(name, opening, export=export, name=label, source=source)
     opening = {**saved, **options, "pretrained": name, **_PLAIN}
     if opening.get("model") is None and not source.name.startswith("scenes"):
@@ -134,7 +135,7 @@ def plain_weights(model: Any) -> dict[str, Tensor]:
 
 
 class Interpolation:
-    """A fine-tuned model whose towers are set between the weights it was fine-tuned from and its own.
+    """A fine-tuned model whose towers are set between the weights before and after fine-tuning.
 
     All parameters and floating-point buffers of the plain CLIP are interpolated, also the logarithm of the temperature. Integer
     buffers, the scoring heads, and SigLIP's bias where only one of the two has one, stay the fine-tuned ones. Memory holds the

@@ -1,4 +1,4 @@
-"""Zero-shot classification of an image folder: what a CLIP knows beside what it was fine-tuned for.
+"""Zero-shot classification of an image folder, which shows what fine-tuning for retrieval changed elsewhere.
 
 Shape letters: C classes, T templates, B images of a batch, D joint dimensions.
 """
@@ -27,55 +27,56 @@ from coder_plugin.heads.capabilities import Scores, heads_with
 from coder_plugin.pretrained.encode import Encoder
 
 _NAMES = "classnames.txt"
-#: How classes are scored: by the towers' own features, and where more is in the retrieval vectors, by these.
+#: Features that score the classes, and their heading in tables; retrieval vectors only if heads or aggregators change them.
 _SCORES = {"towers": "CLIP", "vectors": "vectors"}
 
 Template = Callable[[str], str]
 
 
 class ImageClasses(NamedTuple):
-    """A classification set."""
+    """An image folder with its class names and templates."""
 
-    source: ItemSource  # an image's caption is its class's name
+    source: ItemSource  # the caption of an image is the name of its class
     names: list[str]  # C
     label_of: dict[int, int]  # by image_id
     templates: list[Template]
 
 
 def read_classes(folder: str, classnames: str | None = None, templates: str = "openai") -> ImageClasses:
-    """A folder of a folder for each class, as torchvision's ImageFolder reads it.
+    """Read a folder with a subfolder for each class, as torchvision's ImageFolder does.
 
     Args:
-        classnames: a file that names the classes: JSON, folder to name, or lines of folder, tab, name. None: that in
-            ``folder/classnames.txt``, else the folders' names with blanks for underscores.
-        templates: of :func:`read_templates`.
+        folder: has a subfolder of pictures for each class.
+        classnames: a file with the names of the classes: JSON, folder to name, or lines of folder, tab, name. None:
+            ``folder/classnames.txt`` if it exists, else the folders' names with blanks for underscores.
+        templates: as in :func:`read_templates`.
 
     Raises:
-        CoderError: no such folder, a class without pictures or without a name, two of one name.
+        CoderError: no such folder, a class without pictures or without a name, two classes with the same name.
     """
     from torchvision.datasets import ImageFolder
 
     try:
-        found = ImageFolder(folder)
+        pictures = ImageFolder(folder)
     except (OSError, ValueError) as error:
         raise CoderError(f"--zeroshot {folder}: {' '.join(str(error).split())}") from error
-    depths = {os.path.relpath(path, folder).count(os.sep) for path, _ in found.samples}
+    depths = {os.path.relpath(path, folder).count(os.sep) for path, _ in pictures.samples}
     if 1 not in depths:
-        raise CoderError(f"--zeroshot {folder}: no class folder has pictures of its own: name that of one split, such as val")
-    if len(found.classes) < 2:
-        raise CoderError(f"--zeroshot {folder}: one class is nothing to tell apart: it wants FOLDER/CLASS/*.jpg")
-    beside = os.path.join(folder, _NAMES)
-    named = _read_names(classnames or beside) if classnames or os.path.isfile(beside) else {}
-    if named and (missing := [each for each in found.classes if each not in named]):
-        raise CoderError(f"{classnames or beside}: {len(missing)} classes have no name, the first: {missing[0]!r}")
-    names = [named.get(each, each.replace("_", " ")) for each in found.classes]
+        raise CoderError(f"--zeroshot {folder}: no class folder contains pictures: name that of one split, such as val")
+    if len(pictures.classes) < 2:
+        raise CoderError(f"--zeroshot {folder}: there is only one class, and two are needed: FOLDER/CLASS/*.jpg")
+    default_file = os.path.join(folder, _NAMES)
+    name_of = _read_names(classnames or default_file) if classnames or os.path.isfile(default_file) else {}
+    if name_of and (missing := [each for each in pictures.classes if each not in name_of]):
+        raise CoderError(f"{classnames or default_file}: {len(missing)} classes have no name, the first: {missing[0]!r}")
+    names = [name_of.get(each, each.replace("_", " ")) for each in pictures.classes]
     for name in names:
         if names.count(name) > 1:
-            raise CoderError(f"--zeroshot {folder}: two classes are called {name!r}: tell them apart in {beside}")
+            raise CoderError(f"--zeroshot {folder}: two classes are called {name!r}: rename one in {default_file}")
     items = [
-        Item(os.path.relpath(path, folder), (names[label],), partial(decode_image, path)) for path, label in found.samples
+        Item(os.path.relpath(path, folder), (names[label],), partial(decode_image, path)) for path, label in pictures.samples
     ]
-    labels = {item.image_id: label for item, (_, label) in zip(items, found.samples, strict=True)}
+    labels = {item.image_id: label for item, (_, label) in zip(items, pictures.samples, strict=True)}
     return ImageClasses(ItemSource(items, name=folder), names, labels, read_templates(templates))
 
 
@@ -95,45 +96,57 @@ def _read_names(path: str) -> dict[str, str]:
 
 
 def read_templates(spec: str) -> list[Template]:
-    """open_clip's ``openai`` (80) or ``simple`` (7), or the lines of a file with {} for the class's name.
+    """Prompt templates.
+
+    Args:
+        spec: ``openai`` (open_clip's 80 for ImageNet), ``simple`` (its 7), or a file with a template per line, where {} stands
+            for the class's name.
+
+    Returns:
+        Functions from a class's name to a text.
 
     Raises:
-        CoderError: neither, or a line without {}.
+        CoderError: an unreadable file, or a line without {}.
     """
     import open_clip
 
-    known = {"openai": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
-    if spec in known:
-        return list(known[spec])
+    builtin = {"openai": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
+    if spec in builtin:
+        return list(builtin[spec])
     try:
         lines = [line.strip() for line in Path(spec).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CoderError(f"--templates {spec}: openai, simple, or a file of lines with {{}}, which is not: {error}") from error
+        raise CoderError(f"--templates {spec}: use openai, simple, or a file that can be read: {error}") from error
     if not lines or (wrong := [line for line in lines if "{}" not in line]):
-        what = repr(wrong[0]) if lines else "nothing"
-        raise CoderError(f"--templates {spec}: a template has {{}} for the class's name, got {what}")
+        got = repr(wrong[0]) if lines else "nothing"
+        raise CoderError(f"--templates {spec}: each line must have {{}} for the class's name, got {got}")
     return [lambda name, line=line: line.replace("{}", name) for line in lines]  # type: ignore[misc]
 
 
 @torch.no_grad()
 def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
-    """Accuracy in percent, as CLIP is evaluated: an image's class is that of the nearest mean of normalised text features.
+    """Zero-shot accuracy in percent, computed as CLIP's.
 
-    A class is described by every template; its features are normalised, averaged and normalised (open_clip's way). A tie
-    counts against the right class. Every rank gets the numbers.
+    The texts of all templates describe a class. Their features are normalised, averaged and normalised again (as in
+    open_clip), and an image gets the class with the greatest product. A tie counts against the right class. All processes get
+    the same numbers.
+
+    Args:
+        encoder: of an open_clip model.
+        classes: of :func:`read_classes`.
 
     Returns:
-        ``classes``, ``images`` and ``templates`` (counts), and under ``towers`` ``top1``, ``top5`` (None of five classes or
-        fewer), ``mean_per_class`` and ``per_class``, by name the ``count`` and ``top1``. Where the retrieval vectors hold
-        more than the towers' features, ``vectors`` has the same by those.
+        ``classes``, ``images`` and ``templates`` (counts), and under ``towers``: ``top1``, ``top5`` (None with five classes
+        or fewer), ``mean_per_class``, and ``per_class``, which maps each name to ``count`` and ``top1``. If heads or
+        aggregators change the retrieval vectors, ``vectors`` has the same figures by these.
 
     Raises:
-        CoderError: a model that reads regions, an image folder none of whose pictures can be read.
+        CoderError: a model that reads regions; no picture could be read.
     """
     model = encoder.model
     if isinstance(model, Backbone):
         raise CoderError("--zeroshot classifies pictures, and this model reads region features")
-    # an image's own length moves none of its classes
+    # image features stay unnormalised: their length does not change the order of the classes
     ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"towers": (model.encode_image, model.encode_text)}
     if len(model.coder.aggregators) or heads_with(model.coder.heads, Scores):
         ways["vectors"] = (model.embed_image, model.embed_text)
@@ -141,18 +154,18 @@ def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
     model.eval()
     try:
         weights = {name: _classifier(encoder, classes, text) for name, (_, text) in ways.items()}
-        found = _ranks(encoder, classes, {name: image for name, (image, _) in ways.items()}, weights)
+        ranks = _ranks(encoder, classes, {name: image for name, (image, _) in ways.items()}, weights)
     finally:
         model.train(training)
-    labels = found.pop("label")
+    labels = ranks.pop("label")
     if not len(labels):
         raise CoderError(f"{classes.source.name}: none of its pictures can be read")
     counts = {"classes": len(classes.names), "images": len(labels), "templates": len(classes.templates)}
-    return {**counts, **{name: _accuracy(ranks, labels, classes.names) for name, ranks in found.items()}}
+    return {**counts, **{name: _accuracy(each, labels, classes.names) for name, each in ranks.items()}}
 
 
 def _classifier(encoder: Encoder, classes: ImageClasses, encode: Callable[[Tensor], Tensor]) -> Tensor:
-    """[C, D] on the encoder's device."""
+    """The mean text feature of each class [C, D], on the encoder's device."""
     out = []
     for name in classes.names:
         texts = [template(name) for template in classes.templates]
@@ -171,7 +184,7 @@ def _ranks(
     encoders: Mapping[str, Callable[[Tensor], Tensor]],
     weights: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """``label`` of each image, and by way how many classes are as near as its own, int64; of all ranks."""
+    """``label`` of each image, and for each encoder the 0-based rank of its class, int64; of all processes."""
     parts: dict[str, list[Tensor]] = {name: [] for name in ("label", *encoders)}
     batches = evaluation_batches(
         classes.source,
@@ -190,31 +203,32 @@ def _ranks(
                 features = encode(batch["image"].to(encoder.device)).float()
             scores = (features @ weights[name].T).cpu()
             right = scores.gather(1, labels[:, None])
-            parts[name].append((~(scores < right)).sum(1) - 1)  # a NaN is nearer than all
-    none = torch.empty(0, dtype=torch.int64)
-    whole = distributed.gather_objects({name: torch.cat([none, *each]) for name, each in parts.items()})
-    return {name: torch.cat([share[name] for share in whole]) for name in parts}
+            parts[name].append((~(scores < right)).sum(1) - 1)  # a NaN counts as greater
+    empty = torch.empty(0, dtype=torch.int64)
+    shares = distributed.gather_objects({name: torch.cat([empty, *each]) for name, each in parts.items()})
+    return {name: torch.cat([share[name] for share in shares]) for name in parts}
 
 
 def _accuracy(ranks: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Any]:
     per_class = {}
     for label, name in enumerate(names):
-        own = ranks[labels == label]
-        per_class[name] = {"count": len(own), "top1": 100 * float((own == 0).double().mean()) if len(own) else None}
-    shares = [each["top1"] for each in per_class.values() if each["top1"] is not None]
+        class_ranks = ranks[labels == label]
+        top1 = 100 * float((class_ranks == 0).double().mean()) if len(class_ranks) else None
+        per_class[name] = {"count": len(class_ranks), "top1": top1}
+    accuracies = [each["top1"] for each in per_class.values() if each["top1"] is not None]
     return {
         "top1": 100 * float((ranks == 0).double().mean()),
         "top5": 100 * float((ranks < 5).double().mean()) if len(names) > 5 else None,
-        "mean_per_class": sum(shares) / len(shares),
+        "mean_per_class": sum(accuracies) / len(accuracies),
         "per_class": per_class,
     }
 
 
 def format_zero_shot(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """A plain text table, percent: retrieval and classification of each model beside each other.
+    """A plain text table of retrieval and classification, percent: a line for each model.
 
     Args:
-        rows: name to recall with what `zero_shot` returned under ``zero_shot``.
+        rows: name to the figures of `recall`, with what `zero_shot` returned under ``zero_shot``.
     """
     ways = [way for way in _SCORES if any(way in row["zero_shot"] for row in rows.values())]
     lines = [["name", "i2t R@1", "t2i R@1", "R@sum"]]
@@ -223,9 +237,9 @@ def format_zero_shot(rows: Mapping[str, Mapping[str, Any]]) -> str:
     for name, row in rows.items():
         cells = [row["i2t_r1"], row["t2i_r1"], row["rsum"]]
         for way in ways:
-            own = row["zero_shot"].get(way, {})
-            cells += [own.get(figure) for figure in ("top1", "top5", "mean_per_class")]
+            accuracy = row["zero_shot"].get(way, {})
+            cells += [accuracy.get(figure) for figure in ("top1", "top5", "mean_per_class")]
         lines.append([name, *("-" if cell is None else f"{cell:.1f}" for cell in cells)])
-    of = next(iter(rows.values()))["zero_shot"]
-    counts = f"{of['images']} pictures of {of['classes']} classes, {of['templates']} templates"
-    return f"{align(lines)}\nzero-shot: {counts}, chance {100 / of['classes']:.1f} %"
+    first = next(iter(rows.values()))["zero_shot"]
+    counts = f"{first['images']} pictures of {first['classes']} classes, {first['templates']} templates"
+    return f"{align(lines)}\nzero-shot: {counts}, chance {100 / first['classes']:.1f} %"

@@ -98,7 +98,7 @@ class Asymmetry(AddsTexts):
     def truncated(self, embeddings: WordEmbeddings, text: Tensor) -> Tensor:
         """A prefix of each text's words, with its special tokens: ids [B, T] -> ids [B, T].
 
-        The share of words is drawn as ``truncate`` draws it; without ``truncate`` the texts stay whole.
+        The share of words is drawn as ``truncate`` draws it; without ``truncate`` the texts do not change.
         """
         if (rule := self._truncate) is None:
             return text

@@ -29,17 +29,17 @@ Capability = TypeVar("Capability", bound=Head)
 
 
 class Scores(Head):
-    """Takes part in the retrieval score, from what the backbone knows of each side alone.
+    """Adds to the retrieval score an inner product of blocks, each computed from one side's features.
 
-    ``S <- base * S + own * <image_block, text_block>`` with ``(base, own) = score_weights()``. The blocks are appended to
-    the retrieval vectors, multiplied by ``sqrt(own)``.
+    ``S <- base * S + weight * <image_block, text_block>`` with ``(base, weight) = score_weights()``. The blocks are appended
+    to the retrieval vectors, multiplied by ``sqrt(weight)``.
     """
 
-    #: Whether the own part is added and leaves the rest of the score as it is (``base`` is 1).
+    #: Whether the head's part is added to an unchanged score: ``base`` is 1.
     adds_score: ClassVar[bool] = False
 
     def score_weights(self) -> tuple[float, float]:
-        """``(base, own)``, both >= 0. An ``own`` of 0 leaves the block out."""
+        """``(base, weight)``, both >= 0. A ``weight`` of 0 leaves the block out."""
         raise NotImplementedError
 
     def image_block(self, features: Mapping[str, Tensor]) -> Tensor:
@@ -61,7 +61,7 @@ class Reweighs(Scores):
         """Inside the context the score uses another weight.
 
         Args:
-            weight: of the rest of the score in [0, 1]; of the own part, >= 0, if ``adds_score``.
+            weight: ``base``, the weight of the other scores, in [0, 1]; if ``adds_score``, ``weight`` of the head's part, >= 0.
         """
         raise NotImplementedError
 

@@ -139,8 +139,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
     def score_weights(self) -> tuple[float, float]:
         progress = min(1.0, int(self.steps) / self.warmup) if self.warmup else 1.0
-        own = (1 - self.beta) * progress
-        return 1 - own, own
+        weight = (1 - self.beta) * progress
+        return 1 - weight, weight
 
     @contextlib.contextmanager
     def weighing(self, weight: float) -> Iterator[None]:

@@ -182,7 +182,7 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
     records.finish(connection)
     atomic_replace(temporary, folder / manifest.RECORDS)
     if not arrays.vectors:
-        raise CoderError("the data hold no captions, and only captions were asked for: there is nothing to embed")
+        raise CoderError("the data have no captions, and only captions were to be indexed: there is nothing to embed")
     files = [folder / manifest.RECORDS]
     sizes = {}
     for kind, array in arrays.vectors.items():
@@ -236,7 +236,7 @@ class _MemmapWriter:
             if value is None or not len(rows):
                 continue
             if not bool(value.isfinite().all()):
-                raise CoderError(f"the model's vectors of {kind} are not finite: nothing can be found with them")
+                raise CoderError(f"the model's vectors of {kind} are not finite, so they cannot be searched")
             value = value if value.ndim == 3 else value[:, None]
             self._write(self.vectors, kind, value.float().numpy(), rows, kind)
         for name, value in part.image_item.items():

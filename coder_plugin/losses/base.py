@@ -129,8 +129,8 @@ def options_of(*functions: Callable[..., Any]) -> Callable[[Callable[..., None]]
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(init)
-        first, *own = (p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD)
-        signature = signature.replace(parameters=[first, *shared.values(), *own])
+        first, *term_options = (p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD)
+        signature = signature.replace(parameters=[first, *shared.values(), *term_options])
 
         @functools.wraps(init)
         def with_options(self: Any, /, **options: Any) -> None:

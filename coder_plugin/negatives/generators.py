@@ -192,7 +192,7 @@ def _generators(text: str) -> list[Noise]:
     for name, generator in parts:
         if not isinstance(generator, Noise):
             kind = type(generator).__name__
-            raise CoderError(f"{name!r} in coder_plugin.negatives is at fault: its {kind} is no base.Noise")
+            raise CoderError(f"{name!r} in coder_plugin.negatives is at fault: its {kind} is not a base.Noise")
     return [generator for _, generator in parts]
 
 

@@ -54,7 +54,7 @@ def make_model(
         options.update(_region_model_options(config))
         if source is not None:
             options.update(example=example, captions=partial(captions_of, source))
-            global_feature = getattr(example, "whole", None)
+            global_feature = getattr(example, "global_feature", None)
             # an export has global_dim among its options
             if global_feature is not None and "global_dim" not in backbone.options and reads_key(objective, "image_global"):
                 options.setdefault("global_dim", len(global_feature))

@@ -361,7 +361,7 @@ def test_captions_that_are_not_there(data: str, tmp_path: Path) -> None:
     encoder, source = make_encoder(data)
     items = [SimpleNamespace(key=i.key, captions=(), image_id=i.image_id, load=i.load) for _, i in source.items()]
     bare = SimpleNamespace(name="bare", num_images=24, items=lambda *_, **__: enumerate(items))
-    with pytest.raises(CoderError, match="the data hold no captions, and only captions were asked for"):
+    with pytest.raises(CoderError, match="the data have no captions, and only captions were to be indexed"):
         build_index(tmp_path / "index", encoder, bare, model=MODEL, what="captions")
 
 

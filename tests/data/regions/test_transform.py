@@ -74,14 +74,14 @@ def test_any_stored_type_becomes_float32(dtype):
 
 def test_nothing_of_the_file_is_shared_and_no_warning_of_read_only_pages():
     made = regions(3, global_feature=True)
-    for array in (made.features, made.boxes, made.whole):
+    for array in (made.features, made.boxes, made.global_feature):
         array.setflags(write=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         out = transform_of(max_regions=4)(made)
     for value in out.values():
         value.zero_()
-    assert made.features.all() and made.whole.tolist() == [0, 1, 2, 3]
+    assert made.features.all() and made.global_feature.tolist() == [0, 1, 2, 3]
 
 
 def test_images_of_any_number_of_regions_make_a_batch():

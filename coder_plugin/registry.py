@@ -100,14 +100,12 @@ def register(group: str, name: str, target: Any = None) -> Any:
         return lambda target: register(group, name, target)
     if not re.fullmatch(r"[A-Za-z_]\w*(?:[./-]\w+)*", name):
         raise CoderError(
-            f"register: {name!r} is no name for a plugin: use letters, digits and underscores, joined by dots, dashes or slashes"
+            f"register: {name!r} is no name for a plugin: use letters, digits and underscores, with single dots, dashes or "
+            "slashes between them"
         )
     path = _path(target)
     rival = next((plugin for plugin in _discover(group) if plugin.name == name), None)
-    registered = _registered.get((group, name), target)
-    # one path for two objects: a class defined anew replaces the old one, but a function may make different classes
-    ambiguous = registered is not target and "<locals>" in path
-    if rival is not None and (rival.target != path or ambiguous):
+    if rival is not None and rival.target != path:
         who = f"{rival.distribution} {rival.version}".strip()
         raise CoderError(
             f"register: {name!r} in {PREFIX}{group} is already {rival.target} (from {who}), so it cannot be {path}: choose "

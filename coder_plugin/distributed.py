@@ -1,4 +1,4 @@
-"""Rank, world size and gathers that do nothing on one process."""
+"""Rank, world size and collective operations. With one process the operations return their input."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from torch import Tensor
 
 
 def world_size() -> int:
+    """Number of processes; 1 without ``torch.distributed``."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
+    """This process's number in [0, world size); 0 without ``torch.distributed``."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def barrier() -> None:
+    """Wait until all ranks have arrived here."""
     if world_size() > 1:
         dist.barrier()
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along the batch whose backward adds what every rank's loss sends back to this rank's rows."""
+    """All-gather along the batch. The gradient of this rank's rows is the sum over the losses of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
@@ -46,11 +49,18 @@ def _gather(local: Tensor) -> Tensor:
 
 
 def gather(local: Tensor) -> Tensor:
-    """Rows of all ranks in rank order: [B, ...] -> [world * B, ...], B equal on all ranks; differentiable.
+    """All-gather along the batch, differentiable: [B, ...] -> [world * B, ...] in rank order.
 
     The gradient of a row is the *sum* over the ranks' losses. With the same global loss on every rank, or with each
     rank's mean over its own anchors, DistributedDataParallel's average over ranks then gives the gradient of one
     process with the joint batch.
+
+    Args:
+        local: this rank's rows; B must be equal on all ranks.
+
+    Example:
+        >>> gather(torch.tensor([1.0, 2.0]))  # one process
+        tensor([1., 2.])
     """
     if world_size() == 1:
         return local
@@ -58,7 +68,7 @@ def gather(local: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks whose backward adds what every rank's loss sends back."""
+    """Sum over ranks. Its gradient is the sum over the losses of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
@@ -74,14 +84,14 @@ class _Sum(torch.autograd.Function):
 
 
 def summed(local: Tensor) -> Tensor:
-    """Element-wise sum over ranks, differentiable; gradients add up as in :func:`gather`."""
+    """Element-wise sum over ranks, differentiable; its gradient is summed over ranks as in :func:`gather`."""
     if world_size() == 1:
         return local
     return _Sum.apply(local) if local.requires_grad and torch.is_grad_enabled() else all_sum(local)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all along the batch; a gradient goes back the way its value came."""
+    """All-to-all along the batch. Each gradient returns to the rank that its value came from."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
@@ -99,8 +109,14 @@ def _exchange(local: Tensor) -> Tensor:
 
 
 def exchange(local: Tensor) -> Tensor:
-    """Rows for each rank, [world * B, ...] in rank order, against what every rank has for this one, in rank order; B equal
-    on all ranks; differentiable."""
+    """All-to-all along the batch, differentiable: send rows to every rank and receive this rank's rows from every rank.
+
+    Args:
+        local: [world * B, ...], the rows for rank 0, then those for rank 1, and so on; B must be equal on all ranks.
+
+    Returns:
+        [world * B, ...], the rows from rank 0, then those from rank 1, and so on.
+    """
     return local if world_size() == 1 else _Exchange.apply(local)
 
 
@@ -128,30 +144,30 @@ def all_mean(value: Tensor) -> Tensor:
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether ``flag`` is true on at least one rank: how all ranks leave a loop together."""
+    """Whether ``flag`` is true on at least one rank. With it all ranks leave a loop in the same iteration."""
     if world_size() == 1:
         return flag
     return bool(all_max(torch.tensor(float(flag), device=device)))
 
 
 def broadcast(tensor: Tensor) -> None:
-    """Rank 0's values into every rank's ``tensor``, in place."""
+    """Copy rank 0's values into the ``tensor`` of every rank, in place."""
     if world_size() > 1:
         dist.broadcast(tensor, 0)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold parts of it (FSDP2's parameters, outside of forward)."""
+    """Whether each rank holds a part of the tensor, as of FSDP2's parameters outside of forward."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, which an in-place operation changes; any other tensor as it is."""
+    """This rank's part of a sharded tensor, which in-place operations may change; any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """One small Python object from every rank, in rank order."""
+    """Gather a small picklable object from every rank, in rank order."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()

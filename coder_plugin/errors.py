@@ -1,4 +1,4 @@
-"""The exception for a user's mistakes, and the hint that it often ends with."""
+"""The exception for mistakes that a user can correct, and the hint for misspelled names."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Iterable
 
 
 class CoderError(ValueError):
-    """A mistake that a user can correct: says what was wrong and what is allowed. The command line prints it in one line."""
+    """A mistake that a user can correct. The message says what was wrong and what is allowed.
+
+    The command line prints it in one line and exits with status 2.
+    """
 
 
 def did_you_mean(word: str, *choices: Iterable[str]) -> str:
-    """``"; did you mean 'dcl'?"``, or an empty string where nothing is near.
+    """A hint to append to a message, such as ``"; did you mean 'dcl'?"``; empty if no name is similar.
 
     Args:
-        choices: groups of names. The nearest name of the first group that has a near one is taken.
+        word: the unknown name.
+        choices: groups of known names. The hint names the most similar name of the first group that has a similar one.
 
     Example:
         >>> did_you_mean("dlc", ["clip", "dcl"], ["dlc-2"])
@@ -31,13 +35,13 @@ def did_you_mean(word: str, *choices: Iterable[str]) -> str:
 
 
 def _edit_distance(one: str, other: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours that turn one word into the other."""
+    """Number of insertions, deletions, substitutions and swaps of neighbours that turn one word into the other."""
     rows = [list(range(len(other) + 1))]
     for i, letter in enumerate(one, 1):
         row = [i]
-        for j, their in enumerate(other, 1):
-            cost = min(rows[-1][j] + 1, row[j - 1] + 1, rows[-1][j - 1] + (letter != their))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == their:
+        for j, other_letter in enumerate(other, 1):
+            cost = min(rows[-1][j] + 1, row[j - 1] + 1, rows[-1][j - 1] + (letter != other_letter))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == other_letter:
                 cost = min(cost, rows[-2][j - 2] + 1)
             row.append(cost)
         rows.append(row)

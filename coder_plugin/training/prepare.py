@@ -1,4 +1,4 @@
-"""Preparing a run: objective, accelerator, locked towers, adapters, frozen parameters."""
+"""Prepare a run: options, data, objective, model, transforms, accelerator, frozen parameters."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from coder_plugin.training.step import restored_buffers
 def config_of_objects(
     config: TrainConfig | Mapping[str, Any] | None, *, model: Any, loss: Any, train: Any, val: Any
 ) -> TrainConfig:
-    """The configuration of a trainer's arguments: names become options, objects are named in it for the record.
+    """The configuration that a trainer's arguments describe. It holds names as options, and of objects their names.
 
     Args:
         config: a configuration, options (flat or nested), or None.
         model, loss, train, val: as in :class:`~coder_plugin.Trainer`.
 
     Raises:
-        CoderError: a plain open_clip model without ``config={"model": NAME}``.
+        CoderError: a plain open_clip model without ``config={"model": NAME}``, or options that do not go together.
     """
     options: dict[str, Any] = {}
     options["train_data"], options["val_data"] = _data_name(train), _data_name(val)
@@ -55,7 +55,7 @@ def config_of_objects(
     elif hasattr(model, "coder_name"):
         options["model"] = model.coder_name
     elif not (isinstance(config, Mapping) and "model" in flatten(config)) and not isinstance(config, TrainConfig):
-        raise CoderError('name the open_clip model, whose tokenizer goes by its name: config={"model": "ViT-B-32"}')
+        raise CoderError('give the name of the open_clip model, which selects its tokenizer: config={"model": "ViT-B-32"}')
     if isinstance(config, TrainConfig):
         changed = {name: value for name, value in options.items() if config.to_flat()[name] != value}
         return config.with_options(**changed) if changed else config
@@ -84,7 +84,15 @@ def open_data(config: TrainConfig, data: Any, split: str) -> Any:
 
 
 def make_objective(config: TrainConfig, loss: Any = None) -> Objective:
-    """The objective that ``--loss``, ``--set`` and ``--local-loss`` name, or that of a loss given as an object."""
+    """The objective of ``--loss``, or of a loss object, with the options that the other loss flags set.
+
+    Args:
+        config: ``--loss``, ``--set``, ``--negatives``, ``--positives`` and ``--local-loss``.
+        loss: replaces ``--loss``: a loss in any form that :meth:`Objective.parse` reads, or a loss object.
+
+    Raises:
+        CoderError: a wrong expression, an option that does not exist, or an option that is set twice.
+    """
     expression = config.loss.expression if loss is None else loss
     settings = {}
     for setting in config.loss.set:
@@ -93,26 +101,32 @@ def make_objective(config: TrainConfig, loss: Any = None) -> Objective:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
     objective = _parse_loss(expression).with_options(settings)
-    given = {"negatives": config.loss.negatives, "positives": config.loss.positives}
-    if any(value is not None for value in given.values()):
-        makers = required_heads_with(objective, AddsTexts)
-        if not makers:
-            flags = " and ".join(f"--{name}" for name, value in given.items() if value is not None)
-            raise CoderError(f'{flags}: no term of --loss "{config.loss.expression}" reads generated texts (ascl does)')
-        head = next(iter(makers))
-        generated = {f"{head}.{name}": parse_value(value) for name, value in given.items() if value is not None}
-        twice = sorted(generated.keys() & settings.keys())
-        if twice:
-            raise CoderError(f"--{twice[0].rpartition('.')[2]} and --set {twice[0]} say the same: give one")
-        objective = objective.with_options(generated)
+    flags = {"negatives": config.loss.negatives, "positives": config.loss.positives}
+    generators = {name: value for name, value in flags.items() if value is not None}
+    if generators:
+        heads = required_heads_with(objective, AddsTexts)
+        if not heads:
+            names = " and ".join(f"--{name}" for name in generators)
+            raise CoderError(f'{names}: no term of --loss "{config.loss.expression}" reads generated texts (ascl does)')
+        head = next(iter(heads))
+        head_options = {f"{head}.{name}": parse_value(value) for name, value in generators.items()}
+        repeated = sorted(head_options.keys() & settings.keys())
+        if repeated:
+            raise CoderError(f"--{repeated[0].rpartition('.')[2]} and --set {repeated[0]} set the same option: give one")
+        objective = objective.with_options(head_options)
     return replace(objective, local_loss=objective.local_loss or config.loss.local_loss)
 
 
 def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
-    """The objective with the options that its heads derive from the data, where nobody has set them.
+    """The objective with the options that its heads derive from the data. Options that are already set stay as they are.
+
+    Args:
+        objective: what ``--loss`` and the other loss flags describe.
+        config: the run's options.
+        samples_per_epoch: samples over all ranks.
 
     Raises:
-        CoderError: a head needs something that the run does not have, or no head reads what ``--concepts`` names.
+        CoderError: a head needs something that the run does not have, or ``--concepts`` is given and no head reads concepts.
     """
     facts = TrainingFacts(
         loss=str(config.loss.expression),
@@ -137,13 +151,13 @@ def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoc
 def make_training_model(
     config: TrainConfig, objective: Objective, device: torch.device, source: Any = None, *, model: Any = None
 ) -> Any:
-    """The model with all heads of the objective on ``device``: towers locked, adapters added, heads of ``--pretrained`` loaded.
+    """The model to train on ``device``: with the objective's heads, those of ``--pretrained`` loaded, locks and adapters.
 
     Args:
         config: the run's options.
         objective: the objective, fitted to the data.
         device: where the model is put.
-        source: the training data, which give a region model the options left open.
+        source: the training data, from which a region model takes the options that are not set.
         model: a model to use; heads are added if it has none. None or a name: make the one that ``config`` names.
     """
     if model is None or isinstance(model, str):
@@ -163,7 +177,7 @@ def make_training_model(
         if config.model.lock_image_freeze_bn_stats:
             freeze_batch_norm(model.visual)
     if config.model.lock_text:
-        # all text towers of open_clip but its Hugging Face ones lock their LayerNorms too, or cannot be locked
+        # open_clip's Hugging Face text towers can leave LayerNorms unlocked; its others always lock them, or cannot be locked
         always = not hasattr(getattr(model, "text", None), "pooler")
         model.lock_text_tower(
             unlocked_layers=config.model.lock_text_unlocked_layers,
@@ -172,7 +186,7 @@ def make_training_model(
     if config.model.lora_rank:
         add_lora(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
     model.to(device)
-    model.coder.attach(model)  # after adapters and before checkpointing: a momentum copy wants the former, not the latter
+    model.coder.attach(model)  # a momentum copy has the adapters, and no checkpointing
     if config.model.grad_checkpointing:
         model.set_grad_checkpointing()
     return model
@@ -206,10 +220,10 @@ def _parse_sequence(text: str) -> Any:
 
 
 def freeze_batch_norm(tower: nn.Module) -> None:
-    """Keep the BatchNorms of locked layers in eval mode for good, in place.
+    """Keep the BatchNorms of locked layers in eval mode, also when the model is set to training mode; in place.
 
-    open_clip's own ``freeze_bn_stats`` puts torchvision's frozen layer in their place, which has neither the activation
-    that timm's BatchNorms hold nor their epsilon: an EfficientNet's features then overflow.
+    open_clip's own ``freeze_bn_stats`` replaces them by torchvision's frozen layer, which has neither the activation nor the
+    epsilon of timm's BatchNorms: an EfficientNet's features then overflow.
     """
     for module in tower.modules():
         locked = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
@@ -220,26 +234,34 @@ def freeze_batch_norm(tower: nn.Module) -> None:
 
 
 def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
-    """Freeze the towers and put peft's low-rank adapters on the linear layers of their blocks, in place.
+    """Freeze the towers and add peft's low-rank adapters to the linear layers of their blocks, in place.
 
-    Projections into the joint space, temperatures and our heads stay trainable as they are.
+    Projections into the joint space, temperatures and heads stay trainable without adapters. Locked layers get no adapters.
+
+    Args:
+        model: an open_clip model or a region model.
+        rank: rank of the adapters.
+        alpha: their scale; None: ``rank``.
+
+    Raises:
+        CoderError: peft is not installed, or the model has no unlocked linear layer in numbered blocks.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise CoderError('--lora-rank needs peft: pip install "coder-plugin[lora]"') from error
-    # of a region model all but the text encoder is new
-    new = (lambda name: not name.startswith("text.transformer.")) if isinstance(model, Backbone) else after_tower
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad and new(name)}
+    # in a region model only the text encoder is pretrained
+    is_new = (lambda name: not name.startswith("text.transformer.")) if isinstance(model, Backbone) else after_tower
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad and is_new(name)}
     targets: list[str] = []
-    for name, module in model.named_modules():  # an attention's output layer belongs to its attention
+    for name, module in model.named_modules():  # peft handles an attention's output layer with the attention
         locked = not any(parameter.requires_grad for parameter in module.parameters())
         if not locked and in_block(f"{name}.") and isinstance(module, (nn.Linear, nn.MultiheadAttention)):
             if not targets or not name.startswith(f"{targets[-1]}."):
                 targets.append(name)
     if not targets:
         raise CoderError(f"--lora-rank: {type(model).__name__} has no unlocked linear layer in numbered blocks")
-    # as one pattern for whole names: of a list peft takes the ends, and one tower's names end like the other's
+    # one pattern of full names, because peft matches the items of a list with the ends of names, which both towers share
     pattern = "|".join(re.escape(name) for name in targets)
     scale: Any = rank if alpha is None else alpha
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=scale, target_modules=f"(?:{pattern})"), model)
@@ -248,52 +270,62 @@ def add_lora(model: Any, *, rank: int, alpha: float | None = None) -> None:
 
 
 def make_positives(model: Any) -> Positives | None:
-    """What makes positive captions of raw text, where a head of the model reads them."""
+    """The generator of positive captions, if a head of the model reads them."""
     head = model.coder.adds_texts
     return None if head is None or head.positives is None else Positives(head.positives)
 
 
 def make_tags(model: Any, config: TrainConfig) -> Tags | None:
-    """What gives the words' classes, where a head of the model reads them, its tagger loaded."""
+    """The word classes of captions, with their tagger loaded, if a head of the model reads them.
+
+    Raises:
+        CoderError: the tagger cannot be loaded, or ``--tagger`` is given and no head reads word classes.
+    """
     if not model.coder.reads_tags:
         if config.loss.tagger is not None:
             expression = config.loss.expression
-            raise CoderError(f'--tagger {config.loss.tagger}: nothing in --loss "{expression}" as it is set reads word classes')
+            reason = f'no head of --loss "{expression}" with these options reads word classes'
+            raise CoderError(f"--tagger {config.loss.tagger}: {reason}")
         return None
     scenes = config.data.on_scenes or config.data.train == "scenes"
     tags = Tags(config.loss.tagger or ("scenes" if scenes else "en_core_web_sm"))
     try:
         tags.load()
     except CoderError as error:
-        raise CoderError(f'--loss "{config.loss.expression}" reads word classes, which --tagger gives: {error}') from error
+        reads = f'--loss "{config.loss.expression}" reads word classes'
+        raise CoderError(f"{reads}, which needs a tagger (--tagger): {error}") from error
     return tags
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:
-    """CoderError where a head needs the whole batch in one forward, and there are several to a step."""
-    whole = [name for name, head in model.coder.heads.items() if head.whole_batch]
-    if config.optim.accum_freq > 1 and whole:
+    """Raise :class:`CoderError` if a step has several forward passes and a head needs the whole batch in one."""
+    whole_batch_heads = [name for name, head in model.coder.heads.items() if head.whole_batch]
+    if config.optim.accum_freq > 1 and whole_batch_heads:
         raise CoderError(
-            f"--accum-freq {config.optim.accum_freq}: the head {whole[0]!r} scores every pair of a batch inside the model, and "
-            "accumulated batches meet only after it: take a larger --batch-size, or more processes"
+            f"--accum-freq {config.optim.accum_freq}: the head {whole_batch_heads[0]!r} scores every pair of a batch inside "
+            "the model, and accumulated batches are only joined after the model: use a larger --batch-size, or more processes"
         )
 
 
 def make_accelerator(config: TrainConfig) -> Any:
-    """accelerate's device, autocast, loss scaling and DDP, as the flags ask."""
+    """The accelerator for ``--precision`` and ``--report-to``: device, autocast, loss scaling, DDP and trackers.
+
+    Raises:
+        CoderError: an unknown tracker, one that is not installed, or a precision that the device does not have.
+    """
     from accelerate import Accelerator, utils
 
     cuda = torch.cuda.is_available()
     mixed = mixed_precision(config.optim.precision)
-    there = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
-    trackers = [name for name in config.run.report_to.replace(",", " ").split()]
-    unknown = set(trackers) - {"tensorboard", "wandb"}
+    installed = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
+    trackers = config.run.report_to.replace(",", " ").split()
+    unknown = set(trackers) - installed.keys()
     if unknown:
         raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
-    absent = [name for name in trackers if not there[name]]
+    absent = [name for name in trackers if not installed[name]]
     if absent:
         raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
-    # accumulation is ours (cached features): what accelerate's own settings say of it must not divide gradients
+    # training_step accumulates (cached features); accelerate's own setting, from its environment, must not divide gradients
     accumulation = utils.GradientAccumulationPlugin(num_steps=1)
     options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.run.logs}
     try:
@@ -303,9 +335,17 @@ def make_accelerator(config: TrainConfig) -> Any:
 
 
 def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[list[str]], Tensor]) -> list[str]:
-    """Freeze the parameters that no term reads, found by one backward pass over a batch of noise.
+    """Freeze the parameters that no term reads: those without a gradient after a backward pass over a batch of noise.
 
-    DDP fails on the second step if a trainable parameter gets no gradient. Returns the names of the frozen ones.
+    DDP fails on the second step if a trainable parameter gets no gradient.
+
+    Args:
+        model: with its heads; its parameters are frozen in place.
+        loss: called with the model's outputs.
+        tokenizer: list of texts -> tokens [B, T].
+
+    Returns:
+        The names of the parameters that were frozen.
     """
     batch = example_batch(model, tokenizer)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -339,7 +379,7 @@ def _check_rows(outputs: Mapping[str, Tensor], rows: int) -> None:
 
 
 def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Any]:
-    """A batch of noise and short sentences, shaped as the model wants it."""
+    """A batch of noise and short sentences in the shapes that the model takes: keyword arguments of its forward."""
     device = next(model.parameters()).device
     if isinstance(model, Backbone):
         image = model.example_image(rows)

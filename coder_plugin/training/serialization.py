@@ -1,11 +1,11 @@
-"""Any training state as tensors plus JSON, and back, bit for bit.
+"""Convert a training state to tensors and JSON, and back, bit for bit.
 
-Unpickling a file runs its code, so state is split into what safetensors can hold and what strict JSON can hold. JSON
-alone would turn a tuple into a list, the key 3 into "3", and NaN into something that parsers may refuse. Each such value
-becomes an object whose key ``$`` names its kind. A user's dict that has a ``$`` key is written as a list of items, so user
-data are never taken for such an object. Anything else is refused, with its path.
+Unpickling a file can run code, so a state is split into tensors, which safetensors stores, and strict JSON. JSON alone would
+turn a tuple into a list, the key 3 into "3", and NaN into something that parsers may reject. Each such value becomes an object
+whose key ``$`` names its kind. A dict that has a ``$`` key is written as a list of items, so it cannot be confused with such an
+object. A value of any other type is an error that names its path.
 
-Not kept, on purpose: the device (all tensors return on the CPU), strides, requires_grad, and storage that tensors share.
+Not stored: the device (all tensors return on the CPU), strides, requires_grad, and storage that tensors share.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch import Tensor
 from coder_plugin.errors import CoderError
 
 _MARK = "$"
-_MAPPINGS: dict[str, type] = {"dict": dict, "odict": OrderedDict, "counter": Counter}  # module and MultiStepLR states
+# A module's state is an OrderedDict; MultiStepLR's has a Counter.
+_MAPPINGS: dict[str, type] = {"dict": dict, "odict": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
-_EXACT_INT = 2**53  # beyond it, readers other than Python's round JSON numbers
-_LONG = 16  # from this length on a run of integers is a tensor: random.getstate() holds 625
-_DEEP = 100  # far beyond any state, far within Python's recursion limit; also what ends a tree that contains itself
-_NUMBERS, _TEXTS = "biufcMm", "SU"  # numpy kinds whose bytes are the value; the others hold pointers or fields
-# Dtypes every supported safetensors stores; the rest travel as integers of the same width.
+_EXACT_INT = 2**53  # JSON readers other than Python's round larger integers
+_LONG = 16  # integer sequences of this length or more are stored as tensors: random.getstate() has 625
+_DEEP = 100  # maximal depth: above any real state and below Python's recursion limit; catches a tree that contains itself
+_NUMBERS, _TEXTS = "biufcMm", "SU"  # numpy kinds that are plain bytes; the others hold pointers or fields
+# Dtypes that every supported version of safetensors stores; others are stored as integers of the same width.
 _NATIVE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
     | {torch.int64, torch.int32, torch.int16, torch.int8}
@@ -38,17 +39,38 @@ _ALLOWED = "dicts, lists, tuples, str, int, float, bool, None, dense tensors, nu
 
 
 def pack(tree: Any, *, root: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Split a tree into named tensors and a strict-JSON skeleton. Errors call the tree ``root``.
+    """Split a tree into named tensors and a strict-JSON skeleton.
 
-    Tensor names are paths, so a module's state dict keeps its keys, and any safetensors reader can open it. A contiguous,
-    unshared tensor on the CPU is not copied: write the result before the next optimizer step.
+    Tensors are named by their paths, so a module's state dict keeps its keys and any safetensors reader can open it. A
+    contiguous, unshared tensor on the CPU is not copied: write the result before the next optimizer step.
+
+    Args:
+        tree: nested dicts, lists and tuples of tensors, arrays, numbers, text and None.
+        root: name of the tree in error messages.
+
+    Returns:
+        The tensors by name, and the skeleton.
+
+    Raises:
+        CoderError: a value or key of a type that cannot be stored, or a tree that is nested too deeply.
+
+    Example:
+        >>> tensors, skeleton = pack({"weight": torch.zeros(2), "step": 3})
+        >>> list(tensors), skeleton
+        (['weight'], {'weight': {'$': 'tensor', 'name': 'weight'}, 'step': 3})
+        >>> unpack(tensors, skeleton)
+        {'weight': tensor([0., 0.]), 'step': 3}
     """
     packer = _Packer(root)
     return packer.tensors, packer.value(tree, "", 0)
 
 
 def unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
-    """The tree that :func:`pack` split. It may share memory with ``tensors``."""
+    """Join what :func:`pack` split. The tree may share memory with ``tensors``.
+
+    Raises:
+        CoderError: a malformed skeleton, or a tensor that is missing or not mentioned.
+    """
     unpacker = _Unpacker(tensors)
     try:
         tree = unpacker.value(skeleton)
@@ -68,7 +90,7 @@ class _Packer:
         self.storages: set[int] = set()
 
     def value(self, tree: Any, path: str, depth: int) -> Any:
-        """Exact types only: a subclass (IntEnum, np.float64, DTensor) carries meaning that its base would lose."""
+        """Only exact types are stored: a subclass (IntEnum, np.float64, DTensor) would come back as its base class."""
         kind = type(tree)
         if depth > _DEEP:
             raise CoderError(f"{self.where(path[:80])} is nested over {_DEEP} levels deep, or contains itself")
@@ -93,10 +115,10 @@ class _Packer:
         if type(tree) is dict and all(type(key) is str and key != _MARK and not _surrogates(key) for key in tree):
             return dict(zip(tree, values, strict=True))
         kind = next(name for name, cls in _MAPPINGS.items() if cls is type(tree))
-        made = {_MARK: kind, "items": [[self.key(key, path), v] for key, v in zip(tree, values, strict=True)]}
-        if hasattr(tree, "_metadata"):  # a module's state dict: the version numbers its load_state_dict reads
-            made["metadata"] = self.value(tree._metadata, _join(path, "_metadata"), depth + 1)
-        return made
+        node = {_MARK: kind, "items": [[self.key(key, path), v] for key, v in zip(tree, values, strict=True)]}
+        if hasattr(tree, "_metadata"):  # a module's state dict has version numbers, which load_state_dict reads
+            node["metadata"] = self.value(tree._metadata, _join(path, "_metadata"), depth + 1)
+        return node
 
     def key(self, key: Any, path: str) -> Any:
         if type(key) is tuple:
@@ -146,7 +168,7 @@ class _Packer:
 
 
 class _Unpacker:
-    """Reads a file that anyone may have edited: every marker is checked, none names a class or a function."""
+    """Read a skeleton without trusting it: every marker is checked, and none names a class or a function."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -161,15 +183,15 @@ class _Unpacker:
             return {key: self.value(value) for key, value in node.items()}
         kind = node[_MARK]
         if kind in _MAPPINGS:
-            made = _MAPPINGS[kind]()
-            made.update({self.value(key): self.value(value) for key, value in node["items"]})
+            mapping = _MAPPINGS[kind]()
+            mapping.update({self.value(key): self.value(value) for key, value in node["items"]})
             if "metadata" in node:
-                made._metadata = self.value(node["metadata"])
-            return made
+                mapping._metadata = self.value(node["metadata"])
+            return mapping
         if kind == "tuple":
             return tuple(self.value(item) for item in node["items"])
         if kind == "integers":
-            return _SEQUENCES[node["of"]](self.take(node["name"]).tolist())
+            return _SEQUENCES[node["of"]](self.tensor(node["name"]).tolist())
         if kind == "int":
             return int(node["hex"], 16)
         if kind == "float":
@@ -177,14 +199,14 @@ class _Unpacker:
         if kind == "str":
             return bytes.fromhex(node["utf8"]).decode("utf-8", "surrogatepass")
         if kind == "tensor":
-            return _typed(self.take(node["name"]), node.get("dtype"))
+            return _typed(self.tensor(node["name"]), node.get("dtype"))
         if kind == "array":
-            return _array(self.take(node["name"]).numpy(), node["dtype"], node["shape"])
+            return _array(self.tensor(node["name"]).numpy(), node["dtype"], node["shape"])
         if kind == "number":
             return _array(np.frombuffer(bytes.fromhex(node["bytes"]), np.uint8), node["dtype"], [])[()]
         raise CoderError(f"the state's description uses {kind!r}, which this version does not know")
 
-    def take(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise CoderError(f"the tensor {name!r} is missing")
         self.used.add(name)
@@ -204,21 +226,21 @@ def _scalar(value: None | bool | int | float | str) -> Any:
 def _typed(tensor: Tensor, dtype: str | None) -> Tensor:
     if dtype is None:
         return tensor
-    wanted = getattr(torch, dtype)
-    if not isinstance(wanted, torch.dtype):
+    target = getattr(torch, dtype)
+    if not isinstance(target, torch.dtype):
         raise CoderError(f"torch.{dtype} is not a dtype")
-    return torch.view_as_complex(tensor) if wanted is torch.complex128 else tensor.view(wanted)
+    return torch.view_as_complex(tensor) if target is torch.complex128 else tensor.view(target)
 
 
 def _array(raw: np.ndarray, dtype: str, shape: list[int]) -> np.ndarray:
-    wanted = np.dtype(dtype)
-    if not _plain(wanted, _NUMBERS + _TEXTS):  # an object dtype would turn these bytes into pointers
-        raise CoderError(f"numpy dtype {dtype!r} is not one a checkpoint holds")
-    if raw.size != math.prod(shape) * wanted.itemsize:
-        raise CoderError(f"an array of {dtype} and shape {shape} does not take {raw.size} bytes")
-    made = np.empty(shape, wanted)
-    made.reshape(-1).view(np.uint8)[:] = raw
-    return made
+    target = np.dtype(dtype)
+    if not _plain(target, _NUMBERS + _TEXTS):  # an object dtype would interpret these bytes as pointers
+        raise CoderError(f"a checkpoint cannot hold the numpy dtype {dtype!r}")
+    if raw.size != math.prod(shape) * target.itemsize:
+        raise CoderError(f"an array of {dtype} and shape {shape} does not have {raw.size} bytes")
+    array = np.empty(shape, target)
+    array.reshape(-1).view(np.uint8)[:] = raw
+    return array
 
 
 def _plain(dtype: np.dtype, kinds: str) -> bool:

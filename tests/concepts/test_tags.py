@@ -535,7 +535,7 @@ def test_a_run_hands_tags_to_the_head_and_tells_of_classes(tiny_model, tmp_path,
 def test_what_no_head_reads_is_not_tagged_and_its_flag_is_refused(tiny_model, tmp_path, reader):
     trainer = Trainer.from_config(run_config(tiny_model, tmp_path, loss="clip", train_num_samples=16))
     assert "text_tags" not in next(trainer.loader.epoch(0))
-    with pytest.raises(CoderError, match='--tagger scenes: nothing in --loss "clip" as it is set reads word classes'):
+    with pytest.raises(CoderError, match='--tagger scenes: no head of --loss "clip" with these options reads word classes'):
         Trainer.from_config(run_config(tiny_model, tmp_path, loss="clip", tagger="scenes"))
     with pytest.raises(CoderError, match="reads word classes"):
         Trainer.from_config(run_config(tiny_model, tmp_path, tagger="scenes", set=["reader.classes=all"]))

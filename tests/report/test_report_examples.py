@@ -17,7 +17,7 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.source import ItemSource
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.pretrained.encode import Encoded, Items
-from coder_plugin.report import examples, sections
+from coder_plugin.report import examples, queries, sections
 from coder_plugin.report.examples import best_and_worst
 from coder_plugin.report.sections import place_vectors
 
@@ -28,10 +28,10 @@ def test_images_without_pictures_are_called_by_name() -> None:
     vectors = torch.eye(3)
     encoded = Encoded(vectors, vectors, torch.arange(3), ids, [item.captions[0] for item in regions])
     found = {"i2t": best_and_worst(encoded, "i2t", torch.zeros(3, dtype=torch.int64), count=1)}
-    shown = sections.describe_queries(encoded, ItemSource(regions), None, found)  # type: ignore[arg-type]
+    shown = queries.describe_queries(encoded, ItemSource(regions), None, found)  # type: ignore[arg-type]
     assert shown[0]["queries"][0]["image"] == {"uri": None, "key": "image-0", "alt": "caption 0"}
     red = [Item(item.key, item.captions, lambda: Image.new("RGB", (9, 9), "red")) for item in regions]
-    shown = sections.describe_queries(encoded, ItemSource(regions), ItemSource(red), found)  # type: ignore[arg-type]
+    shown = queries.describe_queries(encoded, ItemSource(regions), ItemSource(red), found)  # type: ignore[arg-type]
     assert shown[0]["queries"][0]["image"]["uri"].startswith("data:image/jpeg")
 
 
@@ -54,10 +54,10 @@ def test_images_of_one_key_keep_their_own_pictures() -> None:
     owner = torch.tensor([0, 0, 1, 1, 2])
     encoded = Encoded(torch.eye(3), torch.eye(3)[owner], owner, ids, captions)
     source = ItemSource(items)
-    found = sections.items_of(source, encoded, {2, 1})
+    found = queries.items_of(source, encoded, {2, 1})
     assert {row: item.captions[0] for row, item in found.items()} == {1: "blue", 2: "green"}
     best = {"t2i": best_and_worst(encoded, "t2i", torch.zeros(5, dtype=torch.int64), count=3)}
-    for query in sections.describe_queries(encoded, source, None, best)[0]["queries"]:  # type: ignore[arg-type]
+    for query in queries.describe_queries(encoded, source, None, best)[0]["queries"]:  # type: ignore[arg-type]
         [match] = [hit["image"] for hit in query["hits"] if hit["right"]]
         assert match["alt"] == query["caption"]
         content = base64.b64decode(match["uri"].split(",")[1])

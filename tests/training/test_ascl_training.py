@@ -113,7 +113,7 @@ def test_cosines_accumulate_and_fused_scores_refuse(tmp_path, made, capsys):  # 
         (["--loss", "ascl", "--negatives", "gaussian(std=-1)"], "std"),
         (["--loss", "ascl", "--negatives", "gaussian(rate=1)"], "has no option 'rate'"),
         (["--loss", "ascl", "--positives", "joined"], "known: join, truncate"),
-        (["--loss", "ascl", "--negatives", "shuffle", "--set", "asymmetry.negatives=dropout"], "say the same: give one"),
+        (["--loss", "ascl", "--negatives", "shuffle", "--set", "asymmetry.negatives=dropout"], "set the same option: give one"),
         (["--loss", "ascl", "--rerank", "8"], "this model has no fusion head"),
         (["--loss", FUSED, "--rerank", "some"], "--rerank must be a number of candidates"),
         (["--loss", "ascl(temperature=0)"], "temperature must be > 0"),

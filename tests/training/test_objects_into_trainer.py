@@ -145,7 +145,7 @@ def test_a_step_written_from_its_parts(tiny_model, options, items):
         ({"train": []}, "train items: no images"),
         (
             {"model": nn.Linear(2, 2)},
-            'name the open_clip model, whose tokenizer goes by its name: config={"model": "ViT-B-32"}',
+            'give the name of the open_clip model, which selects its tokenizer: config={"model": "ViT-B-32"}',
         ),
     ],
 )

@@ -372,8 +372,8 @@ def _check_rows(outputs: Mapping[str, Tensor], rows: int) -> None:
     for key, value in outputs.items():
         if key.startswith("coder_") and (value.ndim == 0 or len(value) != rows):
             raise CoderError(
-                f"a head returned {key} of shape {list(value.shape)} for a batch of {rows} pairs: what leaves the model has one "
-                "row for each pair. Expand the value over the batch, or let the loss read the parameter from the head "
+                f"a head returned {key} of shape {list(value.shape)} for a batch of {rows} pairs: what leaves the model has "
+                "one row for each pair. Expand the value over the batch, or let the loss read the parameter from the head "
                 f"(self.provider({key!r}))"
             )
 

@@ -120,6 +120,11 @@ def test_printing_and_files():
     assert data["terms"][1]["class"] == f"{__name__}:Spread"
     with pytest.raises(CoderError, match="the term 'spread' was an object of test_objects:Spread.*pass the object again"):
         Objective.from_dict(data)
+    inert = Objective.from_dict(data, inference=True)
+    assert str(inert) == str(objective) and inert.to_dict() == objective.to_dict()
+    assert inert.terms[1].build().requires == ("image_features", "text_features")
+    with pytest.raises(CoderError, match="opened without its term test_objects:Spread"):
+        inert.terms[1].build()(image_features=1, text_features=1)
     with pytest.raises(CoderError, match="'spread' was passed as an object: set its options when you build it"):
         objective.with_options({"spread.weight": 2.0})
 

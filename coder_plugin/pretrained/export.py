@@ -186,7 +186,7 @@ def read_heads(path: Path) -> HeadSettings:
     try:
         with safe_open(path, "pt") as file:
             settings = json.loads(file.metadata()["coder"])
-        objective = Objective.from_dict(settings["objective"])
+        objective = Objective.from_dict(settings["objective"], inference=True)
         names = settings.get("heads")
         if (vocabulary := path.parent / VOCABULARY).is_file():
             classes = required_heads_with(objective, Head) if names is None else {name: load("heads", name) for name in names}

@@ -7,11 +7,21 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 import coder_plugin
+from coder_plugin.evaluation.evaluate import shortlist_length
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model, read_heads
-from coder_plugin.pretrained.open import load_model
+from coder_plugin.pretrained.open import load_model, open_pretrained
+
+
+class Spread(nn.Module):
+    requires = ("image_features", "text_features")
+
+    def forward(self, image_features: Tensor, text_features: Tensor) -> Tensor:
+        return -(image_features.var(0).sum() + text_features.var(0).sum())
+
 
 SCRIPT = """
 import sys
@@ -31,3 +41,16 @@ def test_an_export_names_its_heads_and_opens_without_the_others(tmp_path: Path) 
         assert load_model(tmp_path).embed_text(texts).equal(model.embed_text(texts))
     out = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "['concepts'] False"
+
+
+def test_an_export_opens_without_the_term_objects_of_its_run(tmp_path: Path) -> None:
+    loss = ["triplet(similarity=fusion)", (0.5, Spread())]
+    model = coder_plugin.create_model("coder-tiny", loss=loss).eval()
+    export_model(model, tmp_path)
+    assert export_heads(model, tmp_path) is not None
+    opened = open_pretrained(tmp_path, device="cpu")
+    assert opened.objective == str(model.coder.objective) and list(opened.model.coder.heads) == ["fusion"]
+    assert shortlist_length(None, opened.encoder()) == 32  # the object trains the towers' features
+    texts = torch.randint(1, 90, (3, model.context_length))
+    with torch.no_grad():
+        assert opened.model.embed_text(texts).equal(model.embed_text(texts))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import numbers
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,24 @@ class TermSpec:
 
 
 @dataclass(frozen=True)
+class UnavailableTerm:
+    """Stands for a term that was passed as an object, where a saved objective is read without it: for inference.
+
+    Args:
+        class_name: of the object, ``MODULE:CLASS``.
+        requires: the keys that the object reads.
+        uses: the keys that it takes if they are present.
+    """
+
+    class_name: str
+    requires: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+
+    def __call__(self, **outputs: Any) -> Any:
+        raise CoderError(f"this model was opened without its term {self.class_name}, so its loss cannot be computed")
+
+
+@dataclass(frozen=True)
 class Objective:
     """Every option of every term and head. Trainers read it, checkpoints keep it and ``--dry-run`` prints it.
 
@@ -91,7 +110,9 @@ class Objective:
             return loss
         if isinstance(loss, str):
             return _parse_expression(loss, heads, ())
-        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], (int, float)):
+        if isinstance(loss, tuple) and len(loss) == 2 and _is_weight(loss[0]):
+            if not isinstance(loss[0], numbers.Real) or isinstance(loss[0], bool):
+                raise CoderError(f"a weight must be a plain number, as in (0.5, term), got {loss[0]!r}")
             if not (loss[0] > 0 and math.isfinite(loss[0])):
                 raise CoderError(f"a weight must be > 0, got {loss[0]!r}; leave the term out instead")
             return cls.parse(loss[1], heads=heads).scaled(float(loss[0]))
@@ -155,18 +176,21 @@ class Objective:
         raise CoderError(f"option {which!r}: the loss has no term and no head {owner!r}; known: {', '.join(owners)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that JSON can hold; :meth:`from_dict` reads it. Of a term object it holds only the class's name."""
+        """A form that JSON can hold; :meth:`from_dict` reads it. Of a term object it holds the class's name and its keys."""
         terms = [_term_to_dict(term) for term in self.terms]
         heads = {name: dict(options) for name, options in self.heads}
         return json.loads(json.dumps({"terms": terms, "heads": heads, "local_loss": self.local_loss}))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, objects: Sequence[TermSpec] = ()) -> Objective:
+    def from_dict(
+        cls, data: Mapping[str, Any], *, objects: Sequence[TermSpec] = (), inference: bool = False
+    ) -> Objective:
         """Read what :meth:`to_dict` wrote.
 
         Args:
             data: the saved form.
             objects: terms that were passed as objects. They stand for the saved terms of the same names, in order.
+            inference: the terms will not be computed, so an :class:`UnavailableTerm` may stand for an object.
 
         Raises:
             CoderError: a plugin that no longer exists, an option that it refuses, or a saved term that was an object and is
@@ -174,7 +198,7 @@ class Objective:
         """
         heads = tuple((name, check_options("heads", name, options)) for name, options in sorted(data["heads"].items()))
         remaining = list(objects)
-        terms = tuple(_term_from_dict(fields, remaining) for fields in data["terms"])
+        terms = tuple(_term_from_dict(fields, remaining, inference) for fields in data["terms"])
         return cls(terms, heads, bool(data.get("local_loss", False)))
 
 
@@ -313,22 +337,41 @@ def _term_to_dict(term: TermSpec) -> dict[str, Any]:
     fields["options"] = dict(term.options)
     if term.term is not None:
         cls = type(term.term)
-        fields["class"] = f"{cls.__module__}:{cls.__qualname__}"
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        fields["class"] = term.term.class_name if isinstance(term.term, UnavailableTerm) else name
+        fields["requires"], fields["uses"] = list(term.term.requires), list(getattr(term.term, "uses", ()))
     return fields
 
 
-def _term_from_dict(fields: Mapping[str, Any], objects: list[TermSpec]) -> TermSpec:
+def _term_from_dict(fields: Mapping[str, Any], objects: list[TermSpec], inference: bool) -> TermSpec:
     """Read a saved term; the first object of its name is taken from ``objects`` where the term was an object."""
     if "class" in fields:
         for index, spec in enumerate(objects):
             if spec.name == fields["name"]:
                 term = objects.pop(index).term
                 return TermSpec(spec.name, float(fields["weight"]), fields["source"], fields["head"], term=term)
+        if inference:
+            return _unavailable(fields)
         raise CoderError(
             f"the term {fields['name']!r} was an object of {fields['class']}, which a file cannot hold: pass the object again"
         )
     options = check_options("losses", fields["name"], fields["options"])
     return TermSpec(fields["name"], float(fields["weight"]), fields["source"], fields["head"], options)
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether the first of two values is meant as a weight: it is no loss of any form."""
+    return not isinstance(value, (str, Sequence, Objective)) and not hasattr(value, "requires")
+
+
+def _unavailable(fields: Mapping[str, Any]) -> TermSpec:
+    """A saved term object without the object. The keys of heads are left out: a head may have been an object too."""
+
+    def keys(which: str) -> tuple[str, ...]:
+        return tuple(key for key in fields.get(which, ()) if not key.startswith("coder_"))
+
+    term = UnavailableTerm(fields["class"], keys("requires"), keys("uses"))
+    return TermSpec(fields["name"], float(fields["weight"]), term=term)
 
 
 def _format_weight(value: float) -> str:

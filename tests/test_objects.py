@@ -120,6 +120,11 @@ def test_printing_and_files():
     assert data["terms"][1]["class"] == f"{__name__}:Spread"
     with pytest.raises(CoderError, match="the term 'spread' was an object of test_objects:Spread.*pass the object again"):
         Objective.from_dict(data)
+    inert = Objective.from_dict(data, inference=True)
+    assert str(inert) == str(objective) and inert.to_dict() == objective.to_dict()
+    assert inert.terms[1].build().requires == ("image_features", "text_features")
+    with pytest.raises(CoderError, match="opened without its term test_objects:Spread"):
+        inert.terms[1].build()(image_features=1, text_features=1)
     with pytest.raises(CoderError, match="'spread' was passed as an object: set its options when you build it"):
         objective.with_options({"spread.weight": 2.0})
 
@@ -145,6 +150,8 @@ class OneKey(Spread):
         ([], "the loss is an empty list"),
         ((0, Spread()), "a weight must be > 0, got 0"),
         ((float("nan"), "clip"), "a weight must be > 0, got nan"),
+        ((True, "clip"), "a weight must be a plain number, .* got True"),
+        ((torch.tensor(2.0), "clip"), "a weight must be a plain number, .* got tensor"),
         (["clip", "dlc"], "did you mean 'dcl'"),
         (ReadsNorms(), "requires 'coder_norms', which neither this model nor any head provides"),
     ],
@@ -262,3 +269,8 @@ def test_a_broken_registration_breaks_no_other(group, model):
     with pytest.raises(CoderError, match="'lost' in coder_plugin.losses, from register.., cannot be loaded"):
         registry.load("losses", "lost")
     assert create_loss("clip", model=model)
+
+
+def test_register_refuses_names_that_no_expression_can_hold(group):
+    with pytest.raises(CoderError, match="'my loss' is no name for a plugin"):
+        coder_plugin.register("losses", "my loss", Spread)

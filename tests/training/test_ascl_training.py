@@ -90,7 +90,8 @@ def test_odd_captions_train_and_the_log_tells_which_positives_were_possible(tmp_
         made, tmp_path, model=model, loss=FUSED, train_data=str(folder), val_data=str(folder), epochs=1, val_frequency=1,
         word_dropout=0.0, negatives="mixture",
     )  # fmt: skip
-    Trainer.from_config({**options, "model_kwargs": [*options["model_kwargs"], *words]}).run()
+    options["model_kwargs"] = [*options["model_kwargs"], *words]
+    Trainer.from_config(options).run()
     assert len(losses(tmp_path)) == 3 and all(np.isfinite(losses(tmp_path)))
     assert TOLD[kind] in capsys.readouterr().out
 

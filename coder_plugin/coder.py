@@ -137,9 +137,12 @@ class Coder(nn.Module):
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out."""
         pool = dict(features)
-        for head in self.heads.values():
+        for name, head in self.heads.items():
             if all(key in pool for key in head.requires):
-                pool.update(head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool}))
+                outputs = head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool})
+                if not isinstance(outputs, dict):
+                    raise CoderError(f"head {name!r} returned a {type(outputs).__name__}: it must return a dict of tensors")
+                pool.update(outputs)
         return {key: value for key, value in pool.items() if key.startswith("coder_")}
 
     def post_step(self) -> None:
@@ -193,5 +196,12 @@ class CoderLoss(nn.Module):
             value = term(**{argument: outputs[key] for argument, key in binding.items() if key in outputs})
             values = value if isinstance(value, dict) else {"loss": value}
             for name, scalar in values.items():
+                if not isinstance(scalar, Tensor) or scalar.ndim:
+                    shape = f"of shape {list(scalar.shape)}" if isinstance(scalar, Tensor) else type(scalar).__name__
+                    raise CoderError(f"loss {spec.name!r} must return scalar tensors, and its {name!r} is {shape}")
+                if not name.endswith("loss"):
+                    raise CoderError(
+                        f"loss {spec.name!r} returned {name!r}: every entry is added to the objective, so names end in 'loss'"
+                    )
                 losses[f"{label}_{name}"] = spec.weight * scalar
         return losses if output_dict else torch.stack(list(losses.values())).sum()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def _option(
@@ -484,8 +490,6 @@ def read_file(path: str | Path) -> dict[str, Any]:
     Raises:
         CoderError: the file cannot be read, or holds an unknown option.
     """
-    import tomllib
-
     try:
         text = Path(path).read_text(encoding="utf-8")
         options = tomllib.loads(text) if str(path).endswith(".toml") else json.loads(text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import numbers
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,7 +110,9 @@ class Objective:
             return loss
         if isinstance(loss, str):
             return _parse_expression(loss, heads, ())
-        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], (int, float)):
+        if isinstance(loss, tuple) and len(loss) == 2 and _is_weight(loss[0]):
+            if not isinstance(loss[0], numbers.Real) or isinstance(loss[0], bool):
+                raise CoderError(f"a weight must be a plain number, as in (0.5, term), got {loss[0]!r}")
             if not (loss[0] > 0 and math.isfinite(loss[0])):
                 raise CoderError(f"a weight must be > 0, got {loss[0]!r}; leave the term out instead")
             return cls.parse(loss[1], heads=heads).scaled(float(loss[0]))
@@ -354,6 +357,11 @@ def _term_from_dict(fields: Mapping[str, Any], objects: list[TermSpec], inferenc
         )
     options = check_options("losses", fields["name"], fields["options"])
     return TermSpec(fields["name"], float(fields["weight"]), fields["source"], fields["head"], options)
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether the first of two values is meant as a weight: it is no loss of any form."""
+    return not isinstance(value, (str, Sequence, Objective)) and not hasattr(value, "requires")
 
 
 def _unavailable(fields: Mapping[str, Any]) -> TermSpec:

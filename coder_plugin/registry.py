@@ -98,6 +98,11 @@ def register(group: str, name: str, target: Any = None) -> Any:
     group = _short(group)
     if target is None:
         return lambda target: register(group, name, target)
+    if not re.fullmatch(r"[A-Za-z_]\w*(?:[./-]\w+)*", name):
+        raise CoderError(
+            f"register: {name!r} is no name for a plugin: use letters, digits and underscores, with single dots, dashes or "
+            "slashes between them"
+        )
     path = _path(target)
     rival = next((plugin for plugin in _discover(group) if plugin.name == name), None)
     if rival is not None and rival.target != path:

@@ -606,7 +606,7 @@ def test_options_reach_the_heads(make: Make, caplog: pytest.LogCaptureFixture) -
         make("vit", objective.with_options({"bank.size": 0}))
     logging.getLogger().setLevel(logging.WARNING)
     make("vit", Objective.parse("clip").with_options({"bank.size": 7}))
-    assert "options of heads that this objective does not build: bank" in caplog.text
+    assert "the loss does not need these heads, whose options are set: bank" in caplog.text
 
 
 # State
@@ -692,7 +692,7 @@ def test_at_reads_the_heads_features(make: Make) -> None:
 
 def test_a_loss_needs_the_models_heads(make: Make) -> None:
     model = make("vit", "clip")
-    with pytest.raises(CoderError, match="the model was made without the heads ids: give create_model the same objective"):
+    with pytest.raises(CoderError, match="the model was made without the heads ids: give create_model the same loss"):
         create_loss("dcl", model=model)
     with pytest.raises(CoderError, match="loss 'siglip' requires 'logit_bias'"):
         create_loss("siglip", model=model)
@@ -941,7 +941,7 @@ def test_weights_mistakes(configs: Path, tmp_path: Path, make: Make) -> None:
 
 def test_recipes_that_a_model_cannot_serve(configs: Path) -> None:
     name = str(configs / "test-vit.json")
-    assert 'objective "clap", column 1' in refused(name, loss="clap")
+    assert 'loss "clap", column 1' in refused(name, loss="clap")
     assert "has no features of its own" in refused(name, loss="dcl@ids")
 
 

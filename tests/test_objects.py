@@ -154,6 +154,8 @@ class OneKey(Spread):
         ([], "the loss is an empty list"),
         ((0, Spread()), "a weight must be > 0, got 0"),
         ((float("nan"), "clip"), "a weight must be > 0, got nan"),
+        ((True, "clip"), "a weight must be a plain number, .* got True"),
+        ((torch.tensor(2.0), "clip"), "a weight must be a plain number, .* got tensor"),
         (["clip", "dlc"], "did you mean 'dcl'"),
         (ReadsNorms(), "requires 'coder_norms', which neither this model nor any head provides"),
     ],
@@ -271,3 +273,8 @@ def test_a_broken_registration_breaks_no_other(group, model):
     with pytest.raises(CoderError, match="'lost' in coder_plugin.losses, from register.., cannot be loaded"):
         registry.load("losses", "lost")
     assert create_loss("clip", model=model)
+
+
+def test_register_refuses_names_that_no_expression_can_hold(group):
+    with pytest.raises(CoderError, match="'my loss' is no name for a plugin"):
+        coder_plugin.register("losses", "my loss", Spread)

@@ -132,7 +132,12 @@ class KeepsState(Head):
             self.write(**values)
 
     def write(self, **values: Any) -> None:
-        """Put stashed values into the buffers. Subclasses that stash override it."""
+        """Put stashed values into the buffers. Subclasses that stash override it.
+
+        Raises:
+            NotImplementedError: values were stashed, and the subclass does not say where they go.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override write(): {', '.join(values)} were stashed")
 
     def health(self) -> dict[str, float]:
         """Figures for the log that show whether the state is sound, such as how full a bank is."""

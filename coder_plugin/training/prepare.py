@@ -427,7 +427,9 @@ def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[lis
     model.train()
     devices = [batch["text"].device] if batch["text"].is_cuda else []
     with restored_buffers(model), torch.random.fork_rng(devices=devices):
-        losses = loss(**model(**batch))
+        outputs = model(**batch)
+        _check_rows(outputs, len(batch["text"]))
+        losses = loss(**outputs)
         model.coder.discard()
         gradients = torch.autograd.grad(sum(losses.values()), list(parameters.values()), allow_unused=True)
     model.train(training)
@@ -435,6 +437,17 @@ def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[lis
     for name in unread:
         parameters[name].requires_grad_(False)
     return unread
+
+
+def _check_rows(outputs: Mapping[str, Tensor], rows: int) -> None:
+    """:class:`CoderError` for a head's output that has not one row for each pair: steps could not split or gather it."""
+    for key, value in outputs.items():
+        if key.startswith("coder_") and (value.ndim == 0 or len(value) != rows):
+            raise CoderError(
+                f"a head returned {key} of shape {list(value.shape)} for a batch of {rows} pairs: what leaves the model has "
+                "one row for each pair. Expand the value over the batch, or let the loss read the parameter from the head "
+                f"(self.provider({key!r}))"
+            )
 
 
 def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: int = 4) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from coder_plugin.backbones.tokenizers import (
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
 from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_write
 from coder_plugin.functional.masked_sets import without_start
 from coder_plugin.functional.similarity import unit
 
@@ -227,7 +228,8 @@ class RegionText(Backbone):
             self._tokenizer.tokenizer.save_pretrained(folder / TEXT_FOLDER)
             config["options"].update(text=TEXT_FOLDER, pretrained_text=False)
         path = folder / CONFIG
-        path.write_text(json.dumps(config, indent=1))
+        with atomic_write(path, "w") as file:
+            file.write(json.dumps(config, indent=1))
         return path
 
     def lock_image_tower(self, unlocked_groups: int = 0, **_: Any) -> None:

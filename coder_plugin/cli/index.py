@@ -76,8 +76,7 @@ def index_command(arguments: argparse.Namespace) -> str:
         pictures = None
     else:
         source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
-    reading = {"workers": data.workers, "max_bad_images": data.max_bad_images}
-    model = open_pretrained(spec, {**reading, **options}, export=arguments.export, name=spec)
+    model = open_pretrained(spec, options, export=arguments.export, name=spec)
     if arguments.what != "captions":
         example = first_image(source, data.max_bad_images, reads_regions=isinstance(model.model, Backbone))
         check_data(model.model, example, source.name, max_regions=model.config.max_regions)

@@ -36,6 +36,19 @@ OPTIONS = "coder_options.json"
 #: Options that an export stores, because neither its weights nor its configuration hold them.
 INFERENCE_OPTIONS = ("max_regions", "precision", "rerank", "channels_last")
 
+#: Options that an export stores besides if open_clip's configuration, which holds them otherwise, could not be read.
+CONFIGURATION_OPTIONS = (
+    "model",
+    "force_image_size",
+    "force_context_length",
+    "force_quick_gelu",
+    "force_custom_text",
+    "image_mean",
+    "image_std",
+    "image_interpolation",
+    "image_resize_mode",
+)
+
 
 def export_model(
     model: Any,
@@ -52,8 +65,8 @@ def export_model(
         folder: made if it does not exist.
         state: the model's state dict, if it has been gathered already; None: taken from the model.
         tokenizer: open_clip's. The files of a Hugging Face tokenizer are written, because ``local-dir:`` looks for them.
-        options: :data:`INFERENCE_OPTIONS` by name; ``model`` is stored only if open_clip's configuration could not be read
-            (from a hub that cannot be reached).
+        options: :data:`INFERENCE_OPTIONS` and :data:`CONFIGURATION_OPTIONS` by name. The latter are stored only if
+            open_clip's configuration could not be read (from a hub that cannot be reached).
 
     Returns:
         The path of the weights.
@@ -75,23 +88,20 @@ def export_model(
         text.save_pretrained(folder / TEXT_FOLDER)
     if model.coder_config is not None:
         config = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
-        (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2))
+        with atomic_write(folder / "open_clip_config.json", "w") as file:
+            file.write(json.dumps(config, indent=2))
     return folder / WEIGHTS
 
 
 def inference_options(config: Any) -> dict[str, Any]:
     """The options of a run (:class:`~coder_plugin.config.TrainConfig`) that its exports store."""
-    return {
-        "max_regions": config.data.max_regions,
-        "precision": config.optim.precision,
-        "rerank": config.evaluation.rerank,
-        "channels_last": config.model.channels_last,
-        "model": config.model.name,
-    }
+    options = config.to_flat()
+    return {name: options[name] for name in (*INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)}
 
 
 def _write_options(model: Any, folder: Path, options: Mapping[str, Any]) -> None:
-    names = [*INFERENCE_OPTIONS, *(["model"] if getattr(model, "coder_config", model) is None else [])]
+    has_configuration = getattr(model, "coder_config", model) is not None
+    names = INFERENCE_OPTIONS if has_configuration else (*INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)
     stored = {name: options[name] for name in names if options.get(name) is not None}
     objective = options.get("objective") or str(model.coder.objective)
     with atomic_write(folder / OPTIONS, "w") as file:
@@ -109,7 +119,8 @@ def read_inference_options(folder: Path) -> dict[str, Any]:
         return {}
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
-        return {name: options[name] for name in ("objective", "model", *INFERENCE_OPTIONS) if options.get(name) is not None}
+        names = ("objective", *INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)
+        return {name: options[name] for name in names if options.get(name) is not None}
     except (OSError, ValueError, AttributeError) as error:
         raise CoderError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 

@@ -1,7 +1,7 @@
 """Open a model to embed images and texts: from an export, a run's folder, the Hugging Face Hub, or open_clip's names.
 
-Opening reads the export: its configuration, its weights, the scoring heads beside them, and ``coder_options.json``. It needs no
-training configuration.
+Opening reads the export: its configuration, its weights, the scoring heads beside them, and ``coder_options.json``. A run's
+folder adds how its data were read: :data:`RUN_OPTIONS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
-from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, resolve
+from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_option, resolve
 from coder_plugin.data.source import decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
@@ -25,6 +25,7 @@ from coder_plugin.pretrained.build import make_model, make_tokenizer, make_trans
 from coder_plugin.pretrained.device import default_device, make_autocast
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import (
+    CONFIGURATION_OPTIONS,
     INFERENCE_OPTIONS,
     export_files,
     heads_beside,
@@ -35,25 +36,16 @@ from coder_plugin.pretrained.export import (
 )
 from coder_plugin.pretrained.hub_cache import fetch, shared_options
 
+#: Options of a run's ``config.json`` that opening its folder takes over.
+RUN_OPTIONS = ("batch_size", "workers", "max_bad_images", "cache_dir")
 #: Options that opening reads, by flat name; others, such as those of training, are ignored.
 _OPTIONS = (
-    "model",
     "model_kwargs",
     "pretrained",
-    "force_image_size",
-    "force_context_length",
-    "force_quick_gelu",
-    "force_custom_text",
-    "image_mean",
-    "image_std",
-    "image_interpolation",
-    "image_resize_mode",
-    "cache_dir",
     "aggregator",
     "context_blocks",
-    "batch_size",
-    "workers",
-    "max_bad_images",
+    *RUN_OPTIONS,
+    *CONFIGURATION_OPTIONS,
     *INFERENCE_OPTIONS,
 )
 
@@ -93,6 +85,7 @@ class PretrainedModel:
         transform: a picture (PIL) -> [3, H, W]; for a region model, regions -> a dict of tensors.
         device: of the model.
         config: how it reads and computes.
+        configuration: the options of the model itself, which its exports store if open_clip's configuration is missing.
     """
 
     name: str
@@ -102,6 +95,7 @@ class PretrainedModel:
     transform: Callable[..., Any]
     device: torch.device
     config: InferenceConfig
+    configuration: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rerank(self) -> str | None:
@@ -181,7 +175,7 @@ class PretrainedModel:
     def inference_options(self) -> dict[str, Any]:
         """The options that an export of this model stores, for :func:`~coder_plugin.pretrained.export.export_model`."""
         options = {name: value for name, value in asdict(self.config).items() if name in INFERENCE_OPTIONS}
-        return {**options, "objective": self.objective}
+        return {**self.configuration, **options, "objective": self.objective}
 
 
 #: Parts of a configuration's names that say where weights came from or how training started, not how vectors are computed.
@@ -243,7 +237,7 @@ def open_pretrained(
 
     Args:
         spec: an export's folder, a run's, or ``hf-hub:OWNER/NAME[@REVISION]``; None: ``options`` name the model.
-        options: of model, data reading and precision, flat or nested, over those stored in the export.
+        options: of model, data reading and precision, flat or nested, over those of the run and those stored in the export.
         export: which export of a run: "best" or "last".
         name: what messages call the model; None: its weights' path or its name.
         device: of the model; None: this process's GPU, or the CPU.
@@ -282,6 +276,7 @@ def open_pretrained(
         transform=make_transform(model, max_regions=inference.max_regions),
         device=device,
         config=inference,
+        configuration={name: getattr(config, get_option(name).field) for name in CONFIGURATION_OPTIONS},
     )
 
 
@@ -290,9 +285,11 @@ def _resolve(
 ) -> tuple[ModelConfig, InferenceConfig, str]:
     """How to build the model, how it computes, and its loss as text."""
     options = {key: value for key, value in flatten(options).items() if key in _OPTIONS}
+    saved = saved_options(spec)
+    run = {name: saved[name] for name in RUN_OPTIONS if name in saved}
     stored: dict[str, Any] = {}
     if spec is not None:
-        folder = export_folder(spec, export=export, cache_dir=options.get("cache_dir"))
+        folder = export_folder(spec, export=export, cache_dir=options.get("cache_dir", run.get("cache_dir")))
         stored = {**shared_options(folder), **read_inference_options(folder)}
         weights, configuration = export_files(folder)
         options["pretrained"] = str(weights)
@@ -301,7 +298,7 @@ def _resolve(
         elif (folder / "open_clip_config.json").is_file() or not {"model"} & (options.keys() | stored.keys()):
             options["model"] = f"local-dir:{folder}"
     objective = stored.pop("objective", "")
-    config = resolve([("export", stored), ("flag", options)])
+    config = resolve([("run", run), ("export", stored), ("flag", options)])
     inference = InferenceConfig(
         max_regions=config.data.max_regions,
         precision=config.optim.precision,
@@ -341,10 +338,17 @@ def model_name(spec: str | Path | None, options: Mapping[str, Any], *, export: s
 
 
 def saved_options(spec: str | Path | None) -> dict[str, Any]:
-    """The options of a run's ``config.json`` by flat name; empty if ``spec`` is not a run's folder."""
+    """The options of a run's ``config.json`` by flat name; empty if ``spec`` is not a run's folder.
+
+    Raises:
+        CoderError: the file is damaged, or holds an unknown option.
+    """
     if spec is None or export_files(Path(spec))[0] is not None or not (file := Path(spec) / "config.json").is_file():
         return {}
-    return flatten(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        return flatten(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, CoderError) as error:
+        raise CoderError(f"{file} cannot be read: {error}") from error
 
 
 def saved_data_config(spec: str | Path | None, options: Mapping[str, Any]) -> DataConfig:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import coder_plugin
+from coder_plugin.config import resolve
+from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import shortlist_length
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import export_heads, export_model, read_heads
-from coder_plugin.pretrained.open import load_model, open_pretrained
+from coder_plugin.pretrained.build import make_model
+from coder_plugin.pretrained.export import export_heads, export_model, inference_options, read_heads
+from coder_plugin.pretrained.open import InferenceConfig, load_model, open_pretrained
 
 
 class Spread(nn.Module):
@@ -39,7 +45,9 @@ def test_an_export_names_its_heads_and_opens_without_the_others(tmp_path: Path) 
     texts = torch.randint(1, 90, (3, model.context_length))
     with torch.no_grad():
         assert load_model(tmp_path).embed_text(texts).equal(model.embed_text(texts))
-    out = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
     assert out.splitlines()[-1] == "['concepts'] False"
 
 
@@ -54,3 +62,35 @@ def test_an_export_opens_without_the_term_objects_of_its_run(tmp_path: Path) -> 
     texts = torch.randint(1, 90, (3, model.context_length))
     with torch.no_grad():
         assert opened.model.embed_text(texts).equal(model.embed_text(texts))
+
+
+def test_a_run_is_opened_with_its_way_of_reading_data(tmp_path: Path) -> None:
+    model = coder_plugin.create_model("coder-tiny", loss="dcl").eval()
+    export_model(model, tmp_path / "export" / "best")
+    run = {
+        "optim": {"batch_size": 7, "lr": 1.0},
+        "data": {"workers": 0, "max_bad_images": 3},
+        "model": {"name": "no-such"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    config = open_pretrained(tmp_path, {"max_bad_images": 5}, device="cpu").config
+    assert (config.batch_size, config.workers, config.max_bad_images) == (7, 0, 5)
+    assert open_pretrained(tmp_path / "export" / "best", device="cpu").config == InferenceConfig()
+    (tmp_path / "config.json").write_text('{"optim":')
+    with pytest.raises(CoderError, match=r"config\.json cannot be read"):
+        open_pretrained(tmp_path, device="cpu")
+
+
+def test_overrides_survive_without_open_clips_configuration(tmp_path: Path) -> None:
+    overrides = {"force_image_size": 32, "image_mean": [0.1, 0.2, 0.3], "image_interpolation": "bilinear"}
+    config = resolve([("flag", {"model": "coder-tiny", **overrides})])
+    model = make_model(config.model, Objective.parse("dcl"), torch.device("cpu")).eval()
+    model.coder_config = None  # as if the hub could not be reached
+    export_model(model, tmp_path / "one", options=inference_options(config))
+    assert not (tmp_path / "one" / "open_clip_config.json").exists()
+    opened = open_pretrained(tmp_path / "one", device="cpu")
+    opened.model.coder_config = None
+    export_model(opened.model, tmp_path / "two", options=opened.inference_options())
+    for each in (opened, open_pretrained(tmp_path / "two", device="cpu")):
+        assert each.model.visual.preprocess_cfg == model.visual.preprocess_cfg
+        assert each.transform(Image.new("RGB", (50, 40))).shape == (3, 32, 32)

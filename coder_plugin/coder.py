@@ -179,6 +179,8 @@ class CoderLoss(nn.Module):
             term = spec.build()
             if next(term.parameters(), None) is not None:
                 raise CoderError(f"loss {spec.name!r} owns parameters, which nothing would train: put them into a head")
+            term = copy.copy(term)  # a term that was passed as an object may be in losses of other models too
+            term._modules = dict(term._modules)
             self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
 
     def forward(self, *, output_dict: bool = True, **outputs: Tensor) -> dict[str, Tensor] | Tensor:

@@ -30,9 +30,16 @@ else:
 
 
 def _option(
-    default: Any, help: str, *, flag: str | None = None, choices: Sequence[str] | None = None, at_least: float | None = None
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    choices: Sequence[str] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    metadata = {"flag": flag, "help": help, "choices": choices, "at_least": at_least}
+    metadata = {"flag": flag, "help": help, "choices": choices, "at_least": at_least, "above": above, "below": below}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -78,10 +85,12 @@ class ModelConfig:
         "tower", "the features of an image or a text: the towers' own, or GPO over their tokens", choices=("tower", "gpo")
     )
     context_blocks: int = _option(
-        1, "SelfAlign on open_clip towers: blocks between the layer that gives local features and the layer that gives contexts"
+        1,
+        "SelfAlign on open_clip towers: blocks between the layer that gives local features and the layer that gives contexts",
+        at_least=1,
     )
     lora_rank: int = _option(0, "train low-rank adapters of this rank instead of the towers' weights (needs peft)", at_least=0)
-    lora_alpha: float | None = _option(None, "scale of the adapters [their rank]")
+    lora_alpha: float | None = _option(None, "scale of the adapters [their rank]", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +131,11 @@ class DataConfig:
         "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
     )
     max_regions: int = _option(36, "read at most the first n regions of an image", at_least=1)
-    region_dropout: float = _option(0.0, "share of regions dropped at random in training [0; region-bert: 0.2]", at_least=0)
+    region_dropout: float = _option(
+        0.0, "share of regions dropped at random in training [0; region-bert: 0.2]", at_least=0, below=1
+    )
     word_dropout: float = _option(
-        0.0, "share of words masked, replaced or dropped at random in training [0; region-bert: 0.2]", at_least=0
+        0.0, "share of words masked, replaced or dropped at random in training [0; region-bert: 0.2]", at_least=0, below=1
     )
     train_num_samples: int | None = _option(
         None, "samples per epoch, where the data cannot be counted or should be fewer", at_least=1
@@ -315,6 +326,9 @@ READING = (
     "regions_type",
 )
 
+#: Options that belong to a loss and do not carry over to another.
+LOSS_OPTIONS = ("set", "concepts", "negatives", "positives", "tagger")
+
 #: Lists of OPTION=VALUE, which later layers change option by option.
 _KEY_VALUE_LISTS = ("set", "model_kwargs", "aug_cfg")
 
@@ -340,6 +354,8 @@ class Option:
     help: str
     choices: Sequence[str] | None = None
     at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
 
     @property
     def flag(self) -> str:
@@ -349,9 +365,9 @@ class Option:
         """The value in its declared type (an int where a float is declared becomes a float).
 
         Raises:
-            CoderError: a value of another type, one that is not among the choices, or one that is too small.
+            CoderError: a value of another type, one that is not among the choices, or one out of range.
         """
-        where = "" if origin == "flag" else f" (set by {origin})"
+        where = "" if origin in ("flag", "argument") else f" (set by {origin})"
         if isinstance(value, tuple):
             value = list(value)
         if isinstance(value, list) and self.is_list:
@@ -371,6 +387,10 @@ class Option:
         if self.at_least is not None and not number >= self.at_least:
             least = f"at least {self.at_least:g}" if self.kind is int else f">= {self.at_least:g}"
             raise CoderError(f"{self.flag} must be {least}, got {value}{where}")
+        if self.above is not None and not number > self.above:
+            raise CoderError(f"{self.flag} must be > {self.above:g}, got {value}{where}")
+        if self.below is not None and not number < self.below:
+            raise CoderError(f"{self.flag} must be < {self.below:g}, got {value}{where}")
         return value
 
 
@@ -402,6 +422,8 @@ def options_by_name() -> Mapping[str, Option]:
                 help=item.metadata["help"],
                 choices=item.metadata["choices"],
                 at_least=item.metadata["at_least"],
+                above=item.metadata["above"],
+                below=item.metadata["below"],
             )
     return options
 
@@ -495,6 +517,9 @@ def merge(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, An
             values.pop("warmup_epochs", None)
         elif "warmup_epochs" in options and "warmup" not in options:
             values.pop("warmup", None)
+        if "loss" in values and options.get("loss", values["loss"]) != values["loss"]:
+            for name in LOSS_OPTIONS:
+                values.pop(name, None)
         for name, value in options.items():
             value = get_option(name).check(value, origin)
             if name in _KEY_VALUE_LISTS and value and values.get(name):
@@ -509,7 +534,8 @@ def resolve(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
 
     Args:
         layers: (name, options) from the weakest to the strongest. Options are flat or nested; a value of None counts as not
-            given. Lists of OPTION=VALUE are merged option by option, and an empty list clears them.
+            given. Lists of OPTION=VALUE are merged option by option, and an empty list clears them. A layer that replaces the
+            loss of a weaker one also drops that loss's options (:data:`LOSS_OPTIONS`).
 
     Returns:
         The configuration; its ``origins`` holds the layer's name for each option that a layer set.

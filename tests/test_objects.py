@@ -106,7 +106,11 @@ def test_a_term_binds_to_the_model(model):
     term = ReadsNorms()
     created = create_model("coder-tiny", loss=term, custom_heads=[Norms])
     assert list(created.coder.heads) == ["norms"]
-    assert create_loss(term, model=created).terms["reads_norms"] is term and "norms" in term.heads
+    bound = create_loss(term, model=created).terms["reads_norms"]
+    assert isinstance(bound, ReadsNorms) and bound.heads is created.coder.heads
+    other = create_model("coder-tiny", loss=term, custom_heads=[Norms])
+    assert create_loss(term, model=other).terms["reads_norms"].heads is other.coder.heads
+    assert bound.heads is created.coder.heads, "a loss of another model leaves this one as it is"
     plain = create_loss(Spread(), model=model).terms["spread"]
     assert plain.uses == () and plain.takes_views is False and plain.masks_same_image is True
 

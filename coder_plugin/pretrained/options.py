@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from coder_plugin import recipes
 from coder_plugin.backbones import plugin_backbones
-from coder_plugin.config import SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
+from coder_plugin.config import LOSS_OPTIONS, SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import format_value
 from coder_plugin.pretrained.export import weights_named
@@ -17,7 +18,11 @@ _OF_REGION_MODELS = ("region_dropout", "word_dropout")
 
 
 def resolve_config(
-    flags: Mapping[str, Any] | None = None, *, file: Mapping[str, Any] | None = None, file_name: str = "file"
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: Mapping[str, Any] | None = None,
+    file_name: str = "file",
+    flags_name: str = "flag",
 ) -> TrainConfig:
     """Merge the layers of options: field defaults, scenes, backbone, recipe, file, flags; later ones win.
 
@@ -25,6 +30,7 @@ def resolve_config(
         flags: options, flat (``{"lr": 1e-3}``) or nested by subject (``{"optim": {"lr": 1e-3}}``). None: none.
         file: options of a configuration file, in the same forms.
         file_name: what ``origins`` calls the file.
+        flags_name: what ``origins`` calls ``flags``.
 
     Returns:
         The configuration, with the recipe's settings if an option ``recipe`` names one.
@@ -39,7 +45,10 @@ def resolve_config(
         >>> config.origins["epochs"], config.origins["batch_size"]
         ('flag', 'scenes')
     """
-    layers = [(file_name, flatten(file or {})), ("flag", flatten(flags or {}))]
+    file, flags = flatten(file or {}), flatten(flags or {})
+    if "recipe" in file and "loss" in flags and "loss" not in file:  # the file's options are for its recipe's loss
+        file = {name: value for name, value in file.items() if name not in LOSS_OPTIONS}
+    layers = [(file_name, file), (flags_name, flags)]
     options, _ = merge(layers)
     recipe_name, settings = _recipe_layer(options)
     data = resolve(layers).data
@@ -66,7 +75,7 @@ def resolve_config(
         ]
     )
     weights = weights_named(config.model.pretrained)
-    return config if weights == config.model.pretrained else config.with_options(pretrained=weights)
+    return replace(config, model=replace(config.model, pretrained=weights))
 
 
 def _recipe_layer(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -65,7 +65,8 @@ class Trainer:
 
     Attributes:
         step: optimizer steps taken so far. epoch: epochs completed so far.
-        stop: set it to True to end the run after the current step, as if it were the last (on all ranks alike).
+        stop: set it to True on all ranks to end the run after the current step, with an evaluation and a checkpoint.
+            ``config={"resume": "latest"}`` continues with the next step, also inside an epoch.
         model, loss, loader, optimizer, schedule, accelerator: what a step works with; optimizer and schedule exist once
             :meth:`run` has begun.
 
@@ -93,7 +94,8 @@ class Trainer:
         self.config = config = prepare.config_of_objects(config, model=model, loss=loss, train=train, val=val)
         self.callbacks = list(callbacks)
         optim, data = config.optim, config.data
-        objective = prepare.make_objective(config, loss)
+        objective = prepare.make_objective(config, loss, model)
+        prepare.check_objects(config, objective, model=model, loss=loss)
         self.accelerator = prepare.make_accelerator(config)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
@@ -166,7 +168,7 @@ class Trainer:
             callbacks: as in :class:`Trainer`.
         """
         if not isinstance(config, TrainConfig):
-            config = resolve_config(config)
+            config = resolve_config(config, flags_name="argument")
         scenes = "scenes" if config.data.on_scenes else None
         return cls(
             model=config.model.name,
@@ -210,10 +212,13 @@ class Trainer:
             if self.step == 0 and every:
                 self._evaluate("before the first step")
             while self.epoch < config.optim.epochs and not self.stop:
-                self._train_epoch()
-                self.epoch, self.position = self.epoch + 1, None
-                if every and (self.is_last_epoch or self.epoch % every == 0):
-                    self._evaluate(f"after epoch {self.epoch}")
+                if self._train_epoch():
+                    self.epoch, self.position = self.epoch + 1, None
+                    if every and (self.is_last_epoch or self.epoch % every == 0):
+                        self._evaluate(f"after epoch {self.epoch}")
+                elif every:
+                    with self._same_random_states():
+                        self._evaluate(f"after step {self.step}")
                 self._save()
             results = {"last": self.last, "best": self.best, "folder": str(self.folder)}
             for callback in self.callbacks:
@@ -233,7 +238,12 @@ class Trainer:
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
-    def _train_epoch(self) -> None:
+    def _same_random_states(self) -> contextlib.AbstractContextManager[None]:
+        """A context that changes no random state, so that an epoch can be resumed as if it had not been entered."""
+        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
+
+    def _train_epoch(self) -> bool:
+        """Train to the end of the epoch, or to a stop. Returns whether the epoch is complete."""
         accum_freq, model = self.config.optim.accum_freq, self.model
         model.train()
         batches = iter(self.loader.epoch(self.epoch, self.position))
@@ -241,7 +251,7 @@ class Trainer:
         with self.log.progress(self.epoch, steps_done, self.steps_per_epoch) as progress:
             while True:
                 started = time.perf_counter()
-                group = list(itertools.islice(batches, accum_freq))
+                group = [] if self.stop else list(itertools.islice(batches, accum_freq))
                 # a rank with undecodable images may run out of batches first: then all ranks stop
                 if distributed.any_rank(self.stop or len(group) < accum_freq, self.device):
                     break
@@ -261,11 +271,13 @@ class Trainer:
                     self._save()
         self.log.bad_images(self.loader.bad)
         self._log_caption_stats()
-        if self.position is None:
+        stopped = distributed.any_rank(self.stop, self.device)
+        if self.position is None and not stopped:
             raise CoderError(
                 f"epoch {self.epoch} gave no step on some rank: {len(self.loader.bad)} images of rank {distributed.rank()} "
                 "could not be used (see the warnings), and the rest is less than a batch"
             )
+        return not stopped or (self.position or {}).get("batches", 0) // accum_freq >= self.steps_per_epoch
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)

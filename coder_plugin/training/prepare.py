@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coder_plugin import distributed
+from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
-from coder_plugin.config import TrainConfig, flatten
+from coder_plugin.config import TrainConfig, flatten, get_option
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
-from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts
+from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts, heads_with
 from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
@@ -45,9 +46,11 @@ def config_of_objects(
     Raises:
         CoderError: a plain open_clip model without ``config={"model": NAME}``, or options that do not go together.
     """
-    options: dict[str, Any] = {}
-    options["train_data"], options["val_data"] = _data_name(train), _data_name(val)
-    options["loss"] = loss if isinstance(loss, str) else str(_parse_loss(loss))
+    options: dict[str, Any] = {"train_data": _data_name(train), "val_data": _data_name(val)}
+    if options["train_data"] == "scenes":  # the scenes need no name, nor does their validation split
+        options["train_data"] = None
+        options["val_data"] = None if options["val_data"] == "scenes" else options["val_data"]
+    options["loss"] = loss if isinstance(loss, str) else str(_parse_loss(loss, model))
     if isinstance(model, str):
         options["model"] = model
     elif isinstance(model, Backbone):
@@ -59,17 +62,84 @@ def config_of_objects(
     if isinstance(config, TrainConfig):
         changed = {name: value for name, value in options.items() if config.to_flat()[name] != value}
         return config.with_options(**changed) if changed else config
-    return resolve_config({**flatten(config or {}), **options})
+    return resolve_config({**flatten(config or {}), **options}, flags_name="argument")
 
 
 def _data_name(data: Any) -> str | None:
     if data is None or isinstance(data, (str, Path)):
-        return None if data in (None, "scenes") else str(data)
+        return None if data is None else str(data)
     return str(getattr(data, "name", type(data).__name__))
 
 
-def _parse_loss(loss: Any) -> Objective:
-    return loss.objective if isinstance(loss, CoderLoss) else Objective.parse(loss)
+def _parse_loss(loss: Any, model: Any = None) -> Objective:
+    custom_heads = model.coder.passed_heads if hasattr(model, "coder") else ()
+    return loss.objective if isinstance(loss, CoderLoss) else Objective.parse(loss, heads=custom_heads)
+
+
+#: Options that take effect when a model is made; of a plain open_clip model, when its heads are added.
+_MAKING_MODEL = (
+    "model_kwargs pretrained pretrained_image pretrained_image_path force_image_size force_context_length force_quick_gelu "
+    "force_patch_dropout force_custom_text image_mean image_std image_interpolation image_resize_mode channels_last"
+).split()
+_ADDING_HEADS = ("aggregator", "context_blocks", "concepts")
+
+
+def check_objects(config: TrainConfig, objective: Objective, *, model: Any, loss: Any) -> None:
+    """Check that no option is set that a finished model or loss no longer takes.
+
+    Args:
+        config: the run's options.
+        objective: the loss with the options that ``config`` sets.
+        model, loss: as in :class:`~coder_plugin.Trainer`.
+
+    Raises:
+        CoderError: such an option, or a loss that was made for another model.
+    """
+    if isinstance(loss, CoderLoss):
+        heads = model.coder.heads if hasattr(model, "coder") else None
+        if any(term.heads is not heads for term in loss.terms.values()):
+            raise CoderError("the loss reads the heads of another model: make it with create_loss(..., model=MODEL)")
+        if objective != loss.objective:
+            names = [name for name in ("set", "local_loss", "negatives", "positives") if getattr(config.loss, name)]
+            raise CoderError(
+                f"{', '.join(names)}: the loss is made and no longer takes options: give them when the loss is made, such as "
+                "create_loss(Objective.parse(LOSS).with_options({'dcl.mu': 0.07}), model=MODEL)"
+            )
+    if model is None or isinstance(model, str):
+        return
+    options = config.to_flat()
+    of_model = {"force_context_length": getattr(model, "context_length", None)}
+    names = list(_MAKING_MODEL)
+    if hasattr(model, "coder"):
+        names += _ADDING_HEADS
+        of_model["aggregator"] = "gpo" if len(model.coder.aggregators) else "tower"
+        of_model["context_blocks"] = model.coder.context_blocks
+    refused = [
+        name
+        for name in names
+        if options[name] not in (get_option(name).default, of_model.get(name, get_option(name).default))
+        and not config.origins.get(name, "").startswith("model ")  # a backbone's default
+    ]
+    if hasattr(model, "coder"):
+        refused += _refused_head_options(config, objective, model)
+    if refused:
+        raise CoderError(f"{', '.join(refused)}: the model is made and takes no such options: pass them to create_model")
+
+
+def _refused_head_options(config: TrainConfig, objective: Objective, model: Any) -> list[str]:
+    """The options of heads that ``config`` sets otherwise than the model's heads were made with."""
+    settings = {setting.partition("=")[0].strip() for setting in config.loss.set}
+    generated = {name for name in ("negatives", "positives") if getattr(config.loss, name) is not None}
+    options_of_model = dict(model.coder.objective.heads)
+    refused = []
+    for name, options in objective.heads:
+        defaults = inspect.signature(registry.load("heads", name)).parameters
+        for option, value in options:
+            if f"{name}.{option}" in settings or option in generated:
+                of_model = dict(options_of_model.get(name, ())).get(option, defaults[option].default)
+                if name not in model.coder.heads or of_model != value:
+                    refused.append(f"{name}.{option}")
+    return refused
 
 
 def open_data(config: TrainConfig, data: Any, split: str) -> Any:
@@ -83,12 +153,13 @@ def open_data(config: TrainConfig, data: Any, split: str) -> Any:
     return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data
 
 
-def make_objective(config: TrainConfig, loss: Any = None) -> Objective:
+def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> Objective:
     """The objective of ``--loss``, or of a loss object, with the options that the other loss flags set.
 
     Args:
         config: ``--loss``, ``--set``, ``--negatives``, ``--positives`` and ``--local-loss``.
         loss: replaces ``--loss``: a loss in any form that :meth:`Objective.parse` reads, or a loss object.
+        model: a model made by :func:`coder_plugin.create_model`, whose custom heads the loss may name.
 
     Raises:
         CoderError: a wrong expression, an option that does not exist, or an option that is set twice.
@@ -100,11 +171,12 @@ def make_objective(config: TrainConfig, loss: Any = None) -> Objective:
         if not equals:
             raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
         settings[path.strip()] = parse_value(value)
-    objective = _parse_loss(expression).with_options(settings)
+    objective = _parse_loss(expression, model).with_options(settings)
     flags = {"negatives": config.loss.negatives, "positives": config.loss.positives}
     generators = {name: value for name, value in flags.items() if value is not None}
     if generators:
-        heads = required_heads_with(objective, AddsTexts)
+        has_heads = hasattr(model, "coder")
+        heads = heads_with(model.coder.heads, AddsTexts) if has_heads else required_heads_with(objective, AddsTexts)
         if not heads:
             names = " and ".join(f"--{name}" for name in generators)
             raise CoderError(f'{names}: no term of --loss "{config.loss.expression}" reads generated texts (ascl does)')

@@ -15,11 +15,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from coder_plugin import Callback, Trainer, create_model, register, registry
+from coder_plugin import Callback, Trainer, create_loss, create_model, register, registry
 from coder_plugin.cli import main
 from coder_plugin.data.item import Item
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.base import Head
+from coder_plugin.objective import Objective
+from coder_plugin.pretrained.options import resolve_config
 
 STEPS = 3  # steps of an epoch
 
@@ -204,8 +207,84 @@ def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path, tiny_model, op
     trainer = Trainer(model=tiny_model, loss="clip", train=items, val=val, config=config, callbacks=[recorder])
     results = trainer.run()
     assert trainer.step == 2 and results["last"]["step"] == 2
-    assert recorder.calls[-3:] == [("evaluation", 1), ("save", "step_00000002"), ("end", 1)]
+    assert recorder.calls[-3:] == [("evaluation", 0), ("save", "step_00000002"), ("end", 0)], "no epoch is complete"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("stop_at", [2, STEPS, STEPS + 1])
+def test_a_stopped_run_resumes_at_the_next_step(tmp_path, tiny_model, options, items, stop_at):
+    val = open_scenes("val", count=6)
+
+    def train(name: str, callbacks: Any = (), **changes: Any) -> Trainer:
+        config = options(name, val_frequency=1, **changes)
+        trainer = Trainer(model=tiny_model, loss="clip", train=items, val=val, config=config, callbacks=callbacks)
+        trainer.run()
+        return trainer
+
+    whole = train("whole")
+    stopped = train("stopped", [Recorder(stop_at=stop_at)])
+    assert (stopped.step, stopped.epoch) == (stop_at, stop_at // STEPS)
+    resumed = train("stopped", resume="latest")
+    assert (resumed.step, resumed.epoch) == (2 * STEPS, 2)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    weights = whole.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())
+
+
+# Options that a finished model or loss cannot take
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"set": ["dcl.mu=0.07"]}, "set: the loss is made and no longer takes options: give them when the loss is made"),
+        ({"local_loss": True}, "local_loss: the loss is made"),
+    ],
+)
+def test_a_loss_object_takes_no_options(tiny_model, options, items, changes, message):
+    model = create_model(tiny_model, loss="dcl")
+    with pytest.raises(CoderError, match=message):
+        Trainer(model=model, loss=create_loss("dcl", model=model), train=items, config=options("run", **changes))
+
+
+def test_a_loss_object_belongs_to_its_model(tiny_model, options, items):
+    model, other = (create_model(tiny_model, loss="clip") for _ in range(2))
+    loss = create_loss("clip", model=model)
+    for wrong in (other, tiny_model):
+        with pytest.raises(CoderError, match="the loss reads the heads of another model"):
+            Trainer(model=wrong, loss=loss, train=items, config=options("run"))
+    assert Trainer(model=model, loss=loss, train=items, config=options("run")).loss is loss
+
+
+def test_a_finished_model_takes_no_options_of_its_making(tiny_model, options, items):
+    model = create_model(tiny_model, loss=Objective.parse("pgc").with_options({"prototypes.clusters": 5}))
+    for changes, names in (
+        ({"set": ["prototypes.clusters=33"]}, "prototypes.clusters"),
+        ({"aggregator": "gpo", "context_blocks": 2}, "aggregator, context_blocks"),
+        ({"pretrained": "openai", "force_quick_gelu": True}, "pretrained, force_quick_gelu"),
+    ):
+        with pytest.raises(CoderError, match=f"^{names}: the model is made .*: pass them to create_model$"):
+            Trainer(model=model, loss="pgc", train=items, config=options("run", **changes))
+    config = options("run", set=["prototypes.clusters=5"], aggregator="tower")
+    assert Trainer(model=model, loss="pgc", train=items, config=config).model is model
+
+
+class Negated(Head):
+    requires, provides = ("image_features", "text_features"), ("coder_image_negated", "coder_text_negated")
+    feature_keys = ("coder_image_negated", "coder_text_negated")
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+
+    def forward(self, image_features: Tensor, text_features: Tensor) -> dict[str, Tensor]:
+        return {"coder_image_negated": -image_features, "coder_text_negated": -text_features}
+
+
+def test_a_loss_may_name_the_models_custom_heads(tiny_model, options, items):
+    model = create_model(tiny_model, loss="clip + clip@negated", custom_heads=[Negated])
+    trainer = Trainer(model=model, loss="clip + clip@negated", train=items, config=options("run", epochs=1))
+    trainer.run()
+    assert list(trainer.loss.terms) == ["clip", "clip_negated"] and trainer.step == STEPS
 
 
 # Resuming
@@ -269,6 +348,52 @@ def test_a_flag_replaces_the_recipes_loss(tmp_path, capsys):
     settings = plan(capsys, "--recipe", "ascl-clip", "--loss", "clip", "--logs", str(tmp_path))["settings"]
     assert settings["loss"] == {"value": "clip", "from": "flag"}
     assert settings["lr"] == {"value": 1e-5, "from": "recipe ascl-clip"}
+
+
+def test_a_flag_replaces_a_runs_loss_with_its_options(tmp_path, capsys):
+    """Options that the recipe, or a file, sets for its own loss do not reach the other loss; those of the flags do."""
+    saved = resolve_config({"recipe": "ascl-clip", "set": ["asymmetry.positives=join"]}).to_dict()
+    run, written = tmp_path / "config.json", tmp_path / "written.json"
+    run.write_text(json.dumps(saved))
+    written.write_text(json.dumps({"recipe": "ascl-clip", "set": ["asymmetry.positives=join"]}))
+    for file in (run, written):
+        flags = ["--config", str(file), "--logs", str(tmp_path)]
+        settings = plan(capsys, *flags, "--loss", "dcl", "--set", "dcl.mu=0.07")["settings"]
+        assert settings["loss"]["value"] == "dcl" and settings["set"] == {"value": ["dcl.mu=0.07"], "from": "flag"}
+        settings = plan(capsys, *flags, "--loss", "clip")["settings"]
+        assert "set" not in settings
+    assert resolve_config({"lr": 1e-3}, file=saved).loss.set == saved["loss"]["set"] != []
+
+
+def test_the_scenes_as_validation_data_are_recorded(tmp_path, tiny_model, options):
+    file, _ = table(tmp_path, "train", 8)
+    config = {**options("run", epochs=1, train_num_samples=8), "model": tiny_model, "loss": "clip", "train_data": str(file)}
+    trainer = Trainer.from_config({**config, "val_data": "scenes"})
+    assert trainer.config.data.val == "scenes" and trainer.val.name == "scenes (val)"
+    on_scenes = Trainer(model=tiny_model, loss="clip", train="scenes", val="scenes", config=options("scenes"))
+    assert on_scenes.config.data.train is None and on_scenes.config.data.val is None and on_scenes.config.data.on_scenes
+
+
+def test_origins_of_normalised_and_of_passed_values(tmp_path, tiny_model, options, items):
+    (tmp_path / "open_clip_model.safetensors").touch()
+    config = resolve_config({"pretrained": str(tmp_path)})
+    assert config.model.pretrained == str(tmp_path / "open_clip_model.safetensors") and config.origins["pretrained"] == "flag"
+    trainer = Trainer(model=tiny_model, loss="clip", train=items, config=options("run"))
+    assert trainer.config.origins["loss"] == trainer.config.origins["batch_size"] == "argument"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("region_dropout", 1.0, "--region-dropout must be < 1, got 1.0"),
+        ("word_dropout", 1.5, "--word-dropout must be < 1, got 1.5"),
+        ("context_blocks", 0, "--context-blocks must be at least 1, got 0"),
+        ("lora_alpha", 0.0, "--lora-alpha must be > 0, got 0.0"),
+    ],
+)
+def test_bounds(option, value, message):
+    with pytest.raises(CoderError, match=message):
+        resolve_config({option: value})
 
 
 def test_a_runs_config_file_repeats_it(tmp_path, tiny_model, options, capsys):

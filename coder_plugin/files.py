@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,6 +50,62 @@ def atomic_replace(temporary: str | Path, path: str | Path) -> None:
     fsync_path(Path(path).parent)
 
 
+def temporary_path(path: str | Path) -> Path:
+    """A new name next to ``path``: ``.NAME.HOST.PID.RANDOM.writing``. No other process takes it, on no machine."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}.writing")
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+
+
+def remove_leftovers(path: str | Path) -> None:
+    """Remove the temporary files and folders of ``path`` that killed processes of this machine have left."""
+    path = Path(path)
+    form = re.compile(rf"\.{re.escape(path.name)}\.{_host()}\.(\d+)\.[0-9a-f]{{8}}\.writing")
+    for each in path.parent.glob(".*.writing"):
+        if (match := form.fullmatch(each.name)) and not _is_running(int(match[1])):
+            if each.is_dir():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """A temporary file's name next to ``path``, for libraries that write files themselves; as :func:`atomic_write`.
+
+    Args:
+        path: the file to write. Its folder must exist.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "notes.txt"
+        >>> with atomic_path(path) as temporary:
+        ...     _ = temporary.write_text("complete")
+        >>> path.read_text()
+        'complete'
+    """
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        atomic_replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
 @contextmanager
 def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a temporary file next to ``path`` for writing, and rename it to ``path`` when the block ends.
@@ -68,14 +127,8 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
-            yield file
-        atomic_replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+    with atomic_path(path) as temporary, open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        yield file
 
 
 @contextmanager
@@ -100,10 +153,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         'complete'
     """
     path = Path(path)
-    temporary, old = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.old")
+    temporary, old = temporary_path(path), path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():  # killed between the two renames below
         os.replace(old, path)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_leftovers(path)
     temporary.mkdir(parents=True)
     try:
         yield temporary

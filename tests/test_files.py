@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from coder_plugin.files import atomic_folder, atomic_write
+from coder_plugin.files import atomic_folder, atomic_write, temporary_path
 
 
 class Broken(Exception):
@@ -96,3 +98,18 @@ def test_a_kill_between_the_renames_of_a_folder_loses_nothing(tmp_path: Path, mo
     with pytest.raises(Broken), atomic_folder(path):
         raise Broken
     assert (path / "a").read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_temporary_names_differ_and_only_those_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    script = f"from coder_plugin.files import temporary_path; temporary_path({str(path)!r}).mkdir()"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    [killed] = tmp_path.iterdir()
+    assert killed.name.endswith(".writing") and killed.name.startswith(".folder.")
+    running, elsewhere = temporary_path(path), tmp_path / ".folder.another-host.1.01234567.writing"
+    assert running != temporary_path(path)
+    for other in (running, elsewhere):
+        other.mkdir()
+    with atomic_folder(path) as folder:
+        assert folder != running
+    assert set(tmp_path.iterdir()) == {path, running, elsewhere}

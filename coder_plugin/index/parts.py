@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_replace
+from coder_plugin.files import atomic_path
 from coder_plugin.index import manifest, records, vectors
 
 #: Folder of the arrays that re-ranking reads.
@@ -90,9 +90,8 @@ def write(path: Path, part: Part) -> None:
     # a tensor, not metadata: safetensors limits the size of its header, and captions may be long
     text = torch.from_numpy(np.frombuffer(names.encode("utf-8", "surrogatepass"), dtype=np.uint8).copy())
     tensors |= {"thumbnail_sizes": sizes, "thumbnails": torch.from_numpy(thumbnails), "names": text}
-    temporary = path.with_name(f".{path.name}.writing")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
-    atomic_replace(temporary, path)
+    with atomic_path(path) as temporary:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
 
 
 def read(path: Path) -> Part:
@@ -170,17 +169,16 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     arrays = _MemmapWriter(scratch, order)
-    temporary = folder / f".{manifest.RECORDS}.writing"
-    connection = records.create(temporary)
     bad: list[str] = []
-    for path in paths:
-        part = read(path)
-        bad += part.bad
-        images, captions = order.rows(part)
-        _add_records(connection, part, images, captions)
-        arrays.add(part, images, captions)
-    records.finish(connection)
-    atomic_replace(temporary, folder / manifest.RECORDS)
+    with atomic_path(folder / manifest.RECORDS) as temporary:
+        connection = records.create(temporary)
+        for path in paths:
+            part = read(path)
+            bad += part.bad
+            images, captions = order.rows(part)
+            _add_records(connection, part, images, captions)
+            arrays.add(part, images, captions)
+        records.finish(connection)
     if not arrays.vectors:
         raise CoderError("the data have no captions, and only captions were to be indexed: there is nothing to embed")
     files = [folder / manifest.RECORDS]

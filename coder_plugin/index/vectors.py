@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_replace
+from coder_plugin.files import atomic_path
 
 log = logging.getLogger(__name__)
 _ROWS = 4096  # items added to FAISS at once
@@ -61,9 +61,8 @@ def write(path: Path, array: Any, factory: str) -> None:
         raise CoderError(
             f"FAISS cannot build {factory!r} from {items * views} vectors: use fewer clusters, or Flat: {_short(error)}"
         ) from error
-    temporary = path.with_name(f".{path.name}.writing")
-    faiss.write_index(index, str(temporary))
-    atomic_replace(temporary, path)
+    with atomic_path(path) as temporary:
+        faiss.write_index(index, str(temporary))
 
 
 def _chunks(array: Any) -> Iterator[np.ndarray]:

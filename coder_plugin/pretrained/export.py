@@ -21,7 +21,7 @@ from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_replace, atomic_write
+from coder_plugin.files import atomic_path, atomic_write, remove_leftovers
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking, heads_with
 from coder_plugin.model import required_heads_with
@@ -286,14 +286,14 @@ def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
     """Write to a temporary file, then rename it."""
     from safetensors.torch import save_file
 
-    temporary = path.with_name(f".{path.name}.writing")
     # clones, because safetensors refuses tensors that share memory
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    save_file(tensors, temporary, metadata={"format": "pt", **metadata})
-    umask = os.umask(0)
-    os.umask(umask)
-    temporary.chmod(0o666 & ~umask)  # safetensors makes its files private, whatever the user's umask
-    atomic_replace(temporary, path)
+    remove_leftovers(path)
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt", **metadata})
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # safetensors makes its files private, whatever the user's umask
 
 
 def _merged(model: Any) -> nn.Module:

@@ -13,6 +13,7 @@ from typing import Any
 from coder_plugin.backbones.clip import HEAD_OPTIONS, read_training_checkpoint
 from coder_plugin.config import TrainConfig, nest
 from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_folder, atomic_write
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.training.resume import comparable
@@ -54,16 +55,12 @@ def write_export(
     Each folder is written under a temporary name and then renamed, so a run that is killed here leaves the old ones complete.
     """
     exports = run / "export"
-    aside = _aside(exports / name)
-    export_model(model, aside, state, tokenizer=tokenizer, options=inference_options(config))
-    export_heads(model, aside, state)
-    linked = _aside(exports / "last")
-    shutil.copytree(aside, linked, copy_function=_link)
-    _rename(aside, exports / name)
-    _rename(linked, exports / "last")
-    written = run / ".config.json.writing"
-    written.write_text(json.dumps(nest(config.given()), indent=2))
-    os.replace(written, run / "config.json")
+    with atomic_folder(exports / "last") as last, atomic_folder(exports / name) as folder:
+        export_model(model, folder, state, tokenizer=tokenizer, options=inference_options(config))
+        export_heads(model, folder, state)
+        shutil.copytree(folder, last, copy_function=_link, dirs_exist_ok=True)
+    with atomic_write(run / "config.json", "w") as file:
+        file.write(json.dumps(nest(config.given()), indent=2))
 
 
 def prune(run: Path, name: str) -> None:
@@ -72,22 +69,6 @@ def prune(run: Path, name: str) -> None:
         checkpoint = run / "checkpoints" / folder.name
         if folder.name != name and not checkpoint.is_dir() and not checkpoint.with_name(f"{folder.name}.pt").is_file():
             shutil.rmtree(folder)
-
-
-def _aside(folder: Path) -> Path:
-    aside = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    return aside
-
-
-def _rename(aside: Path, folder: Path) -> None:
-    """Replace a folder by another."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(aside, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _link(source: str, target: str) -> None:

@@ -93,13 +93,13 @@ class Killed(BaseException):
 STAGES = {
     "the first part": (parts, "write", 0),
     "the third part": (parts, "write", 2),
-    "a part's rename": (parts, "atomic_replace", 3),
+    "a part's rename": (files, "atomic_replace", 4),  # the first is that of building.json
     "the records": (records, "finish", 0),
-    "the records' rename": (parts, "atomic_replace", 5),
+    "the records' rename": (files, "atomic_replace", 6),
     "the first vectors": (vectors, "write", 0),
-    "the second vectors' rename": (vectors, "atomic_replace", 1),
+    "the second vectors' rename": (files, "atomic_replace", 8),
     "the manifest": (manifest, "write_manifest", 0),
-    "the manifest's rename": (files, "atomic_replace", 1),  # the first is that of building.json
+    "the manifest's rename": (files, "atomic_replace", 9),
 }
 
 

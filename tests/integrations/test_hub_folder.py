@@ -41,7 +41,7 @@ def test_what_was_there_comes_back_where_a_folder_cannot_be_replaced(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    card, really, refused = (folder / "README.md").read_text(), os.replace, [".folder.writing"]
+    card, really, refused = (folder / "README.md").read_text(), os.replace, [".writing"]
 
     def refuse(old: Path, new: Path) -> None:
         if Path(new) == folder and any(part in str(old) for part in refused):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,7 +204,7 @@ def test_ddps_prefix_is_the_checkpoints_alone(small: Any, tmp_path: Path) -> Non
     assert_same(load_file(tmp_path / "export/epoch_1/open_clip_model.safetensors"), towers(small.state_dict()))
 
 
-@pytest.mark.parametrize("broken", ["export_model", "export_heads", "shutil.copytree", "os.rename", "nest"])
+@pytest.mark.parametrize("broken", ["export_model", "export_heads", "shutil.copytree", "os.replace", "nest"])
 def test_a_save_that_is_killed_leaves_the_one_before_whole(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -217,8 +218,9 @@ def test_a_save_that_is_killed_leaves_the_one_before_whole(
             (args[1] / "open_clip_model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    if broken == "export_model":
-        monkeypatch.setattr(saving, broken, lambda *args, **options: (args[1].mkdir(parents=True), killed(*args, **options)))
+    if broken == "os.replace":  # of a folder
+        replace = os.replace
+        monkeypatch.setattr(os, "replace", lambda old, new: (killed if Path(old).is_dir() else replace)(old, new))
     else:
         monkeypatch.setattr(f"coder_plugin.integrations.open_clip.saving.{broken}", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -21,6 +21,10 @@ Record = dict[str, Any]
 _FILES = ("config.json", "plan.json", "metrics.jsonl", "checkpoints")
 #: Entries of ``plan.json`` that must be objects.
 _OBJECTS = ("batch", "heads", "options", "training data", "validation data", "versions")
+#: Entries of ``plan.json`` that must be numbers; all entries of ``batch`` and ``heads`` must be, too.
+_NUMBERS = ("parameters", "trainable", "steps per epoch", "epochs", "ranks")
+#: Entries of the data's objects that must be numbers; a number of images that is not known is null.
+_DATA_NUMBERS = ("images", "samples per epoch")
 
 
 class Problem(NamedTuple):
@@ -77,9 +81,7 @@ class RunFolder:
         config = _read_object(path / "config.json", problems)
         plan = _read_object(path / "plan.json", problems)
         if plan is not None:
-            broken = [name for name in _OBJECTS if not isinstance(plan.get(name) or {}, dict)]
-            problems += [Problem("plan.json", f"its {name!r} is not an object") for name in broken]
-            plan = {name: value for name, value in plan.items() if name not in broken}
+            plan = _checked_plan(plan, problems)
         steps, evaluations = _read_metrics(path / "metrics.jsonl", problems)
         damaged: list[str] = []
         checkpoints = checkpoint.checkpoints(path / "checkpoints", problems=damaged)
@@ -151,6 +153,27 @@ def curve(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
 def metric_names(records: Sequence[Record]) -> list[str]:
     """All metrics of the records, in the order in which they first appear."""
     return list(dict.fromkeys(key for record in records for key in record if key not in ("step", "epoch")))
+
+
+def _checked_plan(plan: Record, problems: list[Problem]) -> Record:
+    """The plan without entries of a wrong kind, which are added to the problems."""
+    checked = {}
+    for name, value in plan.items():
+        text = ""
+        if name in _NUMBERS and not _is_number(value):
+            text = f"its {name!r} is not a number"
+        elif name in _OBJECTS and not isinstance(value, dict):
+            absent = name == "validation data" and value is None  # a run without validation
+            text = "" if absent else f"its {name!r} is not an object"
+        elif name in _OBJECTS:
+            numbers = {key: each for key, each in value.items() if name in ("batch", "heads") or key in _DATA_NUMBERS}
+            wrong = [key for key, each in numbers.items() if not _is_number(each) and (key, each) != ("images", None)]
+            text = f"in its {name!r}, {', '.join(map(repr, wrong))}: not a number" if wrong else ""
+        if text:
+            problems.append(Problem("plan.json", text))
+        else:
+            checked[name] = value
+    return checked
 
 
 def _by_flag(config: Record | None, problems: list[Problem]) -> Record | None:

@@ -292,7 +292,7 @@ def test_positives_of_another_shape_are_refused(model_of):
 
 
 def test_coca_is_refused_by_name(make):  # noqa: F811
-    with pytest.raises(CoderError, match="test-coca.*writes captions"):
+    with pytest.raises(CoderError, match="test-coca.*generates captions"):
         make("coca", "ascl")
 
 

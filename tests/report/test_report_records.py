@@ -21,6 +21,7 @@ from coder_plugin.memory.kmeans import OnlineKMeans
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.report import description
+from coder_plugin.report.run import report_run
 from coder_plugin.report.state import (
     Bank,
     Centres,
@@ -62,6 +63,32 @@ def test_what_cannot_be_read_is_told_of(tmp_path: Path) -> None:
     told = "; ".join(map(str, run.problems))
     assert "3 lines cannot be read" in told and "config.json: damaged" in told and "plan.json: No such file" in told
     assert "no complete checkpoint" in told and run.config is None
+
+
+def test_a_damaged_plan_is_a_problem(tmp_path: Path) -> None:
+    plan = {"model": "RN50", "heads": None, "batch": {"global per step": "many"}, "parameters": 5, "trainable": "all"}
+    plan |= {"training data": {"name": "a", "images": "2k"}, "validation data": None, "ranks": [1]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    run = RunFolder.read(tmp_path)
+    assert run.plan == {"model": "RN50", "parameters": 5, "validation data": None}
+    assert [each.text for each in run.problems if each.file == "plan.json"] == [
+        "its 'heads' is not an object",
+        "in its 'batch', 'global per step': not a number",
+        "its 'trainable' is not a number",
+        "in its 'training data', 'images': not a number",
+        "its 'ranks' is not a number",
+    ]
+    assert run.heads == {} and run.pairs_per_step is None
+    assert ("Model", "RN50") in description.describe(run) and description.commands(run)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"no_such_option": 1}'])
+def test_a_damaged_configuration_does_not_stop_a_report(tmp_path: Path, content: str) -> None:
+    write_metrics(tmp_path, {"step": 0, "loss": 1.0})
+    (tmp_path / "config.json").write_text(content)
+    assert "config.json" in report_run(tmp_path, {}).read_text()
+    with pytest.raises(CoderError, match="config.json cannot be read"):
+        report_run(tmp_path, {"val_data": "scenes"})
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_cosines_accumulate_and_fused_scores_refuse(tmp_path, made, capsys):  # 
         (["--loss", FUSED, "--rerank", "some"], "--rerank must be a number of candidates"),
         (["--loss", "ascl(temperature=0)"], "temperature must be > 0"),
         (["--loss", FUSED, "--set", "fusion.heads=3"], "heads must divide the joint dimension 16"),
-        (["--loss", "ascl@concepts"], "generated texts have no others"),
+        (["--loss", "ascl@concepts"], "generated texts have only the backbone's own features, not those of 'concepts'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, made, capsys, more, message):  # noqa: F811
@@ -185,10 +185,10 @@ def test_the_plan_is_made_on_every_rank_and_printed_by_the_first(tmp_path, made,
     """A fusion gathers in forward: a rank that stayed out would leave the others waiting."""
     trainer = Trainer.from_config(config(made, tmp_path, loss=FUSED))
     plans = []
-    monkeypatch.setattr(trainer, "plan", lambda: plans.append("made") or {"objective": "shown"})
+    monkeypatch.setattr("coder_plugin.training.loop.make_plan", lambda trainer: plans.append(trainer) or {"objective": "shown"})
     monkeypatch.setattr("coder_plugin.training.loop.distributed.rank", lambda: 1)
     trainer.print_plan()
-    assert plans == ["made"] and not capsys.readouterr().out
+    assert plans == [trainer] and not capsys.readouterr().out
     monkeypatch.setattr("coder_plugin.training.loop.distributed.rank", lambda: 0)
     trainer.print_plan()
-    assert plans == ["made", "made"] and "shown" in capsys.readouterr().out
+    assert plans == [trainer, trainer] and "shown" in capsys.readouterr().out

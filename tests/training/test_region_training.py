@@ -451,19 +451,19 @@ def arguments(made: dict[str, str], tmp_path: Path, model: str = "region-bert") 
 
 
 MISTAKES: dict[str, tuple[str, list[str], str]] = {
-    "CLIP on regions": ("coder-tiny", [], "the data are regions; they want --model region-bert"),
+    "CLIP on regions": ("coder-tiny", [], "the data are regions; they need --model region-bert"),
     "GPO over pooled regions": ("region-bert", ["--aggregator", "gpo"], "region-bert pools its regions itself"),
     "an option without value": ("region-bert", ["--model-kwargs", "embed_dim"], "write OPTION=VALUE, such as embed_dim=512"),
     "an unknown option": ("region-bert", ["--model-kwargs", "dim=5"], "region-bert has no option dim; it has: region_dim"),
     "an option out of range": ("region-bert", ["--model-kwargs", "embed_dim=0"], "embed_dim must be 1 or more, got 0"),
-    "other channels": ("region-bert", ["--model-kwargs", "region_dim=2048"], "regions have 12 channels; the model was"),
-    "both warm-ups": ("region-bert", ["--warmup", "3", "--warmup-epochs", "1"], "--warmup and --warmup-epochs both say"),
+    "other channels": ("region-bert", ["--model-kwargs", "region_dim=2048"], "12 channels, but the model reads 2048"),
+    "both warm-ups": ("region-bert", ["--warmup", "3", "--warmup-epochs", "1"], "--warmup and --warmup-epochs both set"),
     "a negative scale": ("region-bert", ["--text-lr-scale", "-1"], "--text-lr-scale must be >= 0, got -1.0"),
     "coder with views": ("region-bert-camera", ["--loss", "dcl + m_dcl"], "this model gives an image 3 features"),
     "clip with views": ("region-bert-camera", ["--loss", "clip"], "compares one feature of an image"),
-    "all words dropped": ("region-bert", ["--word-dropout", "1"], "word dropout must be in [0, 1), got 1.0"),
-    "all regions dropped": ("region-bert", ["--region-dropout", "1"], "region dropout must be in [0, 1), got 1.0"),
-    "no regions": ("region-bert", ["--max-regions", "0"], "max regions must be 1 or more, got 0"),
+    "all words dropped": ("region-bert", ["--word-dropout", "1"], "--word-dropout must be < 1, got 1.0"),
+    "all regions dropped": ("region-bert", ["--region-dropout", "1"], "--region-dropout must be < 1, got 1.0"),
+    "no regions": ("region-bert", ["--max-regions", "0"], "--max-regions must be at least 1, got 0"),
     "no concepts": ("region-bert", ["--loss", "coder"], "needs a concept vocabulary: --concepts FILE"),
     "weights of another model": ("region-bert", ["--pretrained", "none.safetensors"], "weights none.safetensors do not exist"),
     "a BERT that is not there": ("region-bert", ["--model-kwargs", "text=no/where"], "text encoder 'no/where' cannot be"),
@@ -496,8 +496,8 @@ def test_region_models_on_pictures_and_their_options_on_clip(tmp_path, made, tin
     assert main([*train, "--model", "region-bert", *kwargs]) == 2
     assert main([*train, "--model", tiny_model, "--model-kwargs", "embed_dim=8"]) == 2
     error = capsys.readouterr().err
-    assert "the data are pictures; they want a --model of open_clip's, or extract regions" in error
-    assert re.search(r"--model-kwargs are options of region models, and \S+ is open_clip's", error)
+    assert "the data are pictures; they need an open_clip --model, or region features of the pictures: --regions" in error
+    assert re.search(r"--model-kwargs are options of region models, and \S+ is an open_clip model", error)
 
 
 def test_camera_without_boxes_is_told_and_can_do_without(tmp_path, made, capsys):

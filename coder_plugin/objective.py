@@ -113,7 +113,7 @@ class Objective:
         if isinstance(loss, tuple) and len(loss) == 2 and _is_weight(loss[0]):
             if not isinstance(loss[0], numbers.Real) or isinstance(loss[0], bool):
                 raise CoderError(f"a weight must be a plain number, as in (0.5, term), got {loss[0]!r}")
-            if not (loss[0] > 0 and math.isfinite(loss[0])):
+            if not (float(loss[0]) > 0 and math.isfinite(loss[0])):
                 raise CoderError(f"a weight must be > 0, got {loss[0]!r}; leave the term out instead")
             return cls.parse(loss[1], heads=heads).scaled(float(loss[0]))
         if isinstance(loss, Sequence):

@@ -16,7 +16,7 @@ from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
-from coder_plugin.config import TrainConfig, flatten, get_option
+from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
 from coder_plugin.data.from_config import make_source
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
@@ -61,6 +61,9 @@ def config_of_objects(
         raise CoderError('give the name of the open_clip model, which selects its tokenizer: config={"model": "ViT-B-32"}')
     if isinstance(config, TrainConfig):
         changed = {name: value for name, value in options.items() if config.to_flat()[name] != value}
+        if "loss" in changed:  # a recipe's options are for the recipe's loss
+            of_recipe = [name for name in LOSS_OPTIONS if config.origins.get(name, "").startswith("recipe ")]
+            changed.update({name: get_option(name).default for name in of_recipe})
         return config.with_options(**changed) if changed else config
     return resolve_config({**flatten(config or {}), **options}, flags_name="argument")
 

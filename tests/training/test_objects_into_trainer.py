@@ -365,6 +365,13 @@ def test_a_flag_replaces_a_runs_loss_with_its_options(tmp_path, capsys):
     assert resolve_config({"lr": 1e-3}, file=saved).loss.set == saved["loss"]["set"] != []
 
 
+def test_another_loss_drops_the_options_of_a_configurations_recipe(tiny_model, options, items):
+    config = resolve_config({"recipe": "ascl/table2-without-positives", "train_data": "x.tar", **options("run")})
+    assert "asymmetry.positives=none" in config.loss.set
+    trainer = Trainer(model=tiny_model, loss="clip", train=items, config=config.with_options(model_kwargs=[]))
+    assert trainer.config.loss.set == [] and str(trainer.objective) == "clip"
+
+
 def test_the_scenes_as_validation_data_are_recorded(tmp_path, tiny_model, options):
     file, _ = table(tmp_path, "train", 8)
     config = {**options("run", epochs=1, train_num_samples=8), "model": tiny_model, "loss": "clip", "train_data": str(file)}

@@ -72,10 +72,6 @@ class OnlineKMeans(nn.Module):
         """Bool, 0-d: whether all centres are filled. Does not synchronise with the device."""
         return self.filled == self.clusters
 
-    def is_ready(self) -> bool:
-        """Whether all centres are filled, as a Python bool."""
-        return bool(self.ready)
-
     @torch.no_grad()
     def assign(self, samples: Tensor) -> Tensor:
         """The filled centre with the highest cosine to each sample: [n, D] -> int64 [n]; ties go to the lowest id.

@@ -71,7 +71,7 @@ def test_any_batches_equal_the_slow_reference(clusters, dim, patience, sizes, ze
         assume(reference.margin > 0.02)
         assert means.seen == reference.seen and means.reseeded == reference.reseeded
         full = len(reference.centres)
-        assert means.filled == full and means.is_ready() == bool(means.ready) == (full == clusters)
+        assert means.filled == full and bool(means.ready) == (full == clusters)
         assert means.counts[:full].tolist() == reference.counts
         assert means.last_seen[:full].tolist() == reference.last_seen
         want = torch.tensor(reference.centres, dtype=torch.float64).reshape(full, dim)
@@ -94,13 +94,13 @@ def test_filling_takes_the_first_samples_and_later_labels_come_from_all_centres(
     means = OnlineKMeans(6, 4)
     assert means.assign(samples).tolist() == [0] * 9
     means.update(samples[:2])
-    assert not means.is_ready() and means.filled == 2
+    assert not means.ready and means.filled == 2
     assert set(means.assign(samples).tolist()) <= {0, 1}
     torch.testing.assert_close(means.centres[:2], normalize(samples[:2], dim=1))
     # samples 2-5 fill; 6-8 equal samples 4 and 5, whom the labels given do not know
     last = samples[[2, 3, 4, 5, 4, 5, 4]]
     means.update(last, means.assign(last))
-    assert means.is_ready() and means.counts.tolist() == [1, 1, 1, 1, 3, 2]
+    assert means.ready and means.counts.tolist() == [1, 1, 1, 1, 3, 2]
     torch.testing.assert_close(means.centres, normalize(samples[:6], dim=1))
 
 
@@ -204,7 +204,7 @@ def test_state_is_in_the_state_dict_and_goes_on_bit_for_bit() -> None:
             assert torch.equal(means.assign(samples), other.assign(samples))
             means.update(samples)
             other.update(samples)
-        assert equal(means, other) and means.is_ready() and other.is_ready()
+        assert equal(means, other) and means.ready and other.ready
         assert means.reseeded > 0
 
 
@@ -266,7 +266,7 @@ def test_reclustering_improves_the_objective_and_keeps_the_ids_of_unchanged_blob
     assert objective(means, samples) > before + 0.02
     assert torch.equal(means.assign(samples), blob)
     assert torch.equal(means.counts, torch.bincount(means.assign(samples), minlength=40))
-    assert means.seen == seen and means.is_ready() and (means.last_seen == seen).all()
+    assert means.seen == seen and means.ready and (means.last_seen == seen).all()
     check_invariants(means)
     other.recluster(samples, seed=4)
     assert equal(means, other)
@@ -279,7 +279,7 @@ def test_reclustering_fills(already: int) -> None:
     means = OnlineKMeans(8, 8)
     means.update(directions[:already])
     means.recluster(samples, iterations=20)
-    assert means.is_ready() and means.counts.sum() == 200
+    assert means.ready and means.counts.sum() == 200
     similarity = (means.centres[:already] * directions[:already]).sum(1)
     assert similarity.numel() == already and (similarity > 0.99).all()
     check_invariants(means)

@@ -123,7 +123,10 @@ class _Resolver:
         if providers:
             self.build(self.choose(providers, key, who), who)
         elif trusted is None:
-            raise CoderError(f"{who} requires {key!r}, which neither this model nor any head provides")
+            raise CoderError(
+                f"{who} requires {key!r}, which neither this model nor any head provides; a head of yours is passed to "
+                "create_model(custom_heads=[…]) or registered"
+            )
 
     def build(self, name: str, who: str) -> None:
         if name in self.heads:

@@ -46,6 +46,9 @@ def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | N
         CoderError: data that cannot be opened, or options that do not fit them.
     """
     spec = config.train if split == "train" else config.val
+    if spec is not None and spec.startswith("<"):
+        flag = "--train-data" if split == "train" else "--val-data"
+        raise CoderError(f"the run's data were a Python object ({spec}), which no configuration holds: name data with {flag}")
     kind = config.dataset_type
     if spec is None:
         if not config.on_scenes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,7 +56,9 @@ def resolve_config(
     if data.train is None and not data.on_scenes:
         raise CoderError(f"--dataset-type {data.dataset_type} needs --train-data")
     if data.on_scenes:
-        settings.pop("model", None)  # the scenes are pictures, whatever model the recipe is for
+        unused = settings.pop("model", None)  # the scenes are pictures, whatever model the recipe is for
+        if unused is not None and "model" not in options:
+            logging.warning("the built-in scenes train %s, not the recipe's %s (set --model)", SCENES_DEFAULTS["model"], unused)
     elif "model" not in options and "model" not in settings:
         raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
     model = options.get("model") or settings.get("model") or SCENES_DEFAULTS["model"]

@@ -93,6 +93,9 @@ class Trainer:
     ) -> None:
         self.config = config = prepare.config_of_objects(config, model=model, loss=loss, train=train, val=val)
         self.callbacks = list(callbacks)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise CoderError(f"{callback!r} is no callback: pass an instance of a subclass of coder_plugin.Callback")
         optim, data = config.optim, config.data
         objective = prepare.make_objective(config, loss, model)
         prepare.check_objects(config, objective, model=model, loss=loss)
@@ -369,13 +372,16 @@ class Trainer:
 
     def _checked_step(self, batches: list[dict[str, Any]]) -> dict[str, float]:
         try:
-            return self.training_step(batches)
+            metrics = self.training_step(batches)
         except NonFiniteError as error:
             self.optimizer.zero_grad()
             raise NonFiniteError(
                 f"{error} at step {self.step} (epoch {self.epoch}): the step was not taken and nothing was written; "
                 "lower --lr, lengthen --warmup or clip with --grad-clip-norm, then --resume the last checkpoint"
             ) from error
+        if not isinstance(metrics, Mapping):
+            raise CoderError(f"training_step returned {type(metrics).__name__}: it must return a dict of numbers to log")
+        return {name: float(value) for name, value in metrics.items()}
 
     @property
     def is_last_epoch(self) -> bool:

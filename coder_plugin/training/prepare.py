@@ -71,7 +71,7 @@ def config_of_objects(
 def _data_name(data: Any) -> str | None:
     if data is None or isinstance(data, (str, Path)):
         return None if data is None else str(data)
-    return str(getattr(data, "name", type(data).__name__))
+    return str(getattr(data, "name", f"<{type(data).__name__}>"))
 
 
 def _parse_loss(loss: Any, model: Any = None) -> Objective:

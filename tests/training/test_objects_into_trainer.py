@@ -124,6 +124,33 @@ def test_a_subclass_decides_what_a_step_does(tmp_path, tiny_model, options, item
     assert [record["loss"] for record in doubled] == [2 * value for value in losses(tmp_path / "plain").values()]
 
 
+def test_a_step_may_return_tensors_and_must_return_a_dict(tmp_path, tiny_model, options, items):
+    class Tensors(Trainer):
+        def training_step(self, batches):
+            return {"loss": torch.tensor(float(self.step))}
+
+    Tensors(model=tiny_model, loss="clip", train=items, config=options("tensors", epochs=1)).run()
+    assert losses(tmp_path / "tensors") == {0: 0.0, 1: 1.0, 2: 2.0}
+
+    class Nothing(Trainer):
+        def training_step(self, batches):
+            return None
+
+    with pytest.raises(CoderError, match="training_step returned NoneType: it must return a dict"):
+        Nothing(model=tiny_model, loss="clip", train=items, config=options("nothing", epochs=1)).run()
+
+
+def test_only_callbacks_are_taken_for_callbacks(tiny_model, options, items):
+    with pytest.raises(CoderError, match="is no callback: pass an instance of a subclass of coder_plugin.Callback"):
+        Trainer(model=tiny_model, loss="clip", train=items, config=options("none"), callbacks=[Callback])
+
+
+def test_a_run_on_objects_asks_for_the_data_when_it_is_evaluated(tmp_path, tiny_model, options, items, capsys):
+    Trainer(model=tiny_model, loss="clip", train=items, val=items, config=options("objects", epochs=1)).run()
+    assert main(["eval", str(tmp_path / "objects"), "--export", "last"]) == 2
+    assert "the run's data were a Python object (<list>)" in capsys.readouterr().err
+
+
 def test_a_step_written_from_its_parts(tiny_model, options, items):
     """Without the optimizer's part no weight changes."""
 

@@ -102,7 +102,7 @@ def test_word_classes_of_the_scenes(tmp_path, capsys):
     trainer.model.train()
     mask = trainer.model(**batch)["coder_word_mask"]
     assert torch.equal(mask, tags == 1)
-    with pytest.raises(CoderError, match='--tagger scenes: nothing in --loss "clip"'):
+    with pytest.raises(CoderError, match='--tagger scenes: no head of --loss "clip"'):
         Trainer.from_config({**options, "name": "other", "loss": "clip", "tagger": "scenes"})
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import normalize
 
 from coder_plugin import recipes, registry
+from coder_plugin.backbones.gpo import GPO
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.prepare import make_objective
+from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip"]
@@ -27,7 +31,7 @@ CODER = {
 PRINTED = {
     "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
     "lr_step_epochs": 15, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "warmup_epochs": 0.0, "text_lr_scale": 1.0,
-    "region_dropout": 0.0, "word_dropout": 0.0,
+    "region_dropout": 0.0, "word_dropout": 0.0, "model_kwargs": ["gpo_decoder=mlp"],
 }  # fmt: skip
 ASCL_TRAINING = {
     "model": "region-bert", "captions": "all", "batch_size": 64, "epochs": 20, "lr": 2e-4, "lr_scheduler": "step",
@@ -127,6 +131,24 @@ def test_coder_is_equation_8():
     ]  # fmt: skip
     assert set(required_heads(objective)) == ALL_HEADS
     assert options("coder")["dcl"]["diversity_over"] == "batch+bank"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "decoder"), [("coder-f30k", "linear"), ("coder-f30k-printed", "mlp"), ("coder-coco-printed", "mlp")]
+)
+def test_every_gpo_of_the_printed_recipes_has_the_perceptron(recipe, decoder, tmp_path):
+    """The region model's two, the concept head's, and those of the momentum copy."""
+    small = {"model_kwargs": [f"text={tiny_bert.make(tmp_path / 'bert')}", "embed_dim=8", "region_dim=4"]}
+    config = resolve_config({"recipe": recipe, "train_data": "x.tar", "set": ["momentum.bank_size=8"], **small})
+    objective = make_objective(config).with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
+    model = make_model(config.model, objective, torch.device("cpu"))
+    gpos = {name: module for name, module in model.named_modules() if isinstance(module, GPO)}
+    towers = [name for name in gpos if "momentum" not in name]
+    assert towers == ["visual.pool", "text.pool", "coder.heads.concepts.text_pool"] and len(gpos) == 5
+    layers = {"linear": [nn.Linear], "mlp": [nn.Linear, nn.ReLU, nn.Linear]}[decoder]
+    for name, gpo in gpos.items():
+        score = gpo.score if isinstance(gpo.score, nn.Sequential) else [gpo.score]
+        assert [type(layer) for layer in score] == layers, name
 
 
 def test_the_printed_twins_follow_the_letter():

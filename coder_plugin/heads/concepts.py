@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
@@ -54,6 +54,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
             balance.
         scale: factor on the cosines before the attention's softmax (lambda), > 0.
         beta: weight of the instance level in the score, in [0, 1].
+        decoder: what scores positions in the text query's GPO: ``linear``, as released for VSE-infinity, or ``mlp``, the
+            two-layer perceptron that the paper prints.
         tower_gradient: factor on the gradient that enters the towers, in [0, 1]; 0: the head learns from the towers'
             features and does not change them.
         warmup: number of steps, >= 0, over which the gradient into the towers grows from zero to its full size, and the
@@ -91,12 +93,14 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         scale: float = 10.0,
         norm: Literal["batch", "none"] = "batch",
         beta: float = 0.9,
+        decoder: Decoder = "linear",
         tower_gradient: float = 1.0,
         warmup: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= beta <= 1 or not 0 <= tower_gradient <= 1:
-            raise ValueError(f"beta and tower_gradient must be in [0, 1], got {beta} and {tower_gradient}")
+        for name, value in (("beta", beta), ("tower_gradient", tower_gradient)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {value}")
         if norm not in ("batch", "none"):
             raise ValueError(f"norm must be 'batch' or 'none', got {norm!r}")
         if layers < 1 or warmup < 0:
@@ -116,7 +120,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         dim = self.block_dim = backbone.embed_dim
         sizes = [vectors.shape[1], *[dim] * layers]
         self.convolutions = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
-        self.text_pool = GPO()
+        self.text_pool = GPO(decoder=decoder)
         self.image_query = _encoder(dim, dim, norm)
         self.text_query = _encoder(backbone.text_tokens, dim, norm)
         # W^v and W^w start as the identity, the plain cosine: with random matrices the attention would be flat

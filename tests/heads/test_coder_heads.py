@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cosine_similarity, leaky_relu, normalize
 
 import coder_plugin
+from coder_plugin.backbones.gpo import GPO
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.concepts import Concepts
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.export import export_heads, export_model
 
 WIDTHS = BackboneInfo(embed_dim=6, image_tokens=5, text_tokens=7)
 
@@ -110,10 +113,11 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def test_the_inner_product_of_embeddings_is_the_papers_score(model):
-    """S = beta S_I + (1 - beta) S_C, from the keys that training saw."""
+    """S = beta S_I + (1 - beta) S_C, from the keys of training, with BatchNorm's running statistics."""
     given = batch()
     with torch.no_grad():
-        seen = model.train()(**given, image_id=torch.arange(5))
+        model.train().coder.heads["concepts"].eval()
+        seen = model(**given, image_id=torch.arange(5))
         model.eval()
         images, texts = model.embed_image(given["image"]), model.embed_text(given["text"])
     instance = seen["image_features"] @ seen["text_features"].T
@@ -153,8 +157,31 @@ def test_an_aggregator_stands_in_for_the_towers_pooling(tiny_model):
     assert any(name.startswith("coder.aggregators.image") for name, _ in copied.named_parameters())
     sum(outputs[key].sum() for key in ("image_features", "text_features")).backward()
     assert all(p.grad is not None for p in model.coder.aggregators.parameters())
-    with pytest.raises(CoderError, match="aggregator must be one of tower, gpo"):
+    with pytest.raises(CoderError, match="aggregator must be one of tower, gpo, gpo-mlp"):
         coder_plugin.create_model(tiny_model, aggregator="mean")
+
+
+@pytest.mark.parametrize(("aggregator", "layers"), [("gpo", 0), ("gpo-mlp", 2)])
+def test_the_aggregators_decoder(tiny_model, tmp_path, aggregator, layers):
+    """It is kept in an export, and by the momentum copy."""
+    model = coder_plugin.create_model(tiny_model, loss="m_dcl", aggregator=aggregator).eval()
+    pools = [module for name, module in model.named_modules() if "aggregators" in name and isinstance(module, GPO)]
+    assert len(pools) == 4
+    assert {sum(isinstance(layer, nn.Linear) for layer in pool.score.children()) for pool in pools} == {layers}
+    export_model(model, tmp_path)
+    export_heads(model, tmp_path)
+    opened = coder_plugin.load_model(tmp_path, device="cpu")
+    assert opened.coder.aggregator == aggregator
+    assert torch.equal(opened.embed_image(batch()["image"]), model.embed_image(batch()["image"]))
+
+
+def test_the_text_querys_decoder():
+    """A perceptron as printed, float64 as any GPO; any other name is an error."""
+    pool = Concepts(WIDTHS, decoder="mlp").text_pool
+    assert [type(layer).__name__ for layer in pool.score] == ["Linear", "ReLU", "Linear"]
+    assert isinstance(Concepts(WIDTHS).text_pool.score, nn.Linear)
+    with pytest.raises(ValueError, match="decoder must be 'linear' or 'mlp', got 'rnn'"):
+        Concepts(WIDTHS, decoder="rnn")
 
 
 def test_inference_builds_what_scores_and_nothing_else(tiny_model):
@@ -162,30 +189,6 @@ def test_inference_builds_what_scores_and_nothing_else(tiny_model):
     model = coder_plugin.create_model(tiny_model, loss=objective, inference=True)
     assert list(model.coder.heads) == ["concepts"]
     assert list(coder_plugin.create_model(tiny_model, loss="dcl", inference=True).coder.heads) == []
-
-
-def test_reclustering_happens_once_in_so_many_pairs_and_is_state():
-    torch.manual_seed(0)
-    blobs = normalize(torch.randn(4, 6), dim=1)
-
-    def pairs(n: int) -> torch.Tensor:
-        return normalize(blobs[torch.randint(0, 4, (n,))] + 0.05 * torch.randn(n, 6), dim=1)
-
-    head = Prototypes(WIDTHS, clusters=4, recluster=40)
-    other = Prototypes(WIDTHS, clusters=4, recluster=40)
-    for n in (0, *[15] * 6):
-        samples = pairs(n) if n else blobs.clone()
-        head.write(samples, head.assign(samples))
-        if int(head.passed) == 4 + 30:
-            other.load_state_dict(head.state_dict())
-        elif int(head.passed) > 4 + 30:
-            other.write(samples, other.assign(samples))
-    assert (head.centres.centres @ blobs.T).amax(1).min() > 0.99
-    assert (head.centres.centres @ blobs.T).argmax(1).tolist() == [0, 1, 2, 3]
-    assert head.centres.counts.sum() == 40  # the last 40 when 94 had passed, not 94
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in head.state_dict().items())
-    with pytest.raises(ValueError, match="recluster=3 pairs cannot make clusters=4"):
-        Prototypes(WIDTHS, clusters=4, recluster=3)
 
 
 def test_sizes_that_cannot_work_are_named(tiny_model):
@@ -196,3 +199,5 @@ def test_sizes_that_cannot_work_are_named(tiny_model):
         model.coder.check(batch=9, samples=100)
     with pytest.raises(ValueError, match="clusters=11 is more than the 10 samples"):
         Prototypes(WIDTHS, clusters=11).check(batch=2, samples=10)
+    with pytest.raises(ValueError, match="recluster=3 pairs cannot make clusters=4"):
+        Prototypes(WIDTHS, clusters=4, recluster=3)

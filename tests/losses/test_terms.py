@@ -144,7 +144,10 @@ def test_triplet_needs_the_epoch_for_its_schedule_alone(options: dict, requires:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mean_epochs": -1}, "mean_epochs must be >= 0, got -1"), ({"mean_epochs": 1, "hardest": False}, "leave out mean_epochs")],
+    [
+        ({"mean_epochs": -1}, "mean_epochs must be >= 0, got -1"),
+        ({"mean_epochs": 1, "hardest": False}, "leave out mean_epochs"),
+    ],
 )
 def test_triplets_schedule_is_checked(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

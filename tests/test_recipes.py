@@ -20,7 +20,7 @@ from coder_plugin.training.prepare import make_objective
 from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
-OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip"]
+OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip", "vse-infinity"]
 #: CODER, section 4.2, on VSE-infinity's base.
 CODER = {
     "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
@@ -64,7 +64,7 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 68 and len({*names, *OBJECTIVES}) == 71
+    assert len(names) == 69 and len({*names, *OBJECTIVES}) == 72
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
     assert rows == {"coder": 29, "ascl": 14, "selfalign": 12}, rows
 
@@ -72,7 +72,9 @@ def test_names():
 @pytest.mark.parametrize("name", sorted({*recipes.names(), *OBJECTIVES}))
 def test_every_recipe_resolves_and_survives_its_file_form(name):
     objective = objective_of(name)
-    assert set(required_heads(objective)) <= ALL_HEADS | {"asymmetry", "fusion", "alignment", "contexts", "views", "captioner"}
+    assert set(required_heads(objective)) <= ALL_HEADS | {
+        "asymmetry", "fusion", "alignment", "contexts", "views", "captioner", "progress"
+    }  # fmt: skip
     assert Objective.from_dict(objective.to_dict()) == objective
     coder, ascl = {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}, {"ascl", "clip"}
     selfalign = {"lca", "cra", "view_diversity", "caption"}
@@ -91,6 +93,7 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("coder-f30k-printed", PRINTED),
         ("coder-coco-printed", PRINTED),
         ("coder-clip", {"lr": 1e-5, "wd": 0.1}),
+        ("vse-infinity", CODER),
         *((f"coder/{row}", CODER) for row in ("table2-1", "table2-5", "table3-1", "table3-6", "table4-5k", "table7-entropy")),
         *((f"coder/fig3-{n}", CODER | {"batch_size": n}) for n in (32, 64, 128)),
         *((f"coder/fig3-{n}-without-m_dcl", CODER | {"batch_size": n}) for n in (32, 64, 128)),
@@ -122,6 +125,15 @@ def test_clip_objectives():
     ).terms  # fmt: skip
     assert objective_of("coder-clip").heads == (("concepts", (("warmup", 500),)),)
     assert str(objective_of("selfalign-clip")) == "clip + lca + cra(ca_on=combined)"
+
+
+@pytest.mark.parametrize("name", ["vse-infinity", "coder/table2-1"])
+def test_vse_infinity_is_the_released_triplet(name):
+    """The peer of table 2: margin 0.2, sums, all negatives for one epoch and then the hardest."""
+    (term,) = objective_of(name).terms
+    built = term.build()
+    assert (term.weight, term.name, built.mean_epochs) == (1.0, "triplet", 1)
+    assert built.options == {"margin": 0.2, "hardest": True, "reduction": "sum"}
 
 
 def test_coder_is_equation_8():
@@ -163,7 +175,7 @@ def test_the_printed_twins_follow_the_letter():
 @pytest.mark.parametrize(
     ("name", "terms", "heads"),
     [
-        ("coder/table2-1", ["triplet"], {"ids"}),
+        ("coder/table2-1", ["triplet"], {"ids", "progress"}),
         ("coder/table2-2", ["dcl"], {"ids"}),
         ("coder/table2-3", ["dcl", "m_dcl"], {"ids", "momentum"}),
         ("coder/table2-4", ["dcl", "m_dcl", "concept_dcl"], {"ids", "momentum", "concepts"}),

@@ -56,8 +56,8 @@ def main() -> None:
         begun = time.perf_counter()
         results, model, losses = train(text, lr, seed, data, options, initial)
         print(f"{text} (lr {lr:g}, seed {seed}); {time.perf_counter() - begun:.0f} s")
-        for name in next(iter(results.values())):
-            if name.endswith("rsum") or not name.startswith(("i2t", "t2i")):
+        for name in dict.fromkeys(name for result in results.values() for name in result):
+            if name.endswith("rsum") or "/" in name:
                 by_epoch = {epoch: round(result[name], 3) for epoch, result in results.items() if name in result}
                 print(f"    {name} by epoch: {by_epoch}")
         print("    mean loss in the first and in the last epoch: "
@@ -166,12 +166,14 @@ def train(
     settings: dict[str, Any] = dict(setting.split("=", 1) for setting in options.set)
     objective = Objective.parse(text)
     heads = coder_plugin.model.required_heads(objective)
+    pairs = len(data["train"]["images" if options.captions == "draw" else "ids"])
     if "concepts" in heads:
         settings.setdefault("concepts.vocabulary", options.concepts)
     if "prototypes" in heads:
         settings.setdefault("prototypes.clusters", len(data["train"]["ids"]) // 15)
-        pairs = len(data["train"]["images" if options.captions == "draw" else "ids"])
         settings.setdefault("prototypes.recluster", pairs // options.batch_size * options.batch_size)
+    if "progress" in heads:
+        settings.setdefault("progress.steps_per_epoch", pairs // options.batch_size)
     settings = {key: parse_value(str(value)) for key, value in settings.items() if key.split(".")[0] in
                 {*heads, *(term.name for term in objective.terms)}}  # fmt: skip
     objective = objective.with_options(settings)

@@ -26,6 +26,7 @@ from coder_plugin.losses.siglip import SigLip
 from coder_plugin.losses.triplet import Triplet
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
+from tests.references import dcl as reference
 
 KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 TERMS = {"clip": Clip, "siglip": SigLip, "dcl": DCL, "triplet": Triplet}
@@ -96,6 +97,21 @@ def test_dcl_equals_its_function(options: dict, local_loss: bool) -> None:
     same(got["dcl_loss"], want)
     default = dcl(*features(model_output), image_ids=model_output["coder_ids"])
     assert not options or abs(want - default) > 1e-5  # the options matter
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("options", [{}, {"mu": 0.07, "gamma": 0.1}, {"positive_weight": 2.0}, {"diversity": "none"}], ids=str)
+def test_concept_dcl_is_twice_the_loss_of_the_concept_embeddings(options: dict, masked: bool, local_loss: bool) -> None:
+    """L(V_C, W_C) + L(W_C, V_C), each with both directions (CODER, below eq. 14), by a slow reference."""
+    model_output = outputs()
+    images, texts = features(model_output)
+    keys = {"coder_image_concepts": images, "coder_text_concepts": texts, "coder_ids": model_output["coder_ids"]}
+    loss = make(expression("concept_dcl", {**options, "mask_same_image": masked}), local_loss=local_loss)
+    ids = keys["coder_ids"].tolist() if masked else None
+    rows = images.tolist(), texts.tolist()
+    want = reference.dcl(*rows, ids, **options) + reference.dcl(*reversed(rows), ids, **options)
+    assert float(loss(**keys, output_dict=False)) == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize("local_loss", [False, True])

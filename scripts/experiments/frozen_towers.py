@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import coder_plugin
@@ -258,26 +259,24 @@ def label_figures(labels: Tensor, before: Tensor, image_of: Tensor) -> dict[str,
     return figures
 
 
+@torch.no_grad()
 def evaluate_levels(model: Any, split: dict[str, Tensor]) -> dict[str, float]:
     """Recall of the score, and R@sum of its instance level and its concept level alone."""
-    result = evaluate(model, split)
-    if "concepts" in model.coder.heads:
-        for name, weight in (("instance", 1.0), ("concept", 0.0)):
-            with model.coder.heads["concepts"].weighing(weight):
-                result[f"{name} rsum"] = evaluate(model, split)["rsum"]
-    return result
-
-
-@torch.no_grad()
-def evaluate(model: Any, split: dict[str, Tensor]) -> dict[str, float]:
     model.eval()
     images, texts = model.embed_image(split["images"]), []
     for ids, tokens in zip(split["ids"].split(500), split["tokens"].split(500), strict=True):
         CachedTransformer.set_features(tokens)
         texts.append(model.embed_text(ids))
     model.train()
-    result = recall_from_embeddings(images, torch.cat(texts), split["image_of_caption"])
-    return {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+    vectors = images, torch.cat(texts)
+    result = recall_from_embeddings(*vectors, split["image_of_caption"])
+    figures = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+    if "concepts" in model.coder.heads:  # the vectors are [sqrt(beta) v, sqrt(1 - beta) v_C]
+        dim = model.coder.heads["concepts"].block_dim
+        for name, columns in (("instance", slice(-dim)), ("concept", slice(-dim, None))):
+            level = [F.normalize(vector[:, columns], dim=1) for vector in vectors]
+            figures[f"{name} rsum"] = recall_from_embeddings(*level, split["image_of_caption"])["rsum"]
+    return figures
 
 
 def arguments() -> argparse.Namespace:

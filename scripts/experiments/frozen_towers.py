@@ -195,7 +195,7 @@ def train(
     steps = (images if options.captions == "draw" else len(image_of)) // size
     total, generator = steps * options.epochs, torch.Generator().manual_seed(seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
-    results = {0: evaluate_levels(model, data["val"])}
+    results = {0: evaluate_levels(model, data["val"], options.betas)}
     prototypes = model.coder.heads["prototypes"] if "prototypes" in model.coder.heads else None
     labels, before = torch.full((len(image_of),), -1), torch.full((len(image_of),), -1)
     means: dict[str, list[list[float]]] = {}
@@ -225,7 +225,7 @@ def train(
             for name, value in losses.items():
                 means.setdefault(name, [[] for _ in range(options.epochs)])[epoch].append(value.item())
         figures = model.coder.health() | label_figures(labels, before, image_of)
-        results[epoch + 1] = evaluate_levels(model, data["val"]) | figures
+        results[epoch + 1] = evaluate_levels(model, data["val"], options.betas) | figures
         before = labels.clone()
     mean = {name: [sum(epoch) / len(epoch) for epoch in epochs] for name, epochs in means.items()}
     # a term that is zero in the first epoch is reported from its first epoch with a value
@@ -260,8 +260,8 @@ def label_figures(labels: Tensor, before: Tensor, image_of: Tensor) -> dict[str,
 
 
 @torch.no_grad()
-def evaluate_levels(model: Any, split: dict[str, Tensor]) -> dict[str, float]:
-    """Recall of the score, and R@sum of its instance level and its concept level alone."""
+def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float]) -> dict[str, float]:
+    """Recall of the score, and R@sum of its instance level and its concept level alone, and with other weights beta."""
     model.eval()
     images, texts = model.embed_image(split["images"]), []
     for ids, tokens in zip(split["ids"].split(500), split["tokens"].split(500), strict=True):
@@ -273,9 +273,10 @@ def evaluate_levels(model: Any, split: dict[str, Tensor]) -> dict[str, float]:
     figures = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
     if "concepts" in model.coder.heads:  # the vectors are [sqrt(beta) v, sqrt(1 - beta) v_C]
         dim = model.coder.heads["concepts"].block_dim
-        for name, columns in (("instance", slice(-dim)), ("concept", slice(-dim, None))):
-            level = [F.normalize(vector[:, columns], dim=1) for vector in vectors]
-            figures[f"{name} rsum"] = recall_from_embeddings(*level, split["image_of_caption"])["rsum"]
+        instance, concept = ([F.normalize(v[:, columns], dim=1) for v in vectors] for columns in (slice(-dim), slice(-dim, None)))
+        for name, beta in (("instance", 1.0), ("concept", 0.0), *((f"beta {beta:g}", beta) for beta in betas)):
+            both = [torch.cat([beta**0.5 * v, (1 - beta) ** 0.5 * c], 1) for v, c in zip(instance, concept, strict=True)]
+            figures[f"{name} rsum"] = recall_from_embeddings(*both, split["image_of_caption"])["rsum"]
     return figures
 
 
@@ -304,6 +305,7 @@ def arguments() -> argparse.Namespace:
     train_command.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
     train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
     train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
+    train_command.add_argument("--betas", type=float, nargs="*", default=[], help="also evaluate other weights of the levels")
     train_command.add_argument("--hold-out", type=int, default=0, metavar="N",
                                help="choose settings: train without the last N training images and evaluate on these")
     train_command.add_argument("--name", default="", help="a name for the rows of --json")

@@ -273,7 +273,8 @@ def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float]) ->
     figures = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
     if "concepts" in model.coder.heads:  # the vectors are [sqrt(beta) v, sqrt(1 - beta) v_C]
         dim = model.coder.heads["concepts"].block_dim
-        instance, concept = ([F.normalize(v[:, columns], dim=1) for v in vectors] for columns in (slice(-dim), slice(-dim, None)))
+        levels = slice(-dim), slice(-dim, None)
+        instance, concept = ([F.normalize(v[:, columns], dim=1) for v in vectors] for columns in levels)
         for name, beta in (("instance", 1.0), ("concept", 0.0), *((f"beta {beta:g}", beta) for beta in betas)):
             both = [torch.cat([beta**0.5 * v, (1 - beta) ** 0.5 * c], 1) for v, c in zip(instance, concept, strict=True)]
             figures[f"{name} rsum"] = recall_from_embeddings(*both, split["image_of_caption"])["rsum"]

@@ -26,6 +26,7 @@ from coder_plugin.losses.siglip import SigLip
 from coder_plugin.losses.triplet import Triplet
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
+from tests.references import dcl as reference
 
 KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 TERMS = {"clip": Clip, "siglip": SigLip, "dcl": DCL, "triplet": Triplet}
@@ -99,6 +100,21 @@ def test_dcl_equals_its_function(options: dict, local_loss: bool) -> None:
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("options", [{}, {"mu": 0.07, "gamma": 0.1}, {"positive_weight": 2.0}, {"diversity": "none"}], ids=str)
+def test_concept_dcl_is_twice_the_loss_of_the_concept_embeddings(options: dict, masked: bool, local_loss: bool) -> None:
+    """L(V_C, W_C) + L(W_C, V_C), each with both directions (CODER, below eq. 14), by a slow reference."""
+    model_output = outputs()
+    images, texts = features(model_output)
+    keys = {"coder_image_concepts": images, "coder_text_concepts": texts, "coder_ids": model_output["coder_ids"]}
+    loss = make(expression("concept_dcl", {**options, "mask_same_image": masked}), local_loss=local_loss)
+    ids = keys["coder_ids"].tolist() if masked else None
+    rows = images.tolist(), texts.tolist()
+    want = reference.dcl(*rows, ids, **options) + reference.dcl(*reversed(rows), ids, **options)
+    assert float(loss(**keys, output_dict=False)) == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("options", TRIPLET_OPTIONS, ids=str)
 def test_triplet_equals_its_function(options: dict, local_loss: bool) -> None:
     model_output = outputs()
@@ -107,6 +123,51 @@ def test_triplet_equals_its_function(options: dict, local_loss: bool) -> None:
     want = triplet(cosine(*features(model_output)), image_ids=model_output["coder_ids"], **options)
     same(got["triplet_loss"], want)
     assert not options or abs(want - triplet(cosine(*features(model_output)), image_ids=model_output["coder_ids"])) > 1e-3
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize(("epoch", "hardest"), [(0, False), (1, False), (2, True), (7, True)])
+def test_triplet_takes_all_negatives_in_its_first_epochs(epoch: int, hardest: bool, local_loss: bool) -> None:
+    """Value and gradient are those of the one form alone."""
+    grads = []
+    model_output, plain = outputs(leaves=True), outputs(leaves=True)
+    loss = make("triplet(margin=0.3,reduction=sum,mean_epochs=2)", local_loss=local_loss)
+    got = loss(**model_output, coder_epoch=torch.full((8,), epoch), output_dict=False)
+    want = triplet(cosine(*features(plain)), image_ids=plain["coder_ids"], margin=0.3, hardest=hardest, reduction="sum")
+    same(got, want)
+    for value, keys in ((got, model_output), (want, plain)):
+        value.backward()
+        grads.append(keys["image_features"].grad)
+    same(*grads)
+    other = triplet(cosine(*features(plain)), image_ids=plain["coder_ids"], margin=0.3, hardest=not hardest, reduction="sum")
+    assert abs(want - other) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "requires"),
+    [
+        ({}, ("image_features", "text_features")),
+        ({"mean_epochs": 1}, ("image_features", "text_features", "coder_epoch")),
+        ({"mean_epochs": 1, "similarity": "fusion"}, ("coder_fusion", "coder_epoch")),
+    ],
+)
+def test_triplet_needs_the_epoch_for_its_schedule_alone(options: dict, requires: tuple) -> None:
+    assert Triplet(**options).requires == requires
+    objective = Objective.parse(expression("triplet", options))
+    available = KEYS | {"coder_fusion"}
+    assert resolve(objective, available).heads == (("progress", "ids") if options else ("ids",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mean_epochs": -1}, "mean_epochs must be >= 0, got -1"),
+        ({"mean_epochs": 1, "hardest": False}, "leave out mean_epochs"),
+    ],
+)
+def test_triplets_schedule_is_checked(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Triplet(**options)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -343,7 +404,7 @@ OPTIONS = [
     ("dcl", dcl, _DCL, "diversity_over mask_same_image"),
     ("concept_dcl", dcl, _DCL, "mask_same_image"),
     ("m_dcl", m_dcl, f"{_DCL} reverse diversity_over", "mask_same_image warmup"),
-    ("triplet", triplet, "margin hardest reduction", "similarity mask_same_image"),
+    ("triplet", triplet, "margin hardest reduction", "mean_epochs similarity mask_same_image"),
     ("lca", lca, "temperature assignment epsilon iterations", "direction"),
     ("cra", cra, "temperature hard_negatives", "margin hardest reduction ca_on mask_same_image"),
 ]

@@ -185,6 +185,12 @@ def test_the_rate_is_2e_4_for_15_epochs_and_2e_5_for_15(name):
     assert schedule.get_last_lr()[0] == pytest.approx(2e-4 if name.endswith("-printed") else 2e-5)  # a tenth of the warm-up
 
 
+def test_a_step_schedule_without_further_flags_drops_to_a_tenth_every_15_epochs():
+    config = resolve_config({"train_data": "x.tar", "model": "ViT-B-32", "lr_scheduler": "step", "lr": 1.0, "warmup": 0})
+    schedule = create_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), config, 1)
+    assert [schedule.lr_lambdas[0](epoch) for epoch in (0, 14, 15, 29, 30)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "decay", "encoder"),
     [("coder-f30k", torch.optim.AdamW, 1e-4, 2e-5), ("coder-f30k-printed", torch.optim.Adam, 0.0, 2e-4)],

@@ -16,9 +16,14 @@ _HEALTH = {
     "momentum/image_spread": "variance of the image keys about their mean: 0 if they have collapsed, at most 1",
     "momentum/text_spread": "variance of the text keys about their mean: 0 if they have collapsed, at most 1",
     "momentum/drift": "distance of the momentum towers from the model, over the model's norm",
-    "prototypes/filled": "share of the centres that are filled; the term is 0 until all are",
-    "prototypes/idle": "share of the filled centres that none of the last patience · K / 2 pairs chose",
-    "prototypes/reseeded": "centres reseeded so far, over all centres",
+    "concepts/image_spread": "1 - mean cosine between the concept embeddings of a batch's images: 0 if they have collapsed",
+    "concepts/text_spread": "1 - mean cosine between the concept embeddings of a batch's texts: 0 if they have collapsed",
+    "concepts/image_concepts": "number of concepts that share an image's attention",
+    "concepts/text_concepts": "number of concepts that share a text's attention",
+    "concepts/score": "mean cosine of a pair's two concept embeddings",
+    "prototypes/idle": "share of the centres that no pair chose in and since the last clustering",
+    "prototypes/changed": "share of the pairs whose label the last clustering changed",
+    "prototypes/restarted": "clusters that had become empty and started anew so far, over all",
     "prototypes/used": "perplexity of the centres' sizes over their number: 1 if all are of the same size",
 }
 _DIRECTIONS = {"i2t": "Image to text", "t2i": "Text to image"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ from torch import nn
 
 from coder_plugin import recipes, registry
 from coder_plugin.backbones.region_text import Options
-from coder_plugin.model import required_heads
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.optim import create_optimizer, create_schedule
-from coder_plugin.training.prepare import make_objective
+from tests.recipe_numbers import configuration, first_rate, owners, rates, resolved
 
 #: Options of dcl, m_dcl and concept_dcl that the papers print or imply: mu and gamma of section 4.2, epsilon of eq. 16's text.
 _DCL = {
@@ -96,33 +94,6 @@ _LETTER = {
 }  # fmt: skip
 
 
-def resolved(name: str) -> dict[str, Any]:
-    """Weights of the terms by name, and every option of terms and heads, defaults included, by ``OWNER.OPTION``."""
-    objective = make_objective(configuration(name))
-    found: dict[str, Any] = {}
-    groups = [("losses", term.name, dict(term.options)) for term in objective.terms]
-    given = dict(objective.heads)
-    groups += [("heads", head, dict(given.get(head, ()))) for head in required_heads(objective)]
-    for group, owner, options in groups:
-        parameters = inspect.signature(registry.load(group, owner)).parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        assert options.keys() <= defaults.keys()
-        found.update({f"{owner}.{option}": value for option, value in {**defaults, **options}.items()})
-    for term in objective.terms:
-        assert term.name not in found, "a term twice"
-        found[term.name] = term.weight
-    return found
-
-
-def configuration(name: str) -> Any:
-    model = {} if "model" in recipes.load(name).settings else {"model": "ViT-B-32"}
-    return resolve_config({"recipe": name, "train_data": "x.tar", **model})
-
-
-def owners(options: dict[str, Any]) -> set[str]:
-    return {key.partition(".")[0] for key in options}
-
-
 def test_no_recipe_of_coder_is_left_out():
     ours = {name for name in recipes.names() if name.startswith(("coder", "vse"))}
     assert ours == {*CHANGES, *OTHERS, "vse-infinity"}
@@ -163,26 +134,10 @@ def test_the_run_in_numbers(name):
     assert {key: flat[key] for key in wanted} == wanted
 
 
-def rates(name: str) -> list[float]:
-    """The learning rate of each epoch's last step, of ten."""
-    config = configuration(name)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
-    schedule = create_schedule(optimizer, config, 10)
-    found = []
-    for step in range(10 * config.optim.epochs):
-        if step % 10 == 9:
-            found.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    return found
-
-
 @pytest.mark.parametrize("name", ["coder-f30k", "coder-coco", "coder-f30k-printed", "coder-coco-printed", "vse-infinity"])
 def test_the_rate_is_2e_4_for_15_epochs_and_2e_5_for_15(name):
     assert rates(name) == pytest.approx([2e-4] * 15 + [2e-5] * 15, rel=1e-9)
-    config = configuration(name)
-    schedule = create_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optim.lr), config, 10)
-    assert schedule.get_last_lr()[0] == pytest.approx(2e-4 if name.endswith("-printed") else 2e-5)  # a tenth of the warm-up
+    assert first_rate(name) == pytest.approx(2e-4 if name.endswith("-printed") else 2e-5)  # a tenth of the warm-up
 
 
 def test_a_step_schedule_without_further_flags_drops_to_a_tenth_every_15_epochs():

@@ -161,11 +161,13 @@ def test_triplet_needs_the_epoch_for_its_schedule_alone(options: dict, requires:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"reduction": "max"}, "reduction must be 'mean' or 'sum', got 'max'"),
+        ({"similarity": "sum"}, "similarity must be 'cosine' or 'fusion', got 'sum'"),
         ({"mean_epochs": -1}, "mean_epochs must be >= 0, got -1"),
         ({"mean_epochs": 1, "hardest": False}, "leave out mean_epochs"),
     ],
 )
-def test_triplets_schedule_is_checked(options: dict, message: str) -> None:
+def test_triplets_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Triplet(**options)
 

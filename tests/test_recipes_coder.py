@@ -29,7 +29,8 @@ FULL: dict[str, Any] = {
     "momentum.momentum": 0.995, "momentum.bank_size": 4096, "momentum.mode": "eval",
     "concepts.threshold": 0.3, "concepts.rescale": True, "concepts.layers": 1, "concepts.scale": 10.0, "concepts.beta": 0.9,
     "concepts.decoder": "linear",
-    "prototypes.clusters": 10_000,
+    "concepts.norm": "batch", "concepts.tower_gradient": 1.0,
+    "prototypes.clusters": 10_000, "prototypes.scale": 1.0,
 }  # fmt: skip
 #: Switches of a recipe: options that differ from :data:`FULL`, and terms and heads that it lacks, as None.
 _NO_BANKS = {"m_dcl": None, "momentum": None}
@@ -46,6 +47,7 @@ _CLIP = {
     **{f"{term}.mu": 0.05 for term in ("dcl", "m_dcl")}, **{f"{term}.gamma": 0.6 for term in ("dcl", "m_dcl")},
     **{f"{term}.effective_negatives": 255 for term in ("dcl", "m_dcl", "concept_dcl")},
     "m_dcl.warmup": 4096, "concepts.warmup": 500,
+    "concept_dcl.positive_weight": 2.0, "concepts.tower_gradient": 0.0, "prototypes.scale": 4.0,
 }  # fmt: skip
 _WITHOUT_M_DCL = {"m_dcl": None}
 

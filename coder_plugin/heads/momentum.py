@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from coder_plugin.heads.base import BackboneInfo
+from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import FollowsModel, KeepsState
 from coder_plugin.memory.bank import BankDtype, CoupledBank
 from coder_plugin.memory.momentum import Mode, MomentumCopy
@@ -23,11 +24,10 @@ class Momentum(KeepsState, FollowsModel):
 
     Args:
         momentum: m of the average, in [0, 1).
-        bank_size: Q, entries per modality, at least the global batch.
+        bank_size: Q, entries per modality, at least the global batch. Trainers' default is a seventh of the training images,
+            at most 4,096: the paper's share of Flickr30K. A larger share is full of captions that fit the anchor's image too.
         bank_dtype: storage of the entries: ``float32``, ``float16`` or ``bfloat16``.
         mode: the towers' mode, ``eval`` or ``train`` (dropout and batch statistics as in training).
-        ramp: start with a small m, ``min(m, (1 + t) / (10 + t))`` at step t, so that the towers soon forget their initial
-            weights; the paper has a constant m.
 
     Raises:
         ValueError: options out of range, or a model with several features per image.
@@ -43,6 +43,7 @@ class Momentum(KeepsState, FollowsModel):
 
     requires = ("image", "text")
     provides = ("coder_image_keys", "coder_text_keys")
+    data_options = ("bank_size",)
 
     def __init__(
         self,
@@ -52,7 +53,6 @@ class Momentum(KeepsState, FollowsModel):
         bank_size: int = 4096,
         bank_dtype: BankDtype = "float32",
         mode: Mode = "eval",
-        ramp: bool = False,
     ) -> None:
         super().__init__()
         if backbone.views > 1:
@@ -60,9 +60,19 @@ class Momentum(KeepsState, FollowsModel):
                 f"a bank holds one key per image, and this model gives an image {backbone.views} features: take "
                 "--model-kwargs image_pooling=gpo"
             )
-        self.towers = MomentumCopy(momentum=momentum, mode=mode, ramp=ramp)
+        self.towers = MomentumCopy(momentum=momentum, mode=mode)
         self.bank = CoupledBank(bank_size, backbone.embed_dim, dtype=bank_dtype)
         self._online: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round
+
+    @classmethod
+    def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
+        """``bank_size``: a seventh of the images, in whole batches, at least one and at most 4,096 entries. Where all
+        captions are pairs, five pairs count as an image."""
+        if "bank_size" in options:
+            return {}
+        step = facts.pairs_per_step or 1
+        images = facts.samples_per_epoch // (5 if facts.captions == "all" else 1)
+        return {"bank_size": max(step, min(4096, images // 7 // step * step))}
 
     def attach(self, model: Any) -> None:
         self.towers.copy_from(model)

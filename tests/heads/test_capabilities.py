@@ -72,6 +72,13 @@ def test_options_from_data():
     assert heads["prototypes"].options_from_data({}, facts)["clusters"] == 333  # 1,000 images, five captions each
     assert heads["prototypes"].options_from_data({"clusters": 9, "recluster": 9}, facts) == {}
     every = TrainingFacts(loss="x", samples_per_epoch=1000, captions="all")
+    assert heads["momentum"].options_from_data({}, facts) == {"bank_size": 128}  # a seventh of 1,000, in batches of 64
+    assert heads["momentum"].options_from_data({"bank_size": 9}, facts) == {}
+    assert heads["momentum"].options_from_data({}, every) == {"bank_size": 28}  # 200 images
+    f30k = TrainingFacts(loss="x", samples_per_epoch=145_000, captions="all", pairs_per_step=128)
+    assert heads["momentum"].options_from_data({}, f30k) == {"bank_size": 4096}
+    few = TrainingFacts(loss="x", samples_per_epoch=100, pairs_per_step=64)
+    assert heads["momentum"].options_from_data({}, few) == {"bank_size": 64}, "a whole batch at least"
     assert heads["prototypes"].options_from_data({}, every)["clusters"] == 66
     large = TrainingFacts(loss="x", samples_per_epoch=10**6)
     assert heads["prototypes"].options_from_data({}, large)["clusters"] == 10_000
@@ -80,7 +87,7 @@ def test_options_from_data():
     assert heads["alignment"].options_from_data({"freeze_steps": 3}, facts) == {}
     assert heads["alignment"].options_from_data({}, facts) == {}
     for name, head in heads.items():
-        if name not in ("prototypes", "alignment", "concepts", "progress"):
+        if name not in ("prototypes", "momentum", "alignment", "concepts", "progress"):
             assert head.options_from_data({}, facts) == {} == Head.options_from_data({}, facts)
 
 
@@ -101,5 +108,6 @@ def test_derived_options_are_declared():
         "alignment": ("freeze_steps",),
         "concepts": ("vocabulary",),
         "progress": ("steps_per_epoch",),
+        "momentum": ("bank_size",),
         "prototypes": ("clusters", "recluster"),
     }

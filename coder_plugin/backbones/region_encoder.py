@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
 from coder_plugin.backbones.gpo import GPO
 from coder_plugin.backbones.norm import MaskedBatchNorm
+from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.functional.masked_sets import greatest, last_state, mean, unit_channels, valid_first
 
 Context = Literal["none", "camera", "vsrn"]
@@ -76,7 +77,7 @@ class RegionEncoder(nn.Module):
         self.attention = GatedSelfAttention(embed_dim, heads=heads, positions=True) if context == "camera" else None
         self.graph = nn.ModuleList(RegionGraph(embed_dim) for _ in range(4)) if context == "vsrn" else None
         self.pool = {"gpo": lambda: GPO(), "views": lambda: Views(embed_dim, views=views)}.get(pooling, lambda: None)()
-        self.rnn = nn.GRU(embed_dim, embed_dim, batch_first=True) if pooling == "gru" else None
+        self.rnn = GRU(embed_dim, embed_dim, batch_first=True) if pooling == "gru" else None
         self.norm = nn.BatchNorm1d(embed_dim) if batch_norm else None
 
     def forward(self, image: Mapping[str, Tensor]) -> Encoded:

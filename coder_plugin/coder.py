@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
@@ -21,7 +22,7 @@ from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState,
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import Resolution
 
-AggregatorName = Literal["tower", "gpo"]
+AggregatorName = Literal["tower", "gpo", "gpo-mlp"]
 
 
 class Coder(nn.Module):
@@ -31,7 +32,8 @@ class Coder(nn.Module):
         objective: holds the options of the heads.
         resolution: names the heads, in order.
         backbone: sizes that the heads are built from.
-        aggregator: ``"tower"``, the backbone's own pooling, or ``"gpo"``, GPO over its tokens.
+        aggregator: ``"tower"``, the backbone's own pooling; ``"gpo"``, GPO over its tokens; or ``"gpo-mlp"``, GPO with the
+            decoder that CODER prints.
         context_blocks: kept for exports; see :func:`coder_plugin.create_model`.
     """
 
@@ -50,9 +52,13 @@ class Coder(nn.Module):
         self.context_blocks: int = context_blocks
         self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings
         self.aggregators: Any = nn.ModuleDict()
-        if aggregator == "gpo":
+        self.aggregator: AggregatorName = aggregator
+        if aggregator != "tower":
+            decoder: Decoder = "mlp" if aggregator == "gpo-mlp" else "linear"
             channels = {"image": backbone.image_tokens, "text": backbone.text_tokens}
-            self.aggregators.update({side: Aggregator(width, backbone.embed_dim) for side, width in channels.items()})
+            self.aggregators.update(
+                {side: Aggregator(width, backbone.embed_dim, decoder=decoder) for side, width in channels.items()}
+            )
         options = dict(objective.heads)
         self.heads: Any = nn.ModuleDict()
         #: Names of the heads that were passed as objects.

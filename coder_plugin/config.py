@@ -82,7 +82,9 @@ class ModelConfig:
     channels_last: bool = _option(False, "keep images channels-last, which is faster for convolutional towers")
     torchcompile: bool = _option(False, "compile the model with torch.compile")
     aggregator: str = _option(
-        "tower", "the features of an image or a text: the towers' own, or GPO over their tokens", choices=("tower", "gpo")
+        "tower",
+        "the features of an image or a text: the towers' own, GPO over their tokens, or GPO with the decoder that CODER prints",
+        choices=("tower", "gpo", "gpo-mlp"),
     )
     context_blocks: int = _option(
         1,

@@ -49,7 +49,7 @@ def create_model(
             weights, or a released VSE-infinity, VSRN or CAMERA ``.pth``.
         pretrained_image_path: weights of the image tower.
         aggregator: ``"tower"``, or ``"gpo"``: a projection and GPO over patch and word tokens, whose features replace the
-            towers' own in training and in ``embed_*``.
+            towers' own in training and in ``embed_*``. ``"gpo-mlp"``: GPO with the two-layer perceptron that CODER prints.
         context_blocks: number of the last blocks of an open_clip tower between the layer that gives locals and the layer
             that gives contexts, at least 1. Convolutional and hierarchical image towers have no such blocks, and region
             models have their own context stage.
@@ -160,7 +160,7 @@ def add_heads(
         model.coder = Coder(objective, resolution, model.info()).to(device)
     else:
         keys = (resolution.reads | set(return_intermediates)) & clip.INTERMEDIATE_KEYS
-        if aggregator == "gpo":
+        if aggregator != "tower":
             keys |= AGGREGATOR_KEYS
         capture = FeatureCapture(model, keys, context_blocks=context_blocks) if keys else None
         info = clip.probe_backbone(model, capture)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import normalize
 
 from coder_plugin import recipes, registry
+from coder_plugin.backbones.gpo import GPO
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.prepare import make_objective
+from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
-OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip"]
+OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip", "vse-infinity"]
 #: CODER, section 4.2, on VSE-infinity's base.
 CODER = {
     "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
@@ -27,7 +31,7 @@ CODER = {
 PRINTED = {
     "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
     "lr_step_epochs": 15, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "warmup_epochs": 0.0, "text_lr_scale": 1.0,
-    "region_dropout": 0.0, "word_dropout": 0.0,
+    "region_dropout": 0.0, "word_dropout": 0.0, "model_kwargs": ["gpo_decoder=mlp"],
 }  # fmt: skip
 ASCL_TRAINING = {
     "model": "region-bert", "captions": "all", "batch_size": 64, "epochs": 20, "lr": 2e-4, "lr_scheduler": "step",
@@ -60,7 +64,7 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 68 and len({*names, *OBJECTIVES}) == 71
+    assert len(names) == 69 and len({*names, *OBJECTIVES}) == 72
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
     assert rows == {"coder": 29, "ascl": 14, "selfalign": 12}, rows
 
@@ -68,7 +72,9 @@ def test_names():
 @pytest.mark.parametrize("name", sorted({*recipes.names(), *OBJECTIVES}))
 def test_every_recipe_resolves_and_survives_its_file_form(name):
     objective = objective_of(name)
-    assert set(required_heads(objective)) <= ALL_HEADS | {"asymmetry", "fusion", "alignment", "contexts", "views", "captioner"}
+    assert set(required_heads(objective)) <= ALL_HEADS | {
+        "asymmetry", "fusion", "alignment", "contexts", "views", "captioner", "progress"
+    }  # fmt: skip
     assert Objective.from_dict(objective.to_dict()) == objective
     coder, ascl = {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}, {"ascl", "clip"}
     selfalign = {"lca", "cra", "view_diversity", "caption"}
@@ -87,6 +93,7 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("coder-f30k-printed", PRINTED),
         ("coder-coco-printed", PRINTED),
         ("coder-clip", {"lr": 1e-5, "wd": 0.1}),
+        ("vse-infinity", CODER),
         *((f"coder/{row}", CODER) for row in ("table2-1", "table2-5", "table3-1", "table3-6", "table4-5k", "table7-entropy")),
         *((f"coder/fig3-{n}", CODER | {"batch_size": n}) for n in (32, 64, 128)),
         *((f"coder/fig3-{n}-without-m_dcl", CODER | {"batch_size": n}) for n in (32, 64, 128)),
@@ -120,6 +127,15 @@ def test_clip_objectives():
     assert str(objective_of("selfalign-clip")) == "clip + lca + cra(ca_on=combined)"
 
 
+@pytest.mark.parametrize("name", ["vse-infinity", "coder/table2-1"])
+def test_vse_infinity_is_the_released_triplet(name):
+    """The peer of table 2: margin 0.2, sums, all negatives for one epoch and then the hardest."""
+    (term,) = objective_of(name).terms
+    built = term.build()
+    assert (term.weight, term.name, built.mean_epochs) == (1.0, "triplet", 1)
+    assert built.options == {"margin": 0.2, "hardest": True, "reduction": "sum"}
+
+
 def test_coder_is_equation_8():
     objective = Objective.parse("coder")
     assert [(term.weight, term.name) for term in objective.terms] == [
@@ -127,6 +143,24 @@ def test_coder_is_equation_8():
     ]  # fmt: skip
     assert set(required_heads(objective)) == ALL_HEADS
     assert options("coder")["dcl"]["diversity_over"] == "batch+bank"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "decoder"), [("coder-f30k", "linear"), ("coder-f30k-printed", "mlp"), ("coder-coco-printed", "mlp")]
+)
+def test_every_gpo_of_the_printed_recipes_has_the_perceptron(recipe, decoder, tmp_path):
+    """The region model's two, the concept head's, and those of the momentum copy."""
+    small = {"model_kwargs": [f"text={tiny_bert.make(tmp_path / 'bert')}", "embed_dim=8", "region_dim=4"]}
+    config = resolve_config({"recipe": recipe, "train_data": "x.tar", "set": ["momentum.bank_size=8"], **small})
+    objective = make_objective(config).with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
+    model = make_model(config.model, objective, torch.device("cpu"))
+    gpos = {name: module for name, module in model.named_modules() if isinstance(module, GPO)}
+    towers = [name for name in gpos if "momentum" not in name]
+    assert towers == ["visual.pool", "text.pool", "coder.heads.concepts.text_pool"] and len(gpos) == 5
+    layers = {"linear": [nn.Linear], "mlp": [nn.Linear, nn.ReLU, nn.Linear]}[decoder]
+    for name, gpo in gpos.items():
+        score = gpo.score if isinstance(gpo.score, nn.Sequential) else [gpo.score]
+        assert [type(layer) for layer in score] == layers, name
 
 
 def test_the_printed_twins_follow_the_letter():
@@ -141,7 +175,7 @@ def test_the_printed_twins_follow_the_letter():
 @pytest.mark.parametrize(
     ("name", "terms", "heads"),
     [
-        ("coder/table2-1", ["triplet"], {"ids"}),
+        ("coder/table2-1", ["triplet"], {"ids", "progress"}),
         ("coder/table2-2", ["dcl"], {"ids"}),
         ("coder/table2-3", ["dcl", "m_dcl"], {"ids", "momentum"}),
         ("coder/table2-4", ["dcl", "m_dcl", "concept_dcl"], {"ids", "momentum", "concepts"}),

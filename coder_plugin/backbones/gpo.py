@@ -15,6 +15,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from coder_plugin.functional.similarity import raise_precision
 
+#: What scores a position: a linear layer without bias, as released for VSE-infinity, or CODER's printed two-layer perceptron.
+Decoder = Literal["linear", "mlp"]
+
 
 class GPO(nn.Module):
     """Weighted sum of each channel's sorted values, with learnt weights that depend on the number of values alone.
@@ -44,7 +47,7 @@ class GPO(nn.Module):
         d_pe: int = 32,
         d_hidden: int = 32,
         temperature: float = 0.1,
-        decoder: Literal["linear", "mlp"] = "linear",
+        decoder: Decoder = "linear",
     ) -> None:
         super().__init__()
         if d_pe < 2 or d_pe % 2:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
-from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.functional.masked_sets import greatest, last_state, mean, unit_channels, valid_first
@@ -43,6 +43,7 @@ class RegionEncoder(nn.Module):
     Args:
         region_dim: R.
         embed_dim: D.
+        gpo_decoder: GPO's decoder, for ``gpo``.
         heads: number of attention heads, for ``camera``.
         views: V, for ``views``.
         batch_norm: VSRN's variant for Flickr30K: BatchNorm on the pooled state, no division of the projections by norms.
@@ -59,6 +60,7 @@ class RegionEncoder(nn.Module):
         mlp: bool = True,
         context: Context = "none",
         pooling: Pooling = "gpo",
+        gpo_decoder: Decoder = "linear",
         heads: int = 64,
         views: int = 12,
         batch_norm: bool = False,
@@ -76,7 +78,11 @@ class RegionEncoder(nn.Module):
         self.mlp = _MLP(region_dim, embed_dim // 2, embed_dim) if mlp else None
         self.attention = GatedSelfAttention(embed_dim, heads=heads, positions=True) if context == "camera" else None
         self.graph = nn.ModuleList(RegionGraph(embed_dim) for _ in range(4)) if context == "vsrn" else None
-        self.pool = {"gpo": lambda: GPO(), "views": lambda: Views(embed_dim, views=views)}.get(pooling, lambda: None)()
+        self.pool: GPO | Views | None = None
+        if pooling == "gpo":
+            self.pool = GPO(decoder=gpo_decoder)
+        elif pooling == "views":
+            self.pool = Views(embed_dim, views=views)
         self.rnn = GRU(embed_dim, embed_dim, batch_first=True) if pooling == "gru" else None
         self.norm = nn.BatchNorm1d(embed_dim) if batch_norm else None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin.backbones.base import CONFIG, Backbone, BackboneInfo
+from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText, TextEncoder, TextPooling, load_transformer
 from coder_plugin.backbones.tokenizers import (
@@ -46,6 +47,8 @@ class Options:
         mlp: add a two-layer perceptron to the projection of the regions.
         context: context stage over the regions: none, camera or vsrn.
         image_pooling: gpo, mean, max, views (CAMERA) or gru (VSRN).
+        gpo_decoder: what scores positions in GPO, of images and of texts: linear, as released, or mlp, the two-layer perceptron
+            that CODER prints.
         views: V, number of views of an image for ``image_pooling="views"``.
         heads: number of attention heads in CAMERA's context stages; a divisor of D.
         batch_norm: VSRN's variant for Flickr30K.
@@ -69,6 +72,7 @@ class Options:
     mlp: bool = True
     context: Context = "none"
     image_pooling: Pooling = "gpo"
+    gpo_decoder: Decoder = "linear"
     views: int = 12
     heads: int = 64
     batch_norm: bool = False
@@ -128,6 +132,7 @@ class RegionText(Backbone):
             mlp=options.mlp,
             context=options.context,
             pooling=options.image_pooling,
+            gpo_decoder=options.gpo_decoder,
             heads=options.heads,
             views=options.views,
             batch_norm=options.batch_norm,
@@ -297,12 +302,19 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
             layers=options.text_layers,
             bidirectional=options.bidirectional,
             pooling=pooling,
+            gpo_decoder=options.gpo_decoder,
         )
         return gru, tokens
     transformer, tokenizer = load_transformer(options.text, pretrained=options.pretrained_text, cache_dir=cache_dir)
     subwords = SubwordTokenizer(tokenizer, context_length=options.context_length)
     bert = BertText(
-        transformer, dim, pad=subwords.pad, pooling=pooling, context=options.text_context, heads=options.heads
+        transformer,
+        dim,
+        pad=subwords.pad,
+        pooling=pooling,
+        gpo_decoder=options.gpo_decoder,
+        context=options.text_context,
+        heads=options.heads,
     )
     return bert, subwords
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from coder_plugin.backbones.context import GatedSelfAttention
-from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
@@ -26,17 +26,24 @@ class TextEncoder(nn.Module):
     """Base of both text encoders: token ids -> tokens and a pooled feature.
 
     Positions that are padding in the whole batch are cut before the encoder runs. Pooling ``last`` is the recurrent encoder's
-    state after the last word, the mean of both directions.
+    state after the last word, the mean of both directions. ``gpo_decoder`` is GPO's, for pooling ``gpo``.
     """
 
     def __init__(
-        self, embed_dim: int, *, pad: int, pooling: TextPooling, context: Literal["none", "camera"], heads: int
+        self,
+        embed_dim: int,
+        *,
+        pad: int,
+        pooling: TextPooling,
+        gpo_decoder: Decoder,
+        context: Literal["none", "camera"],
+        heads: int,
     ) -> None:
         super().__init__()
         if pooling not in get_args(TextPooling):
             raise ValueError(f"text pooling must be one of {', '.join(get_args(TextPooling))}, got {pooling!r}")
         self.pad, self.pooling = pad, pooling
-        self.pool = GPO() if pooling == "gpo" else None
+        self.pool = GPO(decoder=gpo_decoder) if pooling == "gpo" else None
         self.context = _CameraText(embed_dim, heads=heads) if context == "camera" else None
 
     def words(self, text: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -87,10 +94,11 @@ class BertText(TextEncoder):
         *,
         pad: int,
         pooling: TextPooling = "gpo",
+        gpo_decoder: Decoder = "linear",
         context: Literal["none", "camera"] = "none",
         heads: int = 64,
     ) -> None:
-        super().__init__(embed_dim, pad=pad, pooling=pooling, context=context, heads=heads)
+        super().__init__(embed_dim, pad=pad, pooling=pooling, gpo_decoder=gpo_decoder, context=context, heads=heads)
         if pooling == "last":
             raise ValueError("text pooling 'last' needs a recurrent encoder: use gpo, mean or max with BERT")
         self.transformer = transformer
@@ -136,8 +144,9 @@ class BiGRUText(TextEncoder):
         layers: int = 1,
         bidirectional: bool = True,
         pooling: TextPooling = "gpo",
+        gpo_decoder: Decoder = "linear",
     ) -> None:
-        super().__init__(embed_dim, pad=pad, pooling=pooling, context="none", heads=1)
+        super().__init__(embed_dim, pad=pad, pooling=pooling, gpo_decoder=gpo_decoder, context="none", heads=1)
         self.embed = nn.Embedding(words, word_dim)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         self.project = nn.Linear(word_dim, embed_dim) if word_projection else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.gpo import GPO, Decoder
 
 
 class Aggregator(nn.Module):
@@ -12,6 +12,7 @@ class Aggregator(nn.Module):
 
     Args:
         channels: C. embed_dim: D.
+        decoder: GPO's: ``linear``, as released, or ``mlp``, as CODER prints.
 
     Example:
         >>> import torch
@@ -19,10 +20,10 @@ class Aggregator(nn.Module):
         torch.Size([2, 6])
     """
 
-    def __init__(self, channels: int, embed_dim: int) -> None:
+    def __init__(self, channels: int, embed_dim: int, *, decoder: Decoder = "linear") -> None:
         super().__init__()
         self.project = nn.Linear(channels, embed_dim)
-        self.pool = GPO()
+        self.pool = GPO(decoder=decoder)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Tokens [B, L, C] and bool mask [B, L], True where valid -> pooled features [B, D], not normalised."""

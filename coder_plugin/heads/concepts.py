@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
@@ -46,6 +46,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         layers: number of graph convolutions, >= 1; the paper prints one, CVSE has two.
         scale: factor on the cosines before the attention's softmax (lambda), > 0.
         beta: weight of the instance level in the score, in [0, 1].
+        decoder: what scores positions in the text query's GPO: ``linear``, as released for VSE-infinity, or ``mlp``, the
+            two-layer perceptron that the paper prints.
         warmup: number of steps, >= 0, over which the gradient into the towers grows from zero to its full size, and the
             weight 1 - beta from zero to its value.
 
@@ -80,6 +82,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         layers: int = 1,
         scale: float = 10.0,
         beta: float = 0.9,
+        decoder: Decoder = "linear",
         warmup: int = 0,
     ) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         dim = self.block_dim = backbone.embed_dim
         sizes = [vectors.shape[1], *[dim] * layers]
         self.convolutions = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
-        self.text_pool = GPO()
+        self.text_pool = GPO(decoder=decoder)
         self.image_query = nn.Linear(dim, dim)
         self.text_query = nn.Linear(backbone.text_tokens, dim)
         # W^v and W^w start as the identity, the plain cosine: with random matrices the attention would be flat

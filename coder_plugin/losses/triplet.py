@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from coder_plugin import distributed
@@ -16,9 +17,18 @@ class Triplet(Term):
     """:func:`coder_plugin.functional.triplet` with the pairs of all ranks as candidates. It takes that function's
     options.
 
+    VSE-infinity's loss is ``triplet(reduction=sum, mean_epochs=1)``: in its first epoch each anchor counts with the sum of the
+    hinges of all its negatives, which its authors' code calls the mean hinge, and then with its hardest negative alone
+    (docs/equations.md#score).
+
     Args:
+        mean_epochs: number of first epochs, >= 0, in which all negatives of an anchor count, as without ``hardest``. The head
+            ``progress`` counts the epochs.
         similarity: ``cosine`` of the features of both towers, or ``fusion``, the score of the head of that name.
         mask_same_image: pairs of one image are not each other's negatives.
+
+    Raises:
+        ValueError: options out of range, or ``mean_epochs`` without ``hardest``.
 
     Example:
         >>> import torch
@@ -33,17 +43,24 @@ class Triplet(Term):
     def __init__(
         self,
         *,
+        mean_epochs: int = 0,
         similarity: Literal["cosine", "fusion"] = "cosine",
         mask_same_image: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
         check_triplet_options(**options)
-        self.options, self.mask_same_image = options, mask_same_image
+        if mean_epochs < 0:
+            raise ValueError(f"mean_epochs must be >= 0, got {mean_epochs}")
+        if mean_epochs and not options["hardest"]:
+            raise ValueError("hardest=false takes all negatives in every epoch: leave out mean_epochs")
+        self.options, self.mean_epochs, self.mask_same_image = options, mean_epochs, mask_same_image
         if similarity not in ("cosine", "fusion"):
             raise ValueError(f"similarity must be 'cosine' or 'fusion', got {similarity!r}")
         if similarity == "fusion":
             self.requires = ("coder_fusion",)
+        if mean_epochs:
+            self.requires = (*self.requires, "coder_epoch")
 
     def forward(
         self,
@@ -51,15 +68,20 @@ class Triplet(Term):
         text_features: Tensor | None = None,
         coder_fusion: Tensor | None = None,
         coder_ids: Tensor | None = None,
+        coder_epoch: Tensor | None = None,
     ) -> Tensor:
-        """This rank's features [B, D], L2-normalised, or rows of scores [B, N], and image ids [B] -> scalar."""
+        """This rank's features [B, D], L2-normalised, or rows of scores [B, N], image ids [B], epochs done [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
         if coder_fusion is not None:
             scores = gather_scores(coder_fusion, ids, local_loss=self.local_loss)
         else:
             assert image_features is not None and text_features is not None
             scores = gather_batch(image_features, text_features, ids, local_loss=self.local_loss).scores()
-        return global_triplet(scores, **self.options)
+        loss = global_triplet(scores, **self.options)
+        if coder_epoch is None:
+            return loss
+        # both are computed: a branch would wait for the device
+        return torch.where(coder_epoch[0] < self.mean_epochs, global_triplet(scores, **self.options | {"hardest": False}), loss)
 
 
 def global_triplet(scores: BatchScores, **options: Any) -> Tensor:

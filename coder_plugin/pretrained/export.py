@@ -152,9 +152,12 @@ def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = 
 
 def head_settings(model: Any) -> dict[str, Any]:
     """The settings of a model's heads as plain values; :class:`HeadSettings` is read from them."""
-    aggregator = "gpo" if len(model.coder.aggregators) else "tower"
-    objective, blocks = model.coder.objective, model.coder.context_blocks
-    return {"objective": objective.to_dict(), "aggregator": aggregator, "context_blocks": blocks}
+    coder = model.coder
+    return {
+        "objective": coder.objective.to_dict(),
+        "aggregator": coder.aggregator,
+        "context_blocks": coder.context_blocks,
+    }
 
 
 def export_files(folder: Path) -> tuple[Path | None, Path | None]:

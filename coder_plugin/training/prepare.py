@@ -115,7 +115,7 @@ def check_objects(config: TrainConfig, objective: Objective, *, model: Any, loss
     names = list(_MAKING_MODEL)
     if hasattr(model, "coder"):
         names += _ADDING_HEADS
-        of_model["aggregator"] = "gpo" if len(model.coder.aggregators) else "tower"
+        of_model["aggregator"] = model.coder.aggregator
         of_model["context_blocks"] = model.coder.context_blocks
     refused = [
         name

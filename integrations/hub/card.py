@@ -134,7 +134,7 @@ def _description(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
         f"- vectors: {model['dimensions']} dimensions, float32"
         + (f", {model['views']} per image; the score is the largest of their inner products" if model["views"] > 1 else ""),
     ]
-    if model["aggregator"] == "gpo":
+    if model["aggregator"] != "tower":
         lines.append("- features: patch and word tokens pooled by GPO, instead of the towers' pooled features")
     if model["heads"]:
         lines.append(f"- scoring heads: {', '.join(model['heads'])}")
@@ -225,7 +225,7 @@ def _limits(record: Mapping[str, Any], license: str | None) -> str:
     lines.append("- Not tested: other data, other languages, fairness between groups of people, harmful or private content.")
     if model["re-ranks"]:
         lines.append("- The vectors alone reach the recall of the shortlist; the fusion score needs coder_plugin.")
-    if model["pictures"] and (model["heads"] or model["aggregator"] == "gpo"):
+    if model["pictures"] and (model["heads"] or model["aggregator"] != "tower"):
         lines.append("- Plain open_clip opens only the towers: its scores differ from those above.")
     if not model["pictures"]:
         lines.append("- It does not open in plain open_clip.")

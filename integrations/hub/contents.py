@@ -135,7 +135,7 @@ def _model_facts(trained: PretrainedModel, options: Mapping[str, Any]) -> dict[s
         "dimensions": trained.encode_texts(["a picture"]).shape[-1],
         "views": model.coder.views,
         "heads": list(model.coder.heads),
-        "aggregator": "gpo" if len(model.coder.aggregators) else "tower",
+        "aggregator": model.coder.aggregator,
         "concepts": None if vocabulary is None else len(vocabulary),
         "re-ranks": trained.encoder().reranking is not None,
         "text tower": _text_tower(model),

@@ -150,10 +150,13 @@ def train(
     settings: dict[str, Any] = dict(setting.split("=", 1) for setting in options.set)
     objective = Objective.parse(text)
     heads = coder_plugin.model.required_heads(objective)
+    pairs = len(data["train"]["images" if options.captions == "draw" else "ids"])
     if "concepts" in heads:
         settings.setdefault("concepts.vocabulary", options.concepts)
     if "prototypes" in heads:
         settings.setdefault("prototypes.clusters", len(data["train"]["ids"]) // 15)
+    if "progress" in heads:
+        settings.setdefault("progress.steps_per_epoch", pairs // options.batch_size)
     settings = {key: parse_value(str(value)) for key, value in settings.items() if key.split(".")[0] in
                 {*heads, *(term.name for term in objective.terms)}}  # fmt: skip
     objective = objective.with_options(settings)

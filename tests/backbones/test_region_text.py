@@ -356,6 +356,7 @@ def test_other_images_are_refused(models, image, message):
         ("region-bert", {"context": "graph"}, "context must be one of none, camera, vsrn, got 'graph'"),
         ("region-bert", {"image_pooling": "avg"}, "image_pooling must be one of gpo, mean, max, views, gru, got 'avg'"),
         ("region-bert", {"text_pooling": "cls"}, "text_pooling must be one of gpo, mean, max, last, got 'cls'"),
+        ("region-bert", {"gpo_decoder": "rnn"}, "gpo_decoder must be one of linear, mlp, got 'rnn'"),
         ("region-bert", {"text_pooling": "last"}, "text pooling 'last' needs a recurrent encoder"),
         ("region-bert", {"encoder": "lstm"}, "encoder must be one of bert, bigru, got 'lstm'"),
         ("region-bert", {"text_context": "vsrn"}, "text_context must be one of none, camera, got 'vsrn'"),
@@ -374,6 +375,25 @@ def test_options_are_checked(bert, name, given, message):
     with pytest.raises(CoderError, match=message) as caught:
         create_model(name, loss="dcl", **{**options(name, bert), **given})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["region-bert", "region-bigru"])
+def test_the_decoder_of_gpo_is_an_option_of_both_towers(name, bert):
+    """Their features change with the first layer of the perceptron, and the export has it."""
+    for decoder, layers in (("linear", 0), ("mlp", 2)):
+        model = made(name, bert, gpo_decoder=decoder).eval()
+        pools = {"image": model.visual.pool, "text": model.text.pool}
+        assert [sum(isinstance(m, torch.nn.Linear) for m in pool.score.children()) for pool in pools.values()] == [layers] * 2
+        assert model.config()["options"]["gpo_decoder"] == decoder
+        if decoder == "mlp":
+            inputs = {"image": images(), "text": model.tokenizer()(TEXTS)}
+            for side, pool in pools.items():
+                embed = getattr(model, f"embed_{side}")
+                before = embed(inputs[side])
+                torch.nn.init.normal_(pool.score[0].weight, std=3.0)
+                # a row of one token is that token, whatever its weight
+                changed = (embed(inputs[side]) - before).abs().amax(1) > 1e-4
+                assert changed.any(), side
 
 
 def test_the_command_lines_none_is_the_word(bert):

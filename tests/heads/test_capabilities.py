@@ -32,6 +32,7 @@ CAPABILITIES = {
     "fusion": {Reranks},
     "ids": set(),
     "momentum": {FollowsModel, KeepsState},
+    "progress": {KeepsState},
     "prototypes": {KeepsState},
     "tokens": set(),
     "views": set(),
@@ -79,7 +80,7 @@ def test_options_from_data():
     assert heads["alignment"].options_from_data({"freeze_steps": 3}, facts) == {}
     assert heads["alignment"].options_from_data({}, facts) == {}
     for name, head in heads.items():
-        if name not in ("prototypes", "alignment", "concepts"):
+        if name not in ("prototypes", "alignment", "concepts", "progress"):
             assert head.options_from_data({}, facts) == {} == Head.options_from_data({}, facts)
 
 
@@ -99,5 +100,6 @@ def test_derived_options_are_declared():
     assert {name: head.data_options for name, head in ours().items() if head.data_options} == {
         "alignment": ("freeze_steps",),
         "concepts": ("vocabulary",),
+        "progress": ("steps_per_epoch",),
         "prototypes": ("clusters",),
     }

@@ -36,6 +36,7 @@ def gradients() -> Iterator[list[list[torch.Tensor]]]:
         ("dcl", "custom", []),
         ("clip + dcl", "vit", []),
         ("siglip", "sigmoid", ["--siglip"]),
+        ("vse-infinity", "vit", []),
         ("clip", "coca", []),
         ("coder", "vit", CODER),
         ("clip + lca + cra(ca_on='combined')", "vit", ["--coder-set", "contexts.branches=none"]),  # no BatchNorm

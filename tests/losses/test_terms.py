@@ -109,6 +109,51 @@ def test_triplet_equals_its_function(options: dict, local_loss: bool) -> None:
     assert not options or abs(want - triplet(cosine(*features(model_output)), image_ids=model_output["coder_ids"])) > 1e-3
 
 
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize(("epoch", "hardest"), [(0, False), (1, False), (2, True), (7, True)])
+def test_triplet_takes_all_negatives_in_its_first_epochs(epoch: int, hardest: bool, local_loss: bool) -> None:
+    """Value and gradient are those of the one form alone."""
+    grads = []
+    model_output, plain = outputs(leaves=True), outputs(leaves=True)
+    loss = make("triplet(margin=0.3,reduction=sum,mean_epochs=2)", local_loss=local_loss)
+    got = loss(**model_output, coder_epoch=torch.full((8,), epoch), output_dict=False)
+    want = triplet(cosine(*features(plain)), image_ids=plain["coder_ids"], margin=0.3, hardest=hardest, reduction="sum")
+    same(got, want)
+    for value, keys in ((got, model_output), (want, plain)):
+        value.backward()
+        grads.append(keys["image_features"].grad)
+    same(*grads)
+    other = triplet(cosine(*features(plain)), image_ids=plain["coder_ids"], margin=0.3, hardest=not hardest, reduction="sum")
+    assert abs(want - other) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "requires"),
+    [
+        ({}, ("image_features", "text_features")),
+        ({"mean_epochs": 1}, ("image_features", "text_features", "coder_epoch")),
+        ({"mean_epochs": 1, "similarity": "fusion"}, ("coder_fusion", "coder_epoch")),
+    ],
+)
+def test_triplet_needs_the_epoch_for_its_schedule_alone(options: dict, requires: tuple) -> None:
+    assert Triplet(**options).requires == requires
+    objective = Objective.parse(expression("triplet", options))
+    available = KEYS | {"coder_fusion"}
+    assert resolve(objective, available).heads == (("progress", "ids") if options else ("ids",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mean_epochs": -1}, "mean_epochs must be >= 0, got -1"),
+        ({"mean_epochs": 1, "hardest": False}, "leave out mean_epochs"),
+    ],
+)
+def test_triplets_schedule_is_checked(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Triplet(**options)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_clip_is_open_clips(bias: bool) -> None:
     model_output = outputs()
@@ -343,7 +388,7 @@ OPTIONS = [
     ("dcl", dcl, _DCL, "diversity_over mask_same_image"),
     ("concept_dcl", dcl, _DCL, "mask_same_image"),
     ("m_dcl", m_dcl, f"{_DCL} reverse diversity_over", "mask_same_image warmup"),
-    ("triplet", triplet, "margin hardest reduction", "similarity mask_same_image"),
+    ("triplet", triplet, "margin hardest reduction", "mean_epochs similarity mask_same_image"),
     ("lca", lca, "temperature assignment epsilon iterations", "direction"),
     ("cra", cra, "temperature hard_negatives", "margin hardest reduction ca_on mask_same_image"),
 ]

@@ -19,6 +19,7 @@ from coder_plugin.data.from_config import make_source
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import recall
+from coder_plugin.functional import triplet
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
 from coder_plugin.training.loop import Trainer
@@ -154,7 +155,12 @@ def run_killed_after(config: dict[str, Any], steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "loss", "workers"),
-    [("region-bert", "coder", 0), ("region-bert", "dcl", 2), ("region-bigru-vsrn", "triplet + caption", 0)],
+    [
+        ("region-bert", "coder", 0),
+        ("region-bert", "dcl", 2),
+        ("region-bigru-vsrn", "triplet + caption", 0),
+        ("region-bigru", "vse-infinity", 0),
+    ],
 )
 def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, model, loss, workers):
     """All dropouts on: of regions, of words, inside BERT and of the captioner; BatchNorm's statistics go with it."""
@@ -168,6 +174,28 @@ def test_resumed_in_mid_epoch_equals_uninterrupted_bit_for_bit(tmp_path, made, m
     assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
     by_step = [{r["step"]: r["loss"] for r in records(tmp_path, name) if "loss" in r} for name in ("whole", "broken")]
     assert by_step[0] == by_step[1] and len(by_step[0]) == 12
+
+
+@pytest.mark.parametrize("accum_freq", [1, 2])
+def test_vse_infinity_takes_all_negatives_in_the_first_epoch(tmp_path, made, accum_freq):
+    options = {"loss": "vse-infinity", "epochs": 3, "batch_size": 8 // accum_freq, "accum_freq": accum_freq}
+    trainer = Trainer.from_config(config(made, tmp_path, **options))
+    assert trainer.model.coder.heads["progress"].steps_per_epoch == trainer.steps_per_epoch == 6
+    losses: list[tuple[int, dict[bool, float], float]] = []
+
+    def compare(term: Any, args: Any, outputs: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
+        similarity = (outputs["image_features"] @ outputs["text_features"].T).detach()
+        ids, forms = outputs["coder_ids"], {}
+        for hardest in (False, True):
+            forms[hardest] = float(triplet(similarity, margin=0.2, hardest=hardest, reduction="sum", image_ids=ids))
+        losses.append((trainer.step, forms, float(loss)))
+
+    trainer.loss.terms["triplet"].register_forward_hook(compare, with_kwargs=True)
+    trainer.run()
+    assert {step for step, *_ in losses} == set(range(18))
+    for step, forms, loss in losses:
+        assert loss == pytest.approx(forms[step >= 6], rel=1e-5), step
+    assert sum(abs(forms[True] - forms[False]) > 0.01 for _, forms, _ in losses) > 9
 
 
 def test_dropouts_change_what_is_trained_on(tmp_path, made):

@@ -1,4 +1,4 @@
-"""GRUs under autocast: float32 on a CPU, equal to a GRU without autocast, with the gradients; and every GRU of the package."""
+"""GRUs under autocast on a CPU: in float32 where bfloat16 is emulated, with the gradients; and every GRU of the package."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def pair(kind: type[nn.Module], plain: type[nn.Module], *sizes: int, **options: 
     return ours, theirs
 
 
+@pytest.fixture(params=["AVX2", "DEFAULT"])
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+
+
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_a_gru_is_that_of_float32(packed: bool, dtype: torch.dtype) -> None:
@@ -46,6 +52,23 @@ def test_under_autocast_a_gru_is_that_of_float32(packed: bool, dtype: torch.dtyp
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("dtype", "rounds"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_avx512_multiplies_bfloat16_and_not_float16(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rounds: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    (gru, plain), (cell, plain_cell) = pair(GRU, nn.GRU, 4, 3), pair(GRUCell, nn.GRUCell, 4, 3)
+    rows, start = torch.randn(5, 4), torch.zeros(5, 3)
+    exact = plain(rows)[0], plain_cell(rows, start)
+    with torch.autocast("cpu", dtype):
+        got = gru(rows)[0], cell(rows, start)
+        autocast = plain(rows)[0], plain_cell(rows, start)
+    for one, without, within in zip(got, exact, autocast, strict=True):
+        torch.testing.assert_close(one, within if rounds else without, rtol=0, atol=0)
+        assert torch.equal(one.float(), without) != rounds
+
+
+@pytest.mark.usefixtures("emulated")
 def test_a_first_state_in_half_precision() -> None:
     ours, theirs = pair(GRU, nn.GRU, 4, 3, batch_first=True)
     rows, start = torch.randn(2, 5, 4), torch.randn(1, 2, 3).bfloat16()
@@ -69,6 +92,7 @@ def test_without_autocast_it_is_torchs_in_every_precision() -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("emulated")
 def test_autocast_goes_on_after_it() -> None:
     layer = GRU(4, 3, batch_first=True)
     with torch.autocast("cpu", torch.bfloat16):

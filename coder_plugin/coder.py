@@ -19,6 +19,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, ReadsTags, Scores, heads_with
+from coder_plugin.memory.rows import reset_moments
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import Resolution
 
@@ -153,10 +154,18 @@ class Coder(nn.Module):
                 pool.update(outputs)
         return {key: value for key, value in pool.items() if key.startswith("coder_")}
 
-    def post_step(self) -> None:
-        """Write the heads' state: call once after every optimizer step that was performed."""
+    def post_step(self, optimizer: Any = None) -> None:
+        """Write the heads' state: call once after every optimizer step that was performed.
+
+        Args:
+            optimizer: where a head starts rows of a parameter anew, such as the classifier rows of new prototypes, the
+                optimizer's moments of these rows are set to zero. None: they stay.
+        """
         for head in heads_with(self.heads, KeepsState).values():
             head.post_step()
+            for parameter, rows in head.take_replaced_rows():
+                if optimizer is not None:
+                    reset_moments(optimizer, parameter, rows)
 
     def health(self) -> dict[str, float]:
         """Figures of the heads' state for the log, as ``head/figure``."""

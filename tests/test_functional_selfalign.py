@@ -85,6 +85,13 @@ def test_lca_equals_the_slow_reference(lengths, assignment, temperature, epsilon
     wanted = reference.lca(valid(words, word_mask), valid(regions, region_mask), prototypes.tolist(), **options)
     same(got, wanted, 1e-10)
     assert got.dtype == torch.float64 and got.shape == () and got >= 0
+    matched = correspondence(words, word_mask, regions, region_mask).argmax(2)
+    scores = prototype_scores(words, prototypes, word_mask), prototype_scores(regions, prototypes, region_mask)
+    loss, entropy = lca_from_scores(scores[0], word_mask, scores[1], region_mask, matched, **options)
+    parts = reference.lca_parts(valid(words, word_mask), valid(regions, region_mask), prototypes.tolist(), **options)
+    same(loss, parts[0], 1e-10)
+    same(entropy, parts[1], 1e-10)
+    assert entropy <= loss + 1e-12 and entropy <= math.log(K) + 1e-12 and not entropy.requires_grad
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -196,7 +203,8 @@ def test_gradient_of_lca(assignment):
     options = {"temperature": 0.1, "assignment": assignment, "epsilon": 0.05, "iterations": 2}
 
     def loss(words: Tensor, prototypes: Tensor) -> Tensor:
-        return lca_from_scores(prototype_scores(words, prototypes), word_mask, targets, region_mask, matched, **options)
+        scores = prototype_scores(words, prototypes)
+        return lca_from_scores(scores, word_mask, targets, region_mask, matched, **options)[0]
 
     assert torch.autograd.gradcheck(loss, (words, prototypes))
     regions = regions.requires_grad_()

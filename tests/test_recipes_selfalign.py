@@ -11,6 +11,8 @@ from coder_plugin import create_loss, create_model, recipes, registry
 from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.training.optim import create_schedule
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
 from tests.test_recipes import objective_of, options
@@ -102,6 +104,12 @@ def test_what_the_paper_prints():
     ]  # fmt: skip
     assert [term.name for term in objective_of("selfalign-vsrn").terms] == ["triplet", "caption", "lca", "cra"]
     assert [term.name for term in objective_of("selfalign-clip").terms] == ["clip", "lca", "cra"]
+    for name in NAMES:  # no warm-up is printed or released
+        if recipes.has_recipe(name):
+            model = {} if "model" in recipes.load(name).settings else {"model": "ViT-B-32"}
+            config = resolve_config({"recipe": name, "train_data": "x.tar", **model})
+            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+            assert create_schedule(optimizer, config, 1000).get_last_lr() == [1.0], name
     for name in ("selfalign-camera", "selfalign-vsrn"):  # triplets are summed, other terms means
         assert options(name)["triplet"] == {"reduction": "sum"} and options(name)["cra"] == {"reduction": "sum"}
 

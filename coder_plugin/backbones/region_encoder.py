@@ -23,9 +23,11 @@ Pooling = Literal["gpo", "mean", "max", "views", "gru"]
 
 
 class Encoded(NamedTuple):
-    """Features of one tower: tokens before and after the context stage, their mask, and the pooled feature."""
+    """Features of one tower: tokens before the context stage, as it returns them, and as the tower pools them, their mask, and
+    the pooled feature."""
 
     locals: Tensor  # [B, L, ·]
+    contexts: Tensor  # [B, L, ·]
     tokens: Tensor  # [B, L, ·]
     mask: Tensor  # bool [B, L]
     pooled: Tensor  # [B, D], or [B, V, D], not normalised
@@ -37,8 +39,9 @@ class RegionEncoder(nn.Module):
 
     Projection: ``FC(x)``, with ``mlp`` plus ``Linear(ReLU(BN(Linear(x))))`` (VSE-infinity). Context: ``none``; ``camera``,
     gated self-attention with the boxes' positions; ``vsrn``, four graph layers. Before and after a context stage each channel
-    is divided by its norm over the image's regions, as in the released code of CAMERA and VSRN. Pooling: ``gpo``, ``mean``,
-    ``max``; ``views`` (CAMERA); ``gru`` (VSRN), the last state of a GRU over the regions in their order.
+    is divided by its norm over the image's regions, as in the released code of CAMERA and VSRN; the encoder's ``contexts``
+    are the stage's own output, before that second division. Pooling: ``gpo``, ``mean``, ``max``; ``views`` (CAMERA); ``gru``
+    (VSRN), the last state of a GRU over the regions in their order.
 
     Args:
         region_dim: R.
@@ -47,6 +50,8 @@ class RegionEncoder(nn.Module):
         heads: number of attention heads, for ``camera``.
         views: V, for ``views``.
         batch_norm: VSRN's variant for Flickr30K: BatchNorm on the pooled state, no division of the projections by norms.
+        normalise_locals: the locals are what the context stage reads, divided by these norms (released by SelfAlign's
+            authors). False: the projections.
 
     Raises:
         ValueError: options out of range.
@@ -64,13 +69,14 @@ class RegionEncoder(nn.Module):
         heads: int = 64,
         views: int = 12,
         batch_norm: bool = False,
+        normalise_locals: bool = False,
     ) -> None:
         super().__init__()
         if context not in get_args(Context):
             raise ValueError(f"context must be one of {', '.join(get_args(Context))}, got {context!r}")
         if pooling not in get_args(Pooling):
             raise ValueError(f"image pooling must be one of {', '.join(get_args(Pooling))}, got {pooling!r}")
-        self.context, self.pooling = context, pooling
+        self.context, self.pooling, self.normalise_locals = context, pooling, normalise_locals
         self.fc = nn.Linear(region_dim, embed_dim)
         bound = math.sqrt(6 / (region_dim + embed_dim))
         nn.init.uniform_(self.fc.weight, -bound, bound)
@@ -94,19 +100,20 @@ class RegionEncoder(nn.Module):
         projected = self.fc(features)
         if self.mlp is not None:
             projected = projected + self.mlp(features, mask)
-        tokens = projected
+        entering = contexts = tokens = projected
         if self.context != "none":
             if self.norm is None:
-                tokens = unit_channels(tokens, mask)
+                entering = unit_channels(projected, mask)
+            contexts = entering
             if self.attention is not None:
                 boxes = torch.where(mask[..., None], image["boxes"], 0) if "boxes" in image else None
                 positions = None if boxes is None else box_positions(boxes, image.get("aspect"))
-                tokens = self.attention(tokens, mask, positions)
+                contexts = self.attention(contexts, mask, positions)
             for layer in self.graph or ():
-                tokens = layer(tokens, mask)
-            tokens = unit_channels(tokens, mask)
+                contexts = layer(contexts, mask)
+            tokens = unit_channels(contexts, mask)
         pooled, scores = self._pooled(tokens, mask)
-        return Encoded(projected, tokens, mask, pooled, scores)
+        return Encoded(entering if self.normalise_locals else projected, contexts, tokens, mask, pooled, scores)
 
     def _pooled(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.pool, Views):

@@ -62,6 +62,9 @@ class Options:
         word_dim, text_layers, bidirectional: channels of the word vectors, number of layers and directions of the BiGRU.
         word_projection: project word vectors to embed_dim before the BiGRU; these projections are the locals (SelfAlign's
             released VSRN). False: the word vectors are.
+        normalise_locals: the locals are what the context stage reads, each channel divided by its norm over the image's regions
+            or the text's words (released by SelfAlign's authors): CAMERA's regions and words, whose attention then reads the
+            divided words too, and VSRN's regions without batch_norm. False: the projections, as the paper prints.
         context_length: number of token positions, start and end included.
         global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none. For a loss
             with such a head the trainer reads the number from the data.
@@ -87,6 +90,7 @@ class Options:
     word_projection: bool = False
     text_layers: int = 1
     bidirectional: bool = True
+    normalise_locals: bool = False
     context_length: int = 50
     global_dim: int = 0
 
@@ -105,6 +109,12 @@ class Options:
             raise ValueError(f"text_context {self.text_context} works with BERT only: with bigru use text_context=none")
         if self.encoder == "bert" and self.word_projection:
             raise ValueError("word_projection works with bigru only: leave it out with bert")
+        divided = self.text_context != "none" or (self.context != "none" and not self.batch_norm)
+        if self.normalise_locals and not divided:
+            raise ValueError(
+                "normalise_locals changes nothing here: it needs context=camera, context=vsrn without batch_norm, or "
+                "text_context=camera"
+            )
 
 
 class RegionText(Backbone):
@@ -113,9 +123,10 @@ class RegionText(Backbone):
     ``image`` is a dict: ``features`` [B, L, R], bool ``mask`` [B, L], and, for CAMERA's context stage, ``boxes`` [B, L, 4]
     (fractions of the image) with ``aspect`` [B].
 
-    Heads can read the regions and words before the context stage (``*_locals``), after it (``*_tokens`` and ``*_contexts``,
-    which are equal) and pooled before normalisation (``*_pooled``). With CAMERA's pooling an image has V features, and its
-    score is the highest of their scores.
+    Heads can read the regions and words before the context stage (``*_locals``), as it returns them (``*_contexts``), as the
+    model pools them (``*_tokens``) and pooled before normalisation (``*_pooled``). CAMERA's and VSRN's regions are pooled after
+    each channel was divided by its norm over the image, CAMERA's words after a perceptron; other contexts are the tokens. With
+    CAMERA's pooling an image has V features, and its score is the highest of their scores.
     """
 
     intermediate_keys = frozenset(
@@ -136,6 +147,7 @@ class RegionText(Backbone):
             heads=options.heads,
             views=options.views,
             batch_norm=options.batch_norm,
+            normalise_locals=options.normalise_locals,
         )
         self.text, self._tokenizer = _text_side(options, cache_dir)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
@@ -275,7 +287,7 @@ def _keys(side: str, encoded: Encoded) -> dict[str, Tensor]:
         f"{side}_pooled": encoded.pooled.mean(1) if encoded.pooled.ndim == 3 else encoded.pooled,
         f"{side}_locals": encoded.locals,
         f"{side}_tokens": encoded.tokens,
-        f"{side}_contexts": encoded.tokens,
+        f"{side}_contexts": encoded.contexts,
         f"{side}_mask": encoded.mask,
         f"{side}_context_mask": encoded.mask,
     }
@@ -315,6 +327,7 @@ def _text_side(options: Options, cache_dir: str | None) -> tuple[TextEncoder, An
         gpo_decoder=options.gpo_decoder,
         context=options.text_context,
         heads=options.heads,
+        normalise_locals=options.normalise_locals,
     )
     return bert, subwords
 

@@ -18,6 +18,7 @@ from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.masked_sets import unit_channels
 
 TextPooling = Literal["gpo", "mean", "max", "last"]
 
@@ -26,7 +27,11 @@ class TextEncoder(nn.Module):
     """Base of both text encoders: token ids -> tokens and a pooled feature.
 
     Positions that are padding in the whole batch are cut before the encoder runs. Pooling ``last`` is the recurrent encoder's
-    state after the last word, the mean of both directions. ``gpo_decoder`` is GPO's, for pooling ``gpo``.
+    state after the last word, the mean of both directions. ``gpo_decoder`` is GPO's, for pooling ``gpo``. The ``contexts`` of
+    CAMERA's stage are its attention's output, before the perceptron.
+
+    With ``normalise_locals`` each channel of the words is divided by its norm over the text before CAMERA's stage, and these
+    are the locals (released by SelfAlign's authors; CAMERA's own text encoder does not divide).
     """
 
     def __init__(
@@ -38,11 +43,12 @@ class TextEncoder(nn.Module):
         gpo_decoder: Decoder,
         context: Literal["none", "camera"],
         heads: int,
+        normalise_locals: bool = False,
     ) -> None:
         super().__init__()
         if pooling not in get_args(TextPooling):
             raise ValueError(f"text pooling must be one of {', '.join(get_args(TextPooling))}, got {pooling!r}")
-        self.pad, self.pooling = pad, pooling
+        self.pad, self.pooling, self.normalise_locals = pad, pooling, normalise_locals
         self.pool = GPO(decoder=gpo_decoder) if pooling == "gpo" else None
         self.context = _CameraText(embed_dim, heads=heads) if context == "camera" else None
 
@@ -65,10 +71,13 @@ class TextEncoder(nn.Module):
         longest = int(mask.sum(1).max())
         text, mask = text[:, :longest], mask[:, :longest]
         words, tokens, last = self.words(text, mask)
+        contexts = tokens
         if self.context is not None:
-            tokens = self.context(tokens, mask)
+            if self.normalise_locals:
+                words = tokens = unit_channels(tokens, mask)
+            contexts, tokens = self.context(tokens, mask)
         pooled = pool(self.pooling, self.pool, tokens, mask) if last is None or self.pooling != "last" else last
-        return Encoded(words, tokens, mask, pooled)
+        return Encoded(words, contexts, tokens, mask, pooled)
 
     def mask(self, text: Tensor) -> Tensor:
         """Ids [B, T] -> bool [B, T], True up to a text's last token that is not padding, and always at its start.
@@ -97,8 +106,17 @@ class BertText(TextEncoder):
         gpo_decoder: Decoder = "linear",
         context: Literal["none", "camera"] = "none",
         heads: int = 64,
+        normalise_locals: bool = False,
     ) -> None:
-        super().__init__(embed_dim, pad=pad, pooling=pooling, gpo_decoder=gpo_decoder, context=context, heads=heads)
+        super().__init__(
+            embed_dim,
+            pad=pad,
+            pooling=pooling,
+            gpo_decoder=gpo_decoder,
+            context=context,
+            heads=heads,
+            normalise_locals=normalise_locals,
+        )
         if pooling == "last":
             raise ValueError("text pooling 'last' needs a recurrent encoder: use gpo, mean or max with BERT")
         self.transformer = transformer
@@ -172,16 +190,19 @@ class BiGRUText(TextEncoder):
 
 
 class _CameraText(nn.Module):
-    """CAMERA's context stage over words: gated self-attention, then a two-layer perceptron with BatchNorm, both residual."""
+    """CAMERA's context stage over words: gated self-attention, then a two-layer perceptron with BatchNorm, both residual.
+
+    Words [B, T, D] -> the attention's output and the perceptron's, both [B, T, D].
+    """
 
     def __init__(self, dim: int, *, heads: int) -> None:
         super().__init__()
         self.attention = GatedSelfAttention(dim, heads=heads)
         self.hidden, self.out, self.norm = nn.Linear(dim, dim), nn.Linear(dim, dim), MaskedBatchNorm(dim)
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         attended = self.attention(tokens, mask)
-        return attended + self.norm(self.out(F.relu(self.hidden(attended))), mask)
+        return attended, attended + self.norm(self.out(F.relu(self.hidden(attended))), mask)
 
 
 def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | None = None) -> tuple[Any, Any]:

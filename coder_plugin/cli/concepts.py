@@ -6,9 +6,16 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from coder_plugin.errors import CoderError
+
+if TYPE_CHECKING:
+    from coder_plugin.concepts.vectors import VectorSource
+
+#: What ``--vectors`` begins with where it names a text model.
+_MODEL = "model:"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -27,8 +34,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--output", required=True, metavar="FILE", help="the .safetensors to write; a .json is written next to it"
     )
     parser.add_argument(
-        "--vectors", required=True, metavar="FILE", help="word vectors: a GloVe or word2vec text file (also .gz or "
-        ".zip), or none for random vectors"
+        "--vectors",
+        required=True,
+        metavar="FILE",
+        help="word vectors: a GloVe or word2vec text file (also .gz or .zip); model:NAME, the embeddings of a text model: a "
+        "run's or export's folder, open_clip's NAME:WEIGHTS, or a transformers encoder; or none for random vectors",
+    )
+    parser.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="with model:NAME, the text for a word, with {} in its place, such as 'a photo of a {}' [{}]",
+    )
+    parser.add_argument(
+        "--center",
+        action=argparse.BooleanOptionalAction,
+        help="with model:NAME, subtract the mean of the words' embeddings [True]",
     )
     parser.add_argument("--size", type=int, default=400, help="number of concepts [400]")
     parser.add_argument(
@@ -77,7 +97,6 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     from coder_plugin.cli.flags import read_options
     from coder_plugin.concepts.build import build_vocabulary
     from coder_plugin.concepts.tagging import make_tagger
-    from coder_plugin.concepts.vectors import WordVectors
     from coder_plugin.concepts.vocabulary import artefact_path, check_writable, describe
     from coder_plugin.concepts.words import read_stop_words
     from coder_plugin.config import READING, resolve
@@ -89,7 +108,7 @@ def concepts_command(arguments: argparse.Namespace) -> str:
         raise CoderError(f"--max-captions is {arguments.max_captions}; it must be 1 or more")
     path = artefact_path(arguments.output)
     check_writable(path)
-    vectors = None if arguments.vectors == "none" else WordVectors(arguments.vectors)
+    vectors = _vectors(arguments.vectors, template=arguments.template, center=arguments.center)
     stop_words = read_stop_words(arguments.stop_words)
     if config.data.train is not None:
         source = make_captions(config.data, config.data.train, split=arguments.split)
@@ -114,6 +133,23 @@ def concepts_command(arguments: argparse.Namespace) -> str:
     return f"{describe(vocabulary)}\nwritten: {path}, {path.with_suffix('.json')}\nnext: " + shlex.join(
         ["coder-plugin", "train", *(["--model", "MODEL", *data] if data else ()), "--loss", "coder", "--concepts", str(path)]
     )
+
+
+def _vectors(spec: str, *, template: str | None, center: bool | None) -> VectorSource | None:
+    """The source of word vectors that ``--vectors`` names."""
+    from coder_plugin.concepts.vectors import ModelVectors, WordVectors
+
+    if spec.startswith(_MODEL):
+        from coder_plugin.pretrained.text_models import open_text_model
+
+        model = spec.removeprefix(_MODEL)
+        # like a file of vectors, a folder is recorded without its path, which may be private
+        name = ":".join(Path(part).name if Path(part).exists() else part for part in model.split(":", 1))
+        template = "{}" if template is None else template
+        return ModelVectors(open_text_model(model), name=name, template=template, center=center is not False)
+    if template is not None or center is not None:
+        raise CoderError(f"--template and --center are for --vectors model:NAME, got --vectors {spec}")
+    return None if spec == "none" else WordVectors(spec)
 
 
 def _captions(source: Any, limit: int | None) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.concepts.tagging import Tagger, scenes_tagger
-from coder_plugin.concepts.vectors import WordVectors
+from coder_plugin.concepts.vectors import VectorSource
 from coder_plugin.concepts.vocabulary import TYPES, Vocabulary
 from coder_plugin.concepts.words import DEFAULT_STOP_WORDS, Tally, count_words
 from coder_plugin.errors import CoderError
@@ -35,7 +35,7 @@ def build_vocabulary(
     ratio: Sequence[float] = RATIO,
     lemmas: bool = True,
     stop_words: Collection[str] = DEFAULT_STOP_WORDS,
-    vectors: WordVectors | None,
+    vectors: VectorSource | None,
     dim: int = 300,
     seed: int = 0,
     source: str = "",
@@ -53,7 +53,8 @@ def build_vocabulary(
         ratio: shares of Object (nouns), Motion (verbs) and Property (adjectives); three numbers of 0 or more.
         lemmas: count lemmas; otherwise each lower-case surface form is a word of its own.
         stop_words: lemmas or surface forms that are not counted.
-        vectors: file of word vectors; None draws all vectors from N(0, 1) in ``dim`` dimensions.
+        vectors: a file of word vectors, :class:`WordVectors`, or a text model, :class:`ModelVectors`; None draws all vectors
+            from N(0, 1) in ``dim`` dimensions.
         seed: of drawn vectors.
         source: name of the captions, for ``settings`` and messages.
 
@@ -157,7 +158,7 @@ def _assemble(
     *,
     size: int,
     ratio: Sequence[float],
-    vectors: WordVectors | None,
+    vectors: VectorSource | None,
     dim: int,
     seed: int,
     source: str,
@@ -182,6 +183,7 @@ def _assemble(
         "selected": {kind: kinds.count(kind) for kind in TYPES},
         **more,
         "vectors": vectors.name if vectors is not None else None,
+        **(vectors.settings if vectors is not None else {}),
         "sigma": sigma,
         "surface_vectors": borrowed,
         "seed": seed,
@@ -190,26 +192,27 @@ def _assemble(
 
 
 def _vectors(
-    words: list[str], forms: list[list[str]], file: WordVectors | None, dim: int, seed: int
+    words: list[str], forms: list[list[str]], source: VectorSource | None, dim: int, seed: int
 ) -> tuple[Tensor, list[str], dict[str, str], float]:
     """The vectors [g, d]; the words without one; surface forms used instead of words; sigma of the draws."""
-    file_vectors: dict[str, Tensor] = {}
+    vectors: dict[str, Tensor] = {}
     sigma = 1.0
-    if file is not None:
-        read = file.read({*words, *(form for each in forms for form in each)})
-        file_vectors, dim, sigma = read.vectors, read.dim, read.sigma
-        if not file_vectors:
-            raise CoderError(f"{file.path}: has no vector for any of the {len(words)} concepts, such as {words[0]!r}")
+    if source is not None:
+        surface = () if source.complete else (form for each in forms for form in each)
+        read = source.read({*words, *surface})
+        vectors, dim, sigma = read.vectors, read.dim, read.sigma
+        if not vectors:
+            raise CoderError(f"{source.name}: has no vector for any of the {len(words)} concepts, such as {words[0]!r}")
     table = torch.empty(len(words), dim)
     generator = torch.Generator().manual_seed(seed)
     missing, borrowed = [], {}
     for row, word, surface_forms in zip(table, words, forms, strict=True):
-        form = next((each for each in (word, *surface_forms) if each in file_vectors), None)
+        form = next((each for each in (word, *surface_forms) if each in vectors), None)
         if form is None:
             missing.append(word)
             row.copy_(sigma * torch.randn(dim, generator=generator))
         else:
-            row.copy_(file_vectors[form])
+            row.copy_(vectors[form])
             if form != word:
                 borrowed[word] = form
     return table, missing, borrowed, sigma

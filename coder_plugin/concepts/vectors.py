@@ -1,6 +1,6 @@
-"""Read word vectors from text files of GloVe, word2vec or fastText.
+"""Word vectors: from text files of GloVe, word2vec or fastText, or a text model's embeddings of the words.
 
-Only vectors of the requested words are stored, so a file of millions of rows needs little memory.
+Of a file only vectors of the requested words are stored, so one of millions of rows needs little memory.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
@@ -30,11 +31,77 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class FileVectors:
-    """The vectors (float32 [d]) of the requested words that a file has, and the standard deviation ``sigma`` of its values."""
+    """The vectors (float32 [d]) of the words that a source has, and ``sigma``, the standard deviation of its values."""
 
     vectors: dict[str, Tensor]
     dim: int
     sigma: float
+
+
+class VectorSource(Protocol):
+    """Where :func:`~coder_plugin.concepts.build_vocabulary` gets word vectors from."""
+
+    #: Whether every word has a vector.
+    complete: bool
+    #: Options that a vocabulary's settings record.
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What settings and messages call it."""
+        ...
+
+    def read(self, words: Collection[str]) -> FileVectors:
+        """The vectors of those of the words that it has."""
+        ...
+
+
+class ModelVectors:
+    """A text model's embeddings of the words, each embedded as a text of its own: no word is missing.
+
+    The embeddings are normalised to unit length; their mean over the words is subtracted, and they are normalised again. Single
+    words lie close together in the space of a text model, and the part that they share would make all concepts alike
+    (docs/equations.md#concepts).
+
+    Args:
+        encode: n texts -> their embeddings, n rows of d numbers, a tensor or an array; one call for all words, sorted.
+        name: what settings and messages call the model.
+        template: the text for a word, with ``{}`` in the word's place.
+        center: subtract the mean.
+
+    Raises:
+        CoderError: a template without ``{}``; from :meth:`read`, embeddings of another shape, or not finite.
+
+    Example:
+        >>> vectors = ModelVectors(lambda texts: torch.tensor([[float(len(text)), 3.0] for text in texts]), name="lengths")
+        >>> vectors.read({"bird", "dog"}).vectors["bird"]
+        tensor([ 0.7071, -0.7071])
+    """
+
+    complete = True
+
+    def __init__(
+        self, encode: Callable[[list[str]], Any], *, name: str, template: str = "{}", center: bool = True
+    ) -> None:
+        if "{}" not in template:
+            raise CoderError(f"the template {template!r} has no {{}}, the place of the word")
+        self.encode, self.name, self.template, self.center = encode, name, template, center
+        self.settings = {"template": template, "center": center}
+
+    def read(self, words: Collection[str]) -> FileVectors:
+        """The vectors of all words. ``sigma`` is the standard deviation of their values."""
+        ordered = sorted(set(words))
+        with torch.no_grad():
+            embeddings = torch.as_tensor(self.encode([self.template.replace("{}", word) for word in ordered])).float().cpu()
+        if embeddings.ndim != 2 or len(embeddings) != len(ordered) or not embeddings.isfinite().all():
+            raise CoderError(
+                f"{self.name} gave embeddings of shape {tuple(embeddings.shape)} for {len(ordered)} words: a finite row for "
+                "each word is needed"
+            )
+        table = F.normalize(embeddings, dim=1)
+        if self.center and len(ordered) > 1:
+            table = F.normalize(table - table.mean(0), dim=1)
+        return FileVectors(dict(zip(ordered, table, strict=True)), table.shape[1], float(table.std(correction=0)))
 
 
 class WordVectors:
@@ -53,6 +120,9 @@ class WordVectors:
         >>> WordVectors(path).read({"cat", "unicorn"}).vectors
         {'cat': tensor([0., 1.])}
     """
+
+    complete = False
+    settings: Mapping[str, Any] = {}
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -234,7 +234,7 @@ def _alarm(head: str, metric: str, value: float) -> Finding | None:
     fewer = "use fewer prototypes: --set prototypes.clusters= half as many"
     if metric.endswith("_spread") and value < SPREAD:
         side = metric.removesuffix("_spread")
-        text = f"{head}: the {side} keys of the bank have collapsed to nearly one point: variance {value:.3g}"
+        text = f"{head}: the {side} embeddings have collapsed to nearly one point: spread {value:.3g}"
         return problem("run.health.collapse", text, "a lower --lr and a longer --warmup; start from --pretrained")
     if metric == "drift" and value > DRIFT:
         text = f"{head}: the momentum towers differ from the model by {value:.2g} of its norm: the bank's keys are outdated"

@@ -70,7 +70,7 @@ def lca(
         assignment=assignment,
         epsilon=epsilon,
         iterations=iterations,
-    )
+    )[0]
 
 
 def lca_from_scores(
@@ -85,14 +85,21 @@ def lca_from_scores(
     epsilon: float,
     iterations: int,
     total: Gather | None = None,
-) -> Tensor:
-    """:func:`lca` from the cosines with the prototypes, for a model that computes them in its forward.
+) -> tuple[Tensor, Tensor]:
+    """:func:`lca` from the cosines with the prototypes, for a model that computes them in its forward, and the entropy of its
+    targets.
+
+    The entropy, ``-sum_k p_k log p_k`` in nats with the same means, is what the loss cannot go below: their difference is the
+    divergence KL(p || q), which falls to zero where words predict the assignments of their regions.
 
     Args:
         scores: of words [b, t, k]. mask: bool [b, t].
         target_scores: of regions [b, l, k]. target_mask: bool [b, l].
         matched: the region of each word, int [b, t].
         total: adds up a tensor [k] over all processes, so that Sinkhorn balances the regions of all of them.
+
+    Returns:
+        The loss, a scalar >= 0, and the entropy, a scalar in [0, log k] without a gradient.
     """
     check_lca_options(temperature=temperature, assignment=assignment, epsilon=epsilon, iterations=iterations)
     bias = None
@@ -103,8 +110,10 @@ def lca_from_scores(
     with torch.no_grad():
         targets = raise_precision(target_scores[row, matched[row, column]])
         assigned = (targets / temperature if bias is None else targets / epsilon + bias).softmax(-1)
+        entropy = torch.special.entr(assigned).sum(-1)
     losses = logits.logsumexp(-1) - (assigned * logits).sum(-1)
-    return (losses / mask.sum(1)[row]).sum() / len(mask)
+    words = mask.sum(1)[row]
+    return (losses / words).sum() / len(mask), (entropy / words).sum() / len(mask)
 
 
 def correspondence(words: Tensor, word_mask: Tensor, regions: Tensor, region_mask: Tensor) -> Tensor:

@@ -6,17 +6,20 @@ Shapes: B batch, T words, L regions, C their channels before the context stage, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin import distributed
 from coder_plugin.concepts.tags import ADJECTIVE, NOUN, VERB
 from coder_plugin.functional.lca_loss import correspondence, prototype_scores
+from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import KeepsState, ReadsTags
 
+Init = Literal["random", "regions"]
 #: Values of the option ``words`` -> codes in ``text_tags``.
 _CLASSES = {"noun": (NOUN,), "noun+adj+verb": (NOUN, VERB, ADJECTIVE)}
 
@@ -32,13 +35,16 @@ class Alignment(KeepsState, ReadsTags):
     the bool masks ``coder_word_mask`` [B, T] and ``coder_region_mask`` [B, L]. A text's start and end count as words, as in
     the authors' code, except the start of a text under causal attention, which is the same in every text.
 
-    The K prototypes, vectors of unit length, are the only parameters.
+    The K prototypes, vectors of unit length, are the only parameters. The term ``lca`` stashes its parts, which the log shows.
 
     Args:
         prototypes: K, >= 2.
         words: ``all``, or the classes of the ablation, ``noun`` or ``noun+adj+verb``, which need tagged captions.
         freeze_steps: the prototypes are frozen for so many optimizer steps, >= 0. ``epoch``: for the first epoch, as in the
             authors' code for CAMERA; a trainer puts its number of steps there.
+        init: ``random``: the prototypes start as random directions, as in the authors' code. ``regions`` (our choice): after
+            the first optimizer step K regions of its batch, drawn at random over all ranks, replace them; a batch with fewer
+            leaves the rest to the next steps.
 
     Raises:
         ValueError: options out of range, or words and regions of different numbers of channels.
@@ -65,6 +71,9 @@ class Alignment(KeepsState, ReadsTags):
     free_on_resume = ("freeze_steps",)  # an epoch's steps depend on the number of ranks
 
     steps: Tensor
+    placed: Tensor
+    loss: Tensor
+    entropy: Tensor
 
     def __init__(
         self,
@@ -73,10 +82,13 @@ class Alignment(KeepsState, ReadsTags):
         prototypes: int = 1024,
         words: Literal["all", "noun", "noun+adj+verb"] = "all",
         freeze_steps: int | Literal["epoch"] = 0,
+        init: Init = "random",
     ) -> None:
         super().__init__()
         if prototypes < 2:
             raise ValueError(f"prototypes must be >= 2, got {prototypes}")
+        if init not in get_args(Init):
+            raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}")
         if freeze_steps == "epoch":
             raise ValueError("freeze_steps=epoch is for a trainer, which knows how many steps that is: give their number")
         if freeze_steps < 0:
@@ -86,9 +98,13 @@ class Alignment(KeepsState, ReadsTags):
                 f"words ({backbone.text_locals} channels before the context stage) and regions ({backbone.image_locals}) must "
                 "share a space: a region model over a BiGRU does with --model-kwargs word_projection=true"
             )
-        self.words, self.freeze_steps = words, freeze_steps
+        self.words, self.freeze_steps, self.init = words, freeze_steps, init
         self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, backbone.image_locals), dim=-1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        if init == "regions":
+            self.register_buffer("placed", torch.zeros((), dtype=torch.int64))
+        for name in ("loss", "entropy"):
+            self.register_buffer(name, torch.zeros(()))
 
     def forward(
         self,
@@ -103,6 +119,8 @@ class Alignment(KeepsState, ReadsTags):
         counted = self._counted(text_context_mask, text_tags)
         with torch.no_grad():
             similarity = correspondence(text_locals, counted, image_locals, image_context_mask)
+        if self.init == "regions" and self.training and torch.is_grad_enabled() and int(self.placed) < len(self.prototypes):
+            self._stash_regions(image_locals, image_context_mask)
         prototypes = self._trained_prototypes()
         # the assignment gets no gradient: regions' scores need one where regions predict
         with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.requested_keys):
@@ -133,6 +151,66 @@ class Alignment(KeepsState, ReadsTags):
     def post_step(self) -> None:
         self.steps += 1
         super().post_step()
+
+    def stash(self, **values: Any) -> None:
+        """Keep values for the next :meth:`post_step`, beside those of other names: the head and the term both stash."""
+        super().stash(**{**self._stashed, **values})
+
+    def write(  # type: ignore[override]
+        self,
+        *,
+        loss: Tensor | None = None,
+        entropy: Tensor | None = None,
+        regions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> None:
+        """The parts of LCA, scalars of this rank, and regions [m, C] of unit length of which those with ``valid`` [m] count."""
+        if loss is not None and entropy is not None:
+            mean = distributed.all_mean(torch.stack([loss, entropy.to(loss.dtype)]))
+            self.loss.copy_(mean[0])
+            self.entropy.copy_(mean[1])
+        if regions is not None and valid is not None:
+            self._place(distributed.gather(regions)[distributed.gather(valid)])
+
+    def health(self) -> dict[str, float]:
+        """The parts of LCA in the last step, in nats, once there was one.
+
+        ``entropy``: of the words' targets, at most log K, where they are uniform and teach nothing. ``divergence``: how far the
+        words' predictions are from them, LCA less the entropy; 0 if they agree. ``placed``, with ``init="regions"``: share of
+        the prototypes that regions have replaced.
+        """
+        figures = {}
+        if float(self.loss) > 0:
+            figures = {"divergence": float(self.loss) - float(self.entropy), "entropy": float(self.entropy)}
+        if self.init == "regions":
+            figures["placed"] = int(self.placed) / len(self.prototypes)
+        return figures
+
+    @torch.no_grad()
+    def _stash_regions(self, regions: Tensor, mask: Tensor) -> None:
+        """Stash this rank's share of K regions, drawn at random; short of them, the rest is not valid."""
+        share = -(-len(self.prototypes) // distributed.world_size())
+        rows = unit(regions.detach()[mask]).to(self.prototypes.dtype)
+        drawn = rows[torch.randperm(len(rows), device=rows.device)[:share]]
+        missing = share - len(drawn)
+        valid = torch.arange(share, device=rows.device) < len(drawn)
+        self.stash(regions=F.pad(drawn, (0, 0, 0, missing)), valid=valid)
+
+    @torch.no_grad()
+    def _place(self, regions: Tensor) -> None:
+        """Let regions [m, C], the same on every rank, replace the next prototypes."""
+        start = int(self.placed)
+        regions = regions[: len(self.prototypes) - start]
+        if distributed.is_sharded(self.prototypes):
+            from torch.distributed.tensor import distribute_tensor
+
+            sharded: Any = self.prototypes
+            full = sharded.full_tensor()
+            full[start : start + len(regions)] = regions
+            sharded.copy_(distribute_tensor(full, sharded.device_mesh, sharded.placements))
+        else:
+            self.prototypes[start : start + len(regions)] = regions
+        self.placed += len(regions)
 
     def _counted(self, mask: Tensor, tags: Tensor | None) -> Tensor:
         if not self.tag_classes():

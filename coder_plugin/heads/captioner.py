@@ -27,7 +27,8 @@ class Captioner(Head):
 
     Args:
         hidden: H, >= 1. word_dim: W, >= 1.
-        dropout: rate for the image tokens, in [0, 1) (0.2 released); half of it for the decoder's input.
+        dropout: rate for the projected image tokens and for the decoder's input, in [0, 1) (0.2 for both in the authors'
+            code).
 
     Raises:
         ValueError: options out of range, or a backbone that does not report the size of its vocabulary.
@@ -58,12 +59,12 @@ class Captioner(Head):
         self.out = nn.Linear(hidden, backbone.vocabulary)
         for linear in (self.project, self.out):
             nn.init.xavier_normal_(linear.weight)
-        self.drop_tokens, self.drop_input = nn.Dropout(dropout), nn.Dropout(dropout / 2)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, image_tokens: Tensor, image_mask: Tensor, text: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
         text = text[:, : text_mask.shape[1]]
         tokens, mask = valid_first(image_tokens.to(self.project.weight.dtype), image_mask)
-        states, _ = self.encoder(self.drop_tokens(self.project(torch.where(mask[..., None], tokens, 0))))
+        states, _ = self.encoder(self.dropout(self.project(torch.where(mask[..., None], tokens, 0))))
         hidden = last_state(states, mask)
         words = self.embed(text)
         # the attention's first layer, over [states ; hidden], is split: the half for the states is computed once
@@ -75,7 +76,7 @@ class Captioner(Head):
             with torch.autocast(scores.device.type, enabled=False):
                 weights = raise_precision(scores).masked_fill(~mask, -torch.inf).softmax(1)
                 context = (weights[:, None] @ raise_precision(states)).squeeze(1)
-            hidden = self.decoder(self.drop_input(torch.cat([words[:, position], context.to(words.dtype)], 1)), hidden)
+            hidden = self.decoder(self.dropout(torch.cat([words[:, position], context.to(words.dtype)], 1)), hidden)
             predicted.append(hidden)
         # logits of valid positions only: with 30,000 words they are the largest tensor here
         row, column = text_mask[:, 1:].nonzero(as_tuple=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.gpo import GPO, Decoder
+from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: A spread below this is a collapse, said once after so many steps.
+_COLLAPSED, _STEPS_TO_SPREAD = 0.05, 100
+
 
 class Concepts(Reweighs, KeepsState, ReadsConcepts):
     """Images and texts as L2-normalised mixtures of g concepts (docs/equations.md#concepts).
@@ -33,8 +37,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
     ``coder_image_concepts`` and ``coder_text_concepts`` [B, D].
 
     ``Y = LeakyReLU(A X W)`` with the vocabulary's word vectors X and graph A (eq. 2). An image's query is its pooled feature
-    before normalisation; a text's is GPO over the last layer's tokens. Each goes through a linear layer, then attends to Y
-    (eq. 12-14).
+    before normalisation; a text's is GPO over the last layer's tokens. Each goes through an encoder, a linear layer and
+    BatchNorm over the batch of all ranks, and attends to Y (eq. 12-14).
 
     Scores as ``S = beta S_instance + (1 - beta) S_concepts`` (docs/equations.md#score).
 
@@ -43,11 +47,17 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
             one there are 400 random vectors and no graph; the trainer requires one.
         threshold: smallest conditional probability that makes an edge, in [0, 1].
         rescale: rescale the probabilities before the threshold.
-        layers: number of graph convolutions, >= 1; the paper prints one, CVSE has two.
+        layers: number of graph convolutions, >= 1. One, as the paper prints it, is followed by LeakyReLU; CVSE has two with
+            LeakyReLU between them and none after the last.
+        norm: ``batch``: the encoders end in BatchNorm, as CVSE's; ``none``: they are linear. Without it all concept
+            embeddings of a modality start alike, and the loss stays for hundreds of steps where attraction and repulsion
+            balance.
         scale: factor on the cosines before the attention's softmax (lambda), > 0.
         beta: weight of the instance level in the score, in [0, 1].
         decoder: what scores positions in the text query's GPO: ``linear``, as released for VSE-infinity, or ``mlp``, the
             two-layer perceptron that the paper prints.
+        tower_gradient: factor on the gradient that enters the towers, in [0, 1]; 0: the head learns from the towers'
+            features and does not change them.
         warmup: number of steps, >= 0, over which the gradient into the towers grows from zero to its full size, and the
             weight 1 - beta from zero to its value.
 
@@ -81,18 +91,23 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         rescale: bool = True,
         layers: int = 1,
         scale: float = 10.0,
+        norm: Literal["batch", "none"] = "batch",
         beta: float = 0.9,
         decoder: Decoder = "linear",
+        tower_gradient: float = 1.0,
         warmup: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= beta <= 1:
-            raise ValueError(f"beta must be in [0, 1], got {beta}")
+        for name, value in (("beta", beta), ("tower_gradient", tower_gradient)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {value}")
+        if norm not in ("batch", "none"):
+            raise ValueError(f"norm must be 'batch' or 'none', got {norm!r}")
         if layers < 1 or warmup < 0:
             raise ValueError(f"layers must be >= 1 and warmup >= 0, got {layers} and {warmup}")
         if not backbone.text_tokens:
             raise ValueError("the text query needs the text tower's tokens, and this tower gives none")
-        self.scale, self.beta, self.warmup = scale, beta, warmup
+        self.scale, self.beta, self.tower_gradient, self.warmup = scale, beta, tower_gradient, warmup
         self.vocabulary = _load(vocabulary)
         if self.vocabulary is None:
             vectors, graph = torch.randn(400, 300, generator=torch.Generator().manual_seed(0)), torch.eye(400)
@@ -106,11 +121,13 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         sizes = [vectors.shape[1], *[dim] * layers]
         self.convolutions = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
         self.text_pool = GPO(decoder=decoder)
-        self.image_query = nn.Linear(dim, dim)
-        self.text_query = nn.Linear(backbone.text_tokens, dim)
+        self.image_query = _encoder(dim, dim, norm)
+        self.text_query = _encoder(backbone.text_tokens, dim, norm)
         # W^v and W^w start as the identity, the plain cosine: with random matrices the attention would be flat
         self.image_weight = nn.Parameter(torch.eye(dim))
         self.text_weight = nn.Parameter(torch.eye(dim))
+        self._figures: dict[str, Tensor] = {}
+        self._warned = False
 
     @classmethod
     def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
@@ -128,16 +145,19 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
     def forward(self, image_pooled: Tensor, text_tokens: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
         concepts = self.concepts()
-        return {
-            "coder_image_concepts": self._image_concepts(image_pooled, concepts)[0],
-            "coder_text_concepts": self._text_concepts(text_tokens, text_mask, concepts)[0],
-        }
+        images, image_attention = self._image_concepts(image_pooled, concepts)
+        texts, text_attention = self._text_concepts(text_tokens, text_mask, concepts)
+        if self.training:
+            self._measure(images, texts, image_attention, text_attention)
+        return {"coder_image_concepts": images, "coder_text_concepts": texts}
 
     def concepts(self) -> Tensor:
         """Y [g, D]: the concepts after the graph convolution (CODER eq. 2)."""
         hidden = self.vectors
-        for convolution in self.convolutions:
-            hidden = F.leaky_relu(self.graph @ convolution(hidden), 0.2)
+        for number, convolution in enumerate(self.convolutions):
+            hidden = self.graph @ convolution(hidden)
+            if number == 0 or number < len(self.convolutions) - 1:
+                hidden = F.leaky_relu(hidden, 0.2)
         return hidden
 
     def score_weights(self) -> tuple[float, float]:
@@ -171,20 +191,54 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         self.steps += 1
         super().post_step()
 
+    def health(self) -> dict[str, float]:
+        """Figures of the last training batch; empty before the first step.
+
+        ``image_spread``, ``text_spread``: 1 - mean cosine between the concept embeddings of different samples; near 0 they
+        have collapsed. ``image_concepts``, ``text_concepts``: number of concepts that share a sample's attention, the mean
+        over samples of the exponential of its entropy, in [1, g]. ``score``: mean cosine of a pair's two embeddings.
+        """
+        figures = {name: float(value) for name, value in self._figures.items()}
+        if not self._warned and int(self.steps) >= _STEPS_TO_SPREAD and figures.get("image_spread", 1.0) < _COLLAPSED:
+            self._warned = True
+            log.warning(
+                "concepts: after %d steps the concept embeddings of different images still have a mean cosine of %.3f: the "
+                "concept level has collapsed (try concepts.norm=batch, concept_dcl.positive_weight=2, a larger "
+                "concepts.scale, or more words with vectors)",
+                int(self.steps), 1 - figures["image_spread"],
+            )  # fmt: skip
+        return figures
+
+    @torch.no_grad()
+    def _measure(self, images: Tensor, texts: Tensor, image_attention: Tensor, text_attention: Tensor) -> None:
+        number = max(2, len(images))
+        for side, embeddings, attention in (("image", images, image_attention), ("text", texts, text_attention)):
+            cosines = (embeddings.sum(0).square().sum() - number) / (number * (number - 1))
+            self._figures[f"{side}_spread"] = 1 - cosines
+            self._figures[f"{side}_concepts"] = torch.special.entr(attention).sum(1).exp().mean()
+        self._figures["score"] = (images * texts).sum(1).mean()
+
     def _image_concepts(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.image_query(self._scale_gradient(pooled).to(self.image_query.weight.dtype))
+        query = self.image_query(self._scale_gradient(pooled).to(self.image_query[0].weight.dtype))
         return concept_embedding(query, self.image_weight, concepts, scale=self.scale)
 
     def _text_concepts(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.text_query(self.text_pool(self._scale_gradient(tokens), mask).to(self.text_query.weight.dtype))
+        query = self.text_query(self.text_pool(self._scale_gradient(tokens), mask).to(self.text_query[0].weight.dtype))
         return concept_embedding(query, self.text_weight, concepts, scale=self.scale)
 
     def _scale_gradient(self, features: Tensor) -> Tensor:
-        """The same values; their gradient is scaled by the progress of the warm-up."""
-        if not self.warmup or not features.requires_grad:
+        """The same values; their gradient is scaled by ``tower_gradient`` and the progress of the warm-up."""
+        if not features.requires_grad or (self.tower_gradient == 1 and not self.warmup):
             return features
-        progress = (self.steps / self.warmup).clamp(max=1).to(features.dtype)
-        return features.detach() + progress * (features - features.detach())
+        factor: float | Tensor = self.tower_gradient
+        if self.warmup:
+            factor = factor * (self.steps / self.warmup).clamp(max=1).to(features.dtype)
+        return features.detach() + factor * (features - features.detach())
+
+
+def _encoder(channels: int, dim: int, norm: str) -> nn.Sequential:
+    linear = nn.Linear(channels, dim)
+    return nn.Sequential(linear, MaskedBatchNorm(dim, across_ranks=True)) if norm == "batch" else nn.Sequential(linear)
 
 
 def _load(vocabulary: str | None) -> Vocabulary | None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.norm import MaskedBatchNorm
-from coder_plugin.functional.masked_sets import mean
+from coder_plugin.functional.masked_sets import mean, unit_tokens
 from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import MapsContext, Reweighs
 
 Branches = Literal["both", "text_global", "image_global", "none"]
 Gate = Literal["linear", "mlp"]
+Score = Literal["cosine_of_mean", "mean_of_cosines"]
 _SIDES = ("image", "text")
 
 
@@ -57,8 +58,8 @@ class Contexts(Reweighs, MapsContext):
     ``S_c = (cos(t_f, v*_g) + cos(v_f, t*_g)) / 2`` (eq. 10). It is the inner product of two vectors per item and adds to the
     score as ``S_b + weight * S_c`` (eq. 14).
 
-    Requires ``image_contexts`` [B, L, D] and ``text_contexts`` [B, T, D], the tokens after the context stage, with their bool
-    masks ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T].
+    Requires ``image_contexts`` [B, L, D] and ``text_contexts`` [B, T, D], the context stage's outputs, with their bool masks
+    ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T], and ``text`` [B, T].
 
     Provides ``coder_image_contexts`` and ``coder_text_contexts``, those vectors, [B, 2 D], or [B, D] with one branch or none.
     For the term ``cra``: ``coder_text_guide`` [B, D], ``coder_image_locals`` [B, L, D] and ``coder_image_locals_mask`` [B, L]
@@ -71,6 +72,9 @@ class Contexts(Reweighs, MapsContext):
         branches: ``both``; ``text_global`` or ``image_global`` alone, with its projection, fusion and half of eq. 10;
             ``none``: ``S_c = cos(v_g, t_g)`` without parameters.
         gate: of the fusion, see :class:`Guide`.
+        score: ``cosine_of_mean``: v*_g and t*_g are the means of the locals, as eq. 10 prints. ``mean_of_cosines``: each local
+            feature is normalised first, so that a term of S_c is the mean of the locals' cosines, as in the authors' code;
+            the vectors are then shorter than with ``cosine_of_mean``. Without branches it changes nothing.
         weight: of S_c in the score, >= 0; 0 leaves the context block out.
 
     Raises:
@@ -99,9 +103,17 @@ class Contexts(Reweighs, MapsContext):
     adds_score = True
 
     def __init__(
-        self, backbone: BackboneInfo, *, branches: Branches = "both", gate: Gate = "linear", weight: float = 1.0
+        self,
+        backbone: BackboneInfo,
+        *,
+        branches: Branches = "both",
+        gate: Gate = "linear",
+        score: Score = "cosine_of_mean",
+        weight: float = 1.0,
     ) -> None:
         super().__init__()
+        if score not in get_args(Score):
+            raise ValueError(f"score must be one of {', '.join(get_args(Score))}, got {score!r}")
         if weight < 0:
             raise ValueError(f"weight must be >= 0, got {weight}")
         if not backbone.image_contexts or backbone.image_contexts != backbone.text_contexts:
@@ -109,7 +121,7 @@ class Contexts(Reweighs, MapsContext):
                 f"the contexts of images ({backbone.image_contexts} channels) and texts ({backbone.text_contexts}) must share "
                 "a space, and this model's do not"
             )
-        dim, self.weight = backbone.image_contexts, weight
+        dim, self.score, self.weight = backbone.image_contexts, score, weight
         guided = {"both": _SIDES, "text_global": ("text",), "image_global": ("image",), "none": ()}[branches]
         self.guides = nn.ModuleDict({side: Guide(dim, gate) for side in guided})
         self.block_dim = dim * max(1, len(guided))
@@ -174,15 +186,17 @@ class Contexts(Reweighs, MapsContext):
         blocks = []
         if side in self.guides:
             guide, fused = self.guides[side](context)
-            blocks.append(fused)
+            blocks.append(unit(fused))
         if side in self.norms:
             locals_ = self.norms[side](contexts, mask).relu()
-            blocks.append(mean(locals_, mask))
+            blocks.append(
+                unit(mean(locals_, mask)) if self.score == "cosine_of_mean" else mean(unit_tokens(locals_, mask), mask)
+            )
         # [v*_g ; v_f] and [t_f ; t*_g]: a branch has the same position on both sides
         blocks = blocks[::-1] if side == "image" else blocks
         if not blocks:
             return None, None, unit(context)
-        return guide, locals_, torch.cat([unit(block) for block in blocks], -1) / 2**0.5  # eq. 10, also with one branch
+        return guide, locals_, torch.cat(blocks, -1) / 2**0.5  # eq. 10, also with one branch
 
 
 def _other(side: str) -> str:

@@ -26,6 +26,8 @@ class Momentum(KeepsState, FollowsModel):
         bank_size: Q, entries per modality, at least the global batch.
         bank_dtype: storage of the entries: ``float32``, ``float16`` or ``bfloat16``.
         mode: the towers' mode, ``eval`` or ``train`` (dropout and batch statistics as in training).
+        ramp: start with a small m, ``min(m, (1 + t) / (10 + t))`` at step t, so that the towers soon forget their initial
+            weights; the paper has a constant m.
 
     Raises:
         ValueError: options out of range, or a model with several features per image.
@@ -50,6 +52,7 @@ class Momentum(KeepsState, FollowsModel):
         bank_size: int = 4096,
         bank_dtype: BankDtype = "float32",
         mode: Mode = "eval",
+        ramp: bool = False,
     ) -> None:
         super().__init__()
         if backbone.views > 1:
@@ -57,7 +60,7 @@ class Momentum(KeepsState, FollowsModel):
                 f"a bank holds one key per image, and this model gives an image {backbone.views} features: take "
                 "--model-kwargs image_pooling=gpo"
             )
-        self.towers = MomentumCopy(momentum=momentum, mode=mode)
+        self.towers = MomentumCopy(momentum=momentum, mode=mode, ramp=ramp)
         self.bank = CoupledBank(bank_size, backbone.embed_dim, dtype=bank_dtype)
         self._online: tuple[Any, ...] = ()  # in a tuple: the model owns this head, not the other way round
 

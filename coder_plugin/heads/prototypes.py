@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.memory.kmeans import OnlineKMeans
+from coder_plugin.memory.rows import replace_rows
+
+#: The set that is clustered holds at most this many pairs for each prototype.
+_PAIRS_PER_CLUSTER = 30
 
 
 class Prototypes(KeepsState):
@@ -20,14 +25,17 @@ class Prototypes(KeepsState):
     Requires ``coder_image_concepts`` and ``coder_text_concepts`` [B, D]. Provides ``coder_image_logits`` and
     ``coder_text_logits`` [B, K].
 
-    The term ``pgc`` takes its labels from :meth:`assign` and stashes the pairs that update the centres after the step.
+    The term ``pgc`` takes its labels from :meth:`assign` and stashes the pairs, which update the centres after the step.
+    After every ``recluster`` pairs, an epoch by default, the last pairs are clustered anew; before the first clustering
+    there are no labels, and the term is zero. Ids keep their clusters, except those that had become empty: the
+    classifier rows of these start anew, and so do the optimizer's moments of the rows.
 
     Args:
-        clusters: K. The paper has 10,000 for Flickr30K and 20,000 for COCO; for small sets about pairs / 15.
-        patience: a centre that none of the last ``patience * clusters`` pairs chose is reseeded; >= 1.
-        recluster: number of pairs after which the last so many pairs are clustered anew with FAISS; the new centres are
-            matched to the old ids. The samples of an epoch: once per epoch. The pairs are kept in float16, ``recluster * D *
-            2`` bytes of state. 0: online updates only.
+        clusters: K. The paper has 10,000 for Flickr30K and 20,000 for COCO, about three images each; for small sets about
+            pairs / 15.
+        recluster: number of pairs between two clusterings, >= K. At most 30 K of them are kept for it, in float16. None:
+            an epoch where a trainer knows its length, else 30 K.
+        scale: factor on the logits, > 0; the paper has none, that is 1.
 
     Raises:
         ValueError: options out of range.
@@ -39,45 +47,70 @@ class Prototypes(KeepsState):
     """
 
     recent: Tensor
+    recent_labels: Tensor
     passed: Tensor
+    changed: Tensor
+    restarted: Tensor
 
     requires = ("coder_image_concepts", "coder_text_concepts")
     provides = ("coder_image_logits", "coder_text_logits")
-    data_options = ("clusters",)
+    data_options = ("clusters", "recluster")
 
-    def __init__(self, backbone: BackboneInfo, *, clusters: int = 10_000, patience: float = 30.0, recluster: int = 0) -> None:
+    def __init__(
+        self, backbone: BackboneInfo, *, clusters: int = 10_000, recluster: int | None = None, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        if recluster and recluster < clusters:
+        self.recluster = _PAIRS_PER_CLUSTER * clusters if recluster is None else recluster
+        if self.recluster < clusters:
             raise ValueError(f"recluster={recluster} pairs cannot make clusters={clusters}")
-        self.recluster = recluster
+        if not scale > 0:
+            raise ValueError(f"scale must be > 0, got {scale}")
+        self.scale = scale
         self.classifier = nn.Linear(backbone.embed_dim, clusters, bias=False)
-        self.centres = OnlineKMeans(clusters, backbone.embed_dim, patience=patience)
-        if recluster:
-            self.register_buffer("recent", torch.zeros(recluster, backbone.embed_dim, dtype=torch.float16))
-            self.register_buffer("passed", torch.zeros((), dtype=torch.int64))
+        self.centres = OnlineKMeans(clusters, backbone.embed_dim)
+        kept = min(self.recluster, _PAIRS_PER_CLUSTER * clusters)
+        self.register_buffer("recent", torch.zeros(kept, backbone.embed_dim, dtype=torch.float16))
+        self.register_buffer("recent_labels", torch.full((kept,), -1))
+        self.register_buffer("passed", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("changed", torch.zeros(()))
+        self.register_buffer("restarted", torch.zeros((), dtype=torch.int64))
 
     def forward(self, coder_image_concepts: Tensor, coder_text_concepts: Tensor) -> dict[str, Tensor]:
         with torch.autocast(coder_image_concepts.device.type, enabled=False):
             weight = self.classifier.weight
             return {
-                "coder_image_logits": F.linear(coder_image_concepts.to(weight.dtype), weight).float(),
-                "coder_text_logits": F.linear(coder_text_concepts.to(weight.dtype), weight).float(),
+                "coder_image_logits": self.scale * F.linear(coder_image_concepts.to(weight.dtype), weight).float(),
+                "coder_text_logits": self.scale * F.linear(coder_text_concepts.to(weight.dtype), weight).float(),
             }
 
     @classmethod
     def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
-        """``clusters``: pairs / 15, at most the paper's 10,000. Where one caption is drawn, an image counts as five pairs."""
-        if "clusters" in options:
-            return {}
-        pairs = facts.samples_per_epoch * (5 if facts.captions == "draw" else 1)
-        return {"clusters": max(2, min(10_000, pairs // 15))}
+        """``clusters``: pairs / 15, at most the paper's 10,000. Where one caption is drawn, an image counts as five pairs.
+        ``recluster``: the pairs of an epoch, at most 30 ``clusters`` and at least ``clusters``."""
+        values = {}
+        clusters = options.get("clusters")
+        if clusters is None:
+            pairs = facts.samples_per_epoch * (5 if facts.captions == "draw" else 1)
+            values["clusters"] = clusters = max(2, min(10_000, pairs // 15))
+        if options.get("recluster") is None:
+            step = facts.pairs_per_step or 1
+            epoch = max(1, facts.samples_per_epoch // step) * step  # an incomplete last batch is dropped
+            values["recluster"] = max(clusters, min(epoch, _PAIRS_PER_CLUSTER * clusters))
+        return values
 
     def check(self, *, batch: int, samples: int) -> None:
-        if self.classifier.out_features > samples:
+        clusters = self.centres.clusters
+        if clusters > samples:
             raise ValueError(
-                f"clusters={self.classifier.out_features} is more than the {samples} samples of the whole run, so the "
+                f"clusters={clusters} is more than the {samples} samples of the whole run, so the "
                 f"term would stay silent: lower it (--set prototypes.clusters={max(2, samples // 15)}) or train longer"
             )
+        if self.recluster >= samples:
+            logging.warning(
+                "pgc stays zero in this run: the pairs are clustered after %d, and the run has %d: train longer, or lower "
+                "prototypes.recluster",
+                self.recluster, samples,
+            )  # fmt: skip
 
     @torch.no_grad()
     def assign(self, samples: Tensor) -> Tensor:
@@ -85,31 +118,43 @@ class Prototypes(KeepsState):
         return self.centres.assign(samples)
 
     def health(self) -> dict[str, float]:
-        """Figures of the centres.
+        """Figures of the centres; none before the first clustering.
 
-        ``filled``: share of filled centres. ``idle``: share of the filled ones that none of the last ``patience * K / 2`` pairs
-        chose. ``reseeded``: number reseeded so far, divided by K. ``used``: perplexity of the centres' counts, divided by K: 1
-        if all clusters have the same size.
+        ``used``: perplexity of the cluster sizes, divided by K: 1 if all clusters have the same size. ``idle``: share of
+        the centres that no pair chose since, and in, the last clustering. ``changed``: share of the clustered pairs that
+        got another label by the last clustering than they had in their step. ``restarted``: clusters that had become empty
+        and started anew so far, divided by K.
         """
         centres = self.centres
-        total, filled = centres.clusters, int(centres.filled)
-        figures = {"filled": filled / total, "reseeded": int(centres.reseeded) / total}
-        if filled:
-            unseen = centres.seen - centres.last_seen[:filled]
-            figures["idle"] = float((unseen > centres.patience * total / 2).float().mean())
-            share = centres.counts[:filled].double() / centres.counts[:filled].sum().clamp(min=1)
-            figures["used"] = float(torch.special.entr(share).sum().exp()) / total
-        return figures
+        if not bool(centres.ready):
+            return {}
+        share = centres.counts.double() / centres.counts.sum().clamp(min=1)
+        return {
+            "used": float(torch.special.entr(share).sum().exp()) / centres.clusters,
+            "idle": float((centres.counts == 0).double().mean()),
+            "changed": float(self.changed),
+            "restarted": int(self.restarted) / centres.clusters,
+        }
 
+    @torch.no_grad()
     def write(self, samples: Tensor, labels: Tensor) -> None:  # type: ignore[override]
         self.centres.update(samples, labels)
-        if self.recluster:
-            self._remember(samples[-self.recluster :])
-
-    def _remember(self, samples: Tensor) -> None:
-        before = int(self.passed)
-        positions = (before + torch.arange(len(samples), device=samples.device)) % self.recluster
-        self.recent[positions] = samples.to(self.recent.dtype)
+        ready = bool(self.centres.ready)
+        before, kept = int(self.passed), len(self.recent)
+        rows = (before + torch.arange(len(samples), device=samples.device))[-kept:] % kept
+        self.recent[rows] = samples[-kept:].to(self.recent.dtype)
+        self.recent_labels[rows] = labels[-kept:] if ready else -1
         self.passed += len(samples)
-        if (before + len(samples)) // self.recluster > before // self.recluster:
-            self.centres.recluster(self.recent)
+        if (before + len(samples)) // self.recluster == before // self.recluster:
+            return
+        new = self.centres.recluster(self.recent.float(), seed=before)
+        labelled = self.recent_labels >= 0
+        if ready:
+            other = self.centres.assign(self.recent) != self.recent_labels
+            self.changed.copy_((other & labelled).sum() / labelled.sum().clamp(min=1))
+            self.restarted += new.sum()
+        # as nn.Linear starts, and equal on all ranks
+        bound = self.classifier.in_features**-0.5
+        fresh = torch.rand(self.classifier.weight.shape, generator=torch.Generator().manual_seed(before)) * 2 * bound - bound
+        replace_rows(self.classifier.weight, new, fresh.to(new.device))
+        self.replaced_rows = [(self.classifier.weight, new)]

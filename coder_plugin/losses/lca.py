@@ -8,6 +8,7 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.functional.lca_loss import check_lca_options, lca, lca_from_scores
+from coder_plugin.heads.alignment import Alignment
 from coder_plugin.losses.base import Term, options_of
 
 Direction = Literal["word_to_region", "region_to_word", "dual"]
@@ -18,6 +19,8 @@ class LCA(Term):
     image. It takes that function's options; Sinkhorn balances the prototypes over all ranks.
 
     Which words count and how many prototypes there are is set on the head: ``alignment.words``, ``alignment.prototypes``.
+    The head logs the loss's two parts, its targets' entropy and the divergence from them, as ``coder/alignment/entropy`` and
+    ``coder/alignment/divergence``.
 
     Args:
         direction: ``word_to_region``, as in the paper; ``region_to_word``: each region predicts the prototypes of its most
@@ -57,12 +60,17 @@ class LCA(Term):
     ) -> Tensor:
         """This rank's cosines with the prototypes [B, T, K] and [B, L, K], masks and matches [B, T] and [B, L] -> scalar."""
         words, regions = (coder_word_scores, coder_word_mask), (coder_region_scores, coder_region_mask)
-        losses = []
+        parts = []
         if coder_word_regions is not None:
-            losses.append(lca_from_scores(*words, *regions, coder_word_regions, total=distributed.all_sum, **self.options))
+            parts.append(lca_from_scores(*words, *regions, coder_word_regions, total=distributed.all_sum, **self.options))
         if coder_region_words is not None:
             # a region has no word to match if no word of its text counts
             predicting = coder_region_mask & coder_word_mask.any(1, keepdim=True)
             sides = (coder_region_scores, predicting, *words, coder_region_words)
-            losses.append(lca_from_scores(*sides, total=distributed.all_sum, **self.options))
-        return sum(losses[1:], losses[0]) / len(losses)
+            parts.append(lca_from_scores(*sides, total=distributed.all_sum, **self.options))
+        losses, entropies = zip(*parts, strict=True)
+        loss, entropy = (sum(values[1:], values[0]) / len(values) for values in (losses, entropies))
+        head = self.provider("coder_word_scores") if self.heads else None
+        if isinstance(head, Alignment):
+            head.stash(loss=loss.detach(), entropy=entropy)
+        return loss

@@ -24,6 +24,8 @@ class MomentumCopy(nn.Module):
     Args:
         momentum: m, in [0, 1).
         mode: the copy's mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
+        ramp: update t, counted from 0, averages with ``min(m, (1 + t) / (10 + t))``: the copy forgets the initial weights
+            within some steps, where m = 0.995 alone takes several hundred.
 
     Raises:
         ValueError: m out of range.
@@ -42,12 +44,15 @@ class MomentumCopy(nn.Module):
         2.5
     """
 
-    def __init__(self, *, momentum: float = 0.995, mode: Mode = "eval") -> None:
+    updates: Tensor
+
+    def __init__(self, *, momentum: float = 0.995, mode: Mode = "eval", ramp: bool = False) -> None:
         super().__init__()
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-        self.momentum, self.mode = momentum, mode
+        self.momentum, self.mode, self.ramp = momentum, mode, ramp
         self.model: Any = None
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     def copy_from(self, model: Any) -> None:
         """Replace the copy by the current model without the heads of ``model.coder``."""
@@ -85,10 +90,17 @@ class MomentumCopy(nn.Module):
         if trained:
             averages = [average for average, _ in trained]
             currents = [current.detach().to(average.dtype) for average, current in trained]
-            torch._foreach_lerp_(averages, currents, 1 - self.momentum)
+            torch._foreach_lerp_(averages, currents, 1 - self._current_momentum())
+        self.updates += 1
         for average, current in frozen:
             average.copy_(current)
         self._copy_buffers(model)
+
+    def _current_momentum(self) -> float:
+        if not self.ramp:
+            return self.momentum
+        updates = int(self.updates)
+        return min(self.momentum, (1 + updates) / (10 + updates))
 
     @torch.no_grad()
     def drift(self, model: Any) -> float:

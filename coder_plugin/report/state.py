@@ -51,18 +51,18 @@ class Centres:
     """The prototypes of one head.
 
     Args:
-        clusters: K. filled, idle, reseeded: counts, as in :meth:`coder_plugin.heads.prototypes.Prototypes.health`. A centre is
-            idle if none of the last ``window`` = ``patience * K / 2`` pairs chose it.
-        seen: pairs so far. sizes: pairs that chose each filled centre. norms: of the filled centres.
+        clusters: K. ready: whether the pairs have been clustered. idle: number of centres without a pair.
+        passed: pairs so far. changed, restarted: as in :meth:`coder_plugin.heads.prototypes.Prototypes.health`, restarted as a
+            number. sizes: pairs that chose each centre in and since the last clustering. norms: of the centres.
     """
 
     head: str
     clusters: int
-    filled: int
+    ready: bool
     idle: int
-    window: int
-    reseeded: int
-    seen: int
+    passed: int
+    changed: float
+    restarted: int
     sizes: list[float]
     norms: list[float]
 
@@ -78,21 +78,18 @@ def state_blocks(run: RunFolder) -> list[dict[str, Any]]:
     batch = run.pairs_per_step
     if batch is None:
         raise CoderError("neither plan.json nor the checkpoint's options store the number of pairs per step")
-    heads = run.objective.get("heads", {})
-    patience = float(next((options["patience"] for options in heads.values() if "patience" in options), 30.0))
-    state = read_state(run.checkpoint, pairs_per_step=batch, patience=patience)
+    state = read_state(run.checkpoint, pairs_per_step=batch)
     if not state:
         raise CoderError("the objective keeps no banks and no centres")
     return [_bank_block(each) if isinstance(each, Bank) else _centres_block(each) for each in state]
 
 
-def read_state(checkpoint: Path, *, pairs_per_step: int, patience: float = 30.0) -> list[Bank | Centres]:
+def read_state(checkpoint: Path, *, pairs_per_step: int) -> list[Bank | Centres]:
     """The banks and centres in a checkpoint. The model's weights are not read.
 
     Args:
         checkpoint: its folder.
         pairs_per_step: the global batch.
-        patience: the option of the prototypes.
 
     Raises:
         CoderError: the file cannot be read.
@@ -107,11 +104,8 @@ def read_state(checkpoint: Path, *, pairs_per_step: int, patience: float = 30.0)
                 head = owner.removeprefix("coder.heads.")
                 if last == "pointer" and {f"{owner}.{each}" for each in ("image", "text", "ids", "count")} <= names:
                     state.append(_bank(file, owner, head, pairs_per_step))
-                elif (
-                    last == "last_seen"
-                    and {f"{owner}.{each}" for each in ("centres", "counts", "seen", "filled")} <= names
-                ):
-                    state.append(_centres(file, owner, head, patience))
+                elif last == "ready" and {f"{owner}.{each}" for each in ("centres", "counts")} <= names:
+                    state.append(_centres(file, owner, head))
     except (OSError, SafetensorError) as error:
         raise CoderError(f"{path} cannot be read: {error}") from error
     return state
@@ -202,20 +196,19 @@ def _bank(file: Any, owner: str, head: str, pairs_per_step: int) -> Bank:
     )
 
 
-def _centres(file: Any, owner: str, head: str, patience: float) -> Centres:
-    filled, seen, reseeded = (int(file.get_tensor(f"{owner}.{each}")) for each in ("filled", "seen", "reseeded"))
-    centres, last_seen = file.get_tensor(f"{owner}.centres"), file.get_tensor(f"{owner}.last_seen")[:filled]
-    window = patience * len(centres) / 2
+def _centres(file: Any, owner: str, head: str) -> Centres:
+    head = head.removesuffix(".centres")
+    counts, above = file.get_tensor(f"{owner}.counts"), owner.removesuffix(".centres")
     return Centres(
-        head.removesuffix(".centres"),
-        len(centres),
-        filled,
-        int((seen - last_seen > window).sum()),
-        int(window),
-        reseeded,
-        seen,
-        file.get_tensor(f"{owner}.counts")[:filled].double().tolist(),
-        centres[:filled].norm(dim=1).tolist(),
+        head,
+        len(counts),
+        bool(file.get_tensor(f"{owner}.ready")),
+        int((counts == 0).sum()),
+        int(file.get_tensor(f"{above}.passed")),
+        float(file.get_tensor(f"{above}.changed")),
+        int(file.get_tensor(f"{above}.restarted")),
+        counts.double().tolist(),
+        file.get_tensor(f"{owner}.centres").norm(dim=1).tolist(),
     )
 
 
@@ -240,21 +233,21 @@ def _bank_block(bank: Bank) -> dict[str, Any]:
 
 
 def _centres_block(centres: Centres) -> dict[str, Any]:
-    tiles = [
-        (f"{centres.filled:,}", f"of {centres.clusters:,} centres are filled"),
-        (f"{centres.clusters - centres.filled:,}", "are empty"),
-        (f"{centres.idle:,}", f"are filled, but none of the last {centres.window:,} pairs chose them"),
-        (f"{centres.reseeded:,}", "reseeded so far"),
-    ]
+    tiles = [(f"{centres.clusters:,}", "centres" if centres.ready else "centres, not yet clustered")]
     figures = []
-    if centres.filled:
+    if centres.ready:
+        tiles += [
+            (f"{centres.idle:,}", "chosen by no pair in and since the last clustering"),
+            (f"{100 * centres.changed:.0f} %", "of the pairs changed their label in the last clustering"),
+            (f"{centres.restarted:,}", "clusters had become empty and started anew so far"),
+        ]
         sizes = sorted(centres.sizes)
         top = sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]
         chart = histogram(
             {"centres": sizes}, label="Sizes of the clusters", x_label="pairs assigned", top=top, integers=True
         )
         largest = f"median {format_number(sizes[len(sizes) // 2])}, largest {format_number(sizes[-1])}"
-        note = f"{largest}, of {centres.seen:,} pairs in all"
+        note = f"{largest}, of {centres.passed:,} pairs in all"
         if sizes[-1] > top:
             note += f"; the last bar counts {format_number(top)} and more"
         norms = histogram({"centres": centres.norms}, label="Norms of the centres", x_label="norm", min_range=0.02)

@@ -362,7 +362,7 @@ class Trainer:
             raise NonFiniteError(f"{cause} is not finite: the loss scaler has skipped {self.skipped} consecutive steps")
         self.optimizer.zero_grad()
         if not self.skipped:
-            self.model.coder.post_step()
+            self.model.coder.post_step(self.optimizer)
             scale: Tensor | None = getattr(self.model, "logit_scale", None)
             if scale is not None and scale.requires_grad:
                 with torch.no_grad():

@@ -236,7 +236,7 @@ class Run:
         overflow = getattr(optimizer, "found_inf", None)  # the loss scaler calls a fused optimizer, which skips steps itself
         if overflow is not None and overflow.item():
             return
-        self.model.coder.post_step()
+        self.model.coder.post_step(optimizer)
         if self.step % self.args.log_every_n_steps == 0:
             health = self.model.coder.health()  # on all ranks: some figures read sharded parameters
             if distributed.rank() == 0:

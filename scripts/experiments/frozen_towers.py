@@ -16,6 +16,7 @@ momentum copy consists of projections and heads too: frozen towers would give it
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -49,25 +50,40 @@ def main() -> None:
         return
     data = torch.load(options.cache, mmap=True, weights_only=True)
     initial = torch.load(options.init, weights_only=True) if options.init else None
-    for text in options.losses:
-        for seed in options.seeds:
-            begun = time.perf_counter()
-            results, model, losses = train(text, seed, data, options, initial)
-            by_epoch = {epoch: round(result["rsum"], 1) for epoch, result in results.items()}
-            print(f"{text} (seed {seed}): R@sum by epoch {by_epoch}; {time.perf_counter() - begun:.0f} s", flush=True)
-            if "concepts" in model.coder.heads:
-                with model.coder.heads["concepts"].weighing(1.0):
-                    alone = evaluate(model, data["val"])["rsum"]
-                with model.coder.heads["concepts"].weighing(0.0):
-                    print(f"    instance level alone {alone:.1f}, concept level alone "
-                          f"{evaluate(model, data['val'])['rsum']:.1f}")  # fmt: skip
-            print("    mean loss in the first and in the last epoch: "
-                  + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in losses.items()), flush=True)  # fmt: skip
-            if options.save:
-                torch.save({k: v for k, v in model.state_dict().items() if not k.startswith("coder.")}, options.save)
-            if options.json:
-                with Path(options.json).open("a") as file:
-                    file.write(json.dumps({"objective": text, "seed": seed, "results": results, "losses": losses}) + "\n")
+    if options.hold_out:
+        data = hold_out(data, options.hold_out)
+    for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
+        begun = time.perf_counter()
+        results, model, losses = train(text, lr, seed, data, options, initial)
+        print(f"{text} (lr {lr:g}, seed {seed}); {time.perf_counter() - begun:.0f} s")
+        for name in dict.fromkeys(name for result in results.values() for name in result):
+            if name.endswith("rsum") or "/" in name:
+                by_epoch = {epoch: round(result[name], 3) for epoch, result in results.items() if name in result}
+                print(f"    {name} by epoch: {by_epoch}")
+        print("    mean loss in the first and in the last epoch: "
+              + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in losses.items()), flush=True)  # fmt: skip
+        if options.save:
+            torch.save({k: v for k, v in model.state_dict().items() if not k.startswith("coder.")}, options.save)
+        if options.json:
+            record = {"objective": text, "set": options.set, "lr": lr, "seed": seed, "hold_out": options.hold_out,
+                      "name": options.name, "results": results, "losses": losses}  # fmt: skip
+            with Path(options.json).open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def hold_out(data: dict[str, Any], images: int) -> dict[str, Any]:
+    """The training split alone: its last ``images`` images take the place of the validation split, to choose settings on."""
+    train = data["train"]
+    first = len(train["images"]) - images
+    captions = int((train["image_of_caption"] < first).sum())
+    parts = {"train": (slice(first), slice(captions)), "val": (slice(first, None), slice(captions, None))}
+    split = {
+        name: {"images": train["images"][rows], "ids": train["ids"][texts], "tokens": train["tokens"][texts],
+               "image_of_caption": train["image_of_caption"][texts]}
+        for name, (rows, texts) in parts.items()
+    }  # fmt: skip
+    split["val"]["image_of_caption"] = split["val"]["image_of_caption"] - first
+    return split
 
 
 @torch.no_grad()
@@ -145,7 +161,7 @@ def make_model(objective: Objective, seed: int, path: str, initial: dict[str, Te
 
 
 def train(
-    text: str, seed: int, data: dict[str, Any], options: argparse.Namespace, initial: dict[str, Tensor] | None
+    text: str, lr: float, seed: int, data: dict[str, Any], options: argparse.Namespace, initial: dict[str, Tensor] | None
 ) -> tuple[dict[int, dict[str, float]], Any, dict[str, tuple[float, float]]]:
     settings: dict[str, Any] = dict(setting.split("=", 1) for setting in options.set)
     objective = Objective.parse(text)
@@ -155,6 +171,7 @@ def train(
         settings.setdefault("concepts.vocabulary", options.concepts)
     if "prototypes" in heads:
         settings.setdefault("prototypes.clusters", len(data["train"]["ids"]) // 15)
+        settings.setdefault("prototypes.recluster", pairs // options.batch_size * options.batch_size)
     if "progress" in heads:
         settings.setdefault("progress.steps_per_epoch", pairs // options.batch_size)
     settings = {key: parse_value(str(value)) for key, value in settings.items() if key.split(".")[0] in
@@ -168,7 +185,7 @@ def train(
             {"params": [p for p in trainable if p.ndim > 1], "weight_decay": options.wd},
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ],
-        lr=options.lr,
+        lr=lr,
     )
     split, size = data["train"], options.batch_size
     images, image_of = len(split["images"]), split["image_of_caption"]
@@ -177,7 +194,9 @@ def train(
     steps = (images if options.captions == "draw" else len(image_of)) // size
     total, generator = steps * options.epochs, torch.Generator().manual_seed(seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
-    results = {0: evaluate(model, data["val"])}
+    results = {0: evaluate_levels(model, data["val"])}
+    prototypes = model.coder.heads["prototypes"] if "prototypes" in model.coder.heads else None
+    labels, before = torch.full((len(image_of),), -1), torch.full((len(image_of),), -1)
     means: dict[str, list[list[float]]] = {}
     for epoch in range(options.epochs):
         order = torch.randperm(len(image_of) if options.captions == "all" else images, generator=generator)
@@ -192,16 +211,21 @@ def train(
             if options.shares and not step:
                 leaves = {key: value for key, value in outputs.items() if value.requires_grad and value.ndim}
                 print(f"    epoch {epoch}: shares of the gradient {gradient_shares(losses, leaves)}")
+            if prototypes is not None and prototypes.centres.ready:
+                pairs = outputs["image_features"] + outputs["text_features"]
+                labels[captions] = prototypes.assign(pairs)
             optimizer.zero_grad()
             sum(losses.values()).backward()
             optimizer.step()
             schedule.step()
-            model.coder.post_step()
+            model.coder.post_step(optimizer)
             with torch.no_grad():
                 model.logit_scale.clamp_(0, math.log(100))
             for name, value in losses.items():
                 means.setdefault(name, [[] for _ in range(options.epochs)])[epoch].append(value.item())
-        results[epoch + 1] = evaluate(model, data["val"])
+        figures = model.coder.health() | label_figures(labels, before, image_of)
+        results[epoch + 1] = evaluate_levels(model, data["val"]) | figures
+        before = labels.clone()
     mean = {name: [sum(epoch) / len(epoch) for epoch in epochs] for name, epochs in means.items()}
     # a term that is zero in the first epoch is reported from its first epoch with a value
     first_and_last = {name: (next((v for v in values if v), 0.0), values[-1]) for name, values in mean.items()}
@@ -214,6 +238,34 @@ def rate(step: int, total: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+
+def label_figures(labels: Tensor, before: Tensor, image_of: Tensor) -> dict[str, float]:
+    """How the labels of the training pairs [N] behave: ``labels/churn``, the share that changed since the epoch ``before``;
+    ``labels/purity``, the mean over images of the share of its captions that have its most frequent label;
+    ``labels/images``, the mean number of images that share a label."""
+    figures = {}
+    both = (labels >= 0) & (before >= 0)
+    if both.any():
+        figures["labels/churn"] = float((labels != before)[both].float().mean())
+    if (labels >= 0).any():
+        owned = labels[labels >= 0], image_of[labels >= 0]
+        pairs, counts = torch.stack(owned).unique(dim=1, return_counts=True)
+        largest = torch.zeros(int(image_of.max()) + 1, dtype=torch.int64).scatter_reduce_(0, pairs[1], counts, "amax")
+        captions = torch.bincount(owned[1], minlength=len(largest))
+        figures["labels/purity"] = float((largest / captions.clamp(min=1))[captions > 0].mean())
+        figures["labels/images"] = pairs.shape[1] / len(owned[0].unique())
+    return figures
+
+
+def evaluate_levels(model: Any, split: dict[str, Tensor]) -> dict[str, float]:
+    """Recall of the score, and R@sum of its instance level and its concept level alone."""
+    result = evaluate(model, split)
+    if "concepts" in model.coder.heads:
+        for name, weight in (("instance", 1.0), ("concept", 0.0)):
+            with model.coder.heads["concepts"].weighing(weight):
+                result[f"{name} rsum"] = evaluate(model, split)["rsum"]
+    return result
 
 
 @torch.no_grad()
@@ -250,9 +302,12 @@ def arguments() -> argparse.Namespace:
                                help="one caption per image and epoch, or all [all]")
     train_command.add_argument("--epochs", type=int, default=5, help="epochs [5]")
     train_command.add_argument("--batch-size", type=int, default=128, help="batch size [128]")
-    train_command.add_argument("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    train_command.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
     train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
     train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
+    train_command.add_argument("--hold-out", type=int, default=0, metavar="N",
+                               help="choose settings: train without the last N training images and evaluate on these")
+    train_command.add_argument("--name", default="", help="a name for the rows of --json")
     train_command.add_argument("--shares", action="store_true", help="print each term's share of the gradient, once per epoch")
     train_command.add_argument("--init", help="start from the weights of an earlier --save")
     train_command.add_argument("--save", help="write the trained projections to this file")

@@ -16,9 +16,9 @@ from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, View
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.backbones.region_encoder import RegionEncoder
 from coder_plugin.backbones.text_encoder import BertText, BiGRUText
-from coder_plugin.functional.masked_sets import unit_channels
+from coder_plugin.functional.masked_sets import mean, unit_channels
 from tests.backbones import releases
-from tests.references import camera, gpo, vse_infinity, vsrn
+from tests.references import camera, gpo, layers, vse_infinity, vsrn
 from tests.references.layers import batch_norm, unit
 
 REGIONS, DIM, HEADS, VIEWS = 5, 8, 2, 3
@@ -89,12 +89,16 @@ def expected(kind: str, batch: dict[str, Tensor], state: dict[str, Tensor], trai
     """What the authors' formulas give for the same images without their padding."""
     rows = [x[mask] for x, mask in zip(batch["features"], batch["mask"], strict=True)]
     if kind == "camera":
-        boxes = [x[mask] for x, mask in zip(batch["boxes"], batch["mask"], strict=True)]
-        pixels = [box * torch.tensor(size * 2) for box, size in zip(boxes, SIZES, strict=False)]
-        return torch.stack(camera.image(rows, pixels, SIZES[: len(rows)], state, training=training)[0])
+        return torch.stack(camera.image(rows, *pixels(batch), state, training=training)[0])
     if kind == "vse":
         return torch.stack(vse_infinity.image(rows, state, training=training))
     return torch.stack(vsrn.image(rows, state, training=training)[0])
+
+
+def pixels(batch: dict[str, Tensor]) -> tuple[list[Tensor], list[tuple[float, float]]]:
+    """The boxes of each image's regions in pixels, and the images' sizes."""
+    boxes = [x[mask] for x, mask in zip(batch["boxes"], batch["mask"], strict=True)]
+    return [box * torch.tensor(size * 2) for box, size in zip(boxes, SIZES, strict=False)], SIZES[: len(boxes)]
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -114,6 +118,38 @@ def test_images_are_the_authors(kind: str, lengths: list[int], training: bool) -
     encoder, state = made(kind)
     batch = pictures(lengths)
     close(normed(encoder.train(training)(batch).pooled), expected(kind, batch, state, training))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("kind", ["camera", "vsrn", "vsrn bn"])
+def test_image_contexts_are_those_of_the_releases(kind: str, normalise: bool, training: bool) -> None:
+    """SelfAlign's classes read the context stage's own output, before the base divides each channel by its norm."""
+    encoder, state = made(kind)
+    encoder.normalise_locals = normalise
+    batch = pictures([6, 2, 4])
+    rows = [x[mask] for x, mask in zip(batch["features"], batch["mask"], strict=True)]
+    encoded = encoder.train(training)(batch)
+    if kind == "camera":
+        wanted = camera.image_contexts(rows, *pixels(batch), state, training=training)
+        entering = [layers.unit_channels(layers.linear(x, state, "fc")) for x in rows]
+    else:
+        wanted, entering = vsrn.image_contexts(rows, state, training=training), vsrn.image_locals(rows, state)
+    close(encoded.contexts[encoded.mask], torch.cat(wanted))
+    close(encoded.tokens[encoded.mask], torch.cat([layers.unit_channels(x) for x in wanted]))
+    projections = torch.cat([layers.linear(x, state, "fc") for x in rows])
+    close(encoded.locals[encoded.mask], torch.cat(entering) if normalise else projections)
+
+
+@pytest.mark.parametrize("kind", ["camera", "vsrn"])
+def test_contexts_keep_the_strength_of_channels(kind: str) -> None:
+    """The base's tokens have the same energy in every channel of every image; what CRA reads must not."""
+    encoder, _ = made(kind)
+    encoded = encoder.eval()(pictures([6, 6, 6]))
+    strength = {key: getattr(encoded, key).square().sum(1).std(0).mean() for key in ("contexts", "tokens")}
+    assert strength["tokens"] < 1e-6 and strength["contexts"] > 0.1
+    means = normed(mean(encoded.contexts, encoded.mask)), normed(mean(encoded.tokens, encoded.mask))
+    assert (means[0] * means[1]).sum(1).min() < 0.95
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -201,6 +237,41 @@ def test_texts_are_the_authors(lengths: list[int], training: bool) -> None:
         hidden = [bert.vectors(row[:length]).detach() for row, length in zip(ids, lengths, strict=True)]
         wanted = camera.text(hidden, text, training=training) if kind == "camera" else vse_infinity.text(hidden, text)
         close(normed(module.train(training)(ids).pooled), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_cameras_text_contexts_are_those_of_the_releases(normalise: bool, training: bool) -> None:
+    """The attention's output, before the perceptron: of CAMERA's class, and of SelfAlign's, which divides the words first."""
+    lengths = [6, 2, 4]
+    ids = torch.randint(1, 20, (3, 8), generator=torch.Generator().manual_seed(0))
+    ids = ids.masked_fill(torch.arange(8) >= torch.tensor(lengths)[:, None], 0)
+    torch.manual_seed(0)
+    bert = Bert()
+    text = releases.camera(REGIONS, DIM, bert, heads=HEADS, views=VIEWS)[1]
+    text = {name: value.double() if value.is_floating_point() else value for name, value in text.items()}
+    module = BertText(bert, DIM, pad=0, pooling="mean", context="camera", heads=HEADS, normalise_locals=normalise)
+    load(module.double(), text, released_checkpoints._TEXT, "text.")
+    hidden = [bert.vectors(row[:length]).detach() for row, length in zip(ids, lengths, strict=True)]
+    encoded = module.train(training)(ids)
+    wanted = camera.text_contexts(hidden, text, training=training, normalise=normalise)
+    close(encoded.contexts[encoded.mask], torch.cat(wanted))
+    words = [layers.linear(x, text, "mapping") for x in hidden]
+    close(encoded.locals[encoded.mask], torch.cat([layers.unit_channels(x) for x in words] if normalise else words))
+    features = camera.text(hidden, text, training=training, normalise=normalise)
+    close(normed(encoded.pooled), torch.stack(features))
+    assert (encoded.tokens - encoded.contexts)[encoded.mask].abs().mean() > 0.1  # the perceptron's part
+
+
+def test_vsrns_text_contexts_are_the_states_of_its_gru() -> None:
+    torch.manual_seed(0)
+    ids = torch.tensor([[1, 7, 8, 9, 2], [1, 4, 2, 0, 0]])
+    module = BiGRUText(14, 4, word_dim=3, word_projection=True, bidirectional=False, pooling="last").double()
+    encoded, state = module(ids), module.state_dict()
+    for row, length in enumerate((5, 3)):
+        words = layers.linear(state["embed.weight"][ids[row, :length]], state, "project")
+        close(encoded.locals[row, :length], words)
+        close(encoded.contexts[row, :length], vsrn.states(words, state, "rnn"))
 
 
 def test_a_bigru() -> None:

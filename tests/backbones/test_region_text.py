@@ -17,6 +17,7 @@ from coder_plugin import create_loss, create_model
 from coder_plugin.backbones.tokenizers import SPECIAL
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.masked_sets import unit_channels
 from coder_plugin.functional.similarity import cosine
 from coder_plugin.heads.tokens import Tokens
 from coder_plugin.pretrained.export import export_heads, export_model, load_heads
@@ -190,10 +191,47 @@ def test_locals_stand_before_the_context_stage_and_contexts_after_it(models, nam
     widths = model.info()
     for side, known in (("image", model.describe_image(images())), ("text", model.describe_text(model.tokenizer()(TEXTS)))):
         assert known.keys() - {"image_views"} <= {f"{side}_features"} | model.intermediate_keys
-        assert known[f"{side}_contexts"] is known[f"{side}_tokens"]
+        contexts, mask = known[f"{side}_contexts"], known[f"{side}_mask"]
+        pooled = contexts  # what the tower pools
+        if side == "image" and model.options.context != "none":
+            pooled = unit_channels(contexts, mask)
+        elif side == "text" and model.options.text_context != "none":
+            stage = model.text.context
+            pooled = contexts + stage.norm(stage.out(stage.hidden(contexts).relu()), mask)
+        assert (known[f"{side}_tokens"] is contexts) == (pooled is contexts)
+        torch.testing.assert_close(known[f"{side}_tokens"][mask], pooled[mask])
         for stage in ("locals", "contexts"):
             assert known[f"{side}_{stage}"].shape[:2] == known[f"{side}_mask"].shape
             assert known[f"{side}_{stage}"].shape[2] == getattr(widths, f"{side}_{stage}")
+
+
+@torch.no_grad()
+def test_normalised_locals_are_what_the_context_stage_reads(bert, tmp_path):
+    """As SelfAlign's authors have them: CAMERA's regions and words, whose attention reads them too, and VSRN's regions."""
+    for name in ("region-bert-camera", "region-bigru-vsrn"):
+        plain = made(name, bert).eval()
+        model = made(name, bert, normalise_locals=True).eval()
+        model.load_state_dict(plain.state_dict())
+        text = model.tokenizer()(TEXTS)
+        known, other = ({**each.describe_image(images()), **each.describe_text(text)} for each in (model, plain))
+        mask = known["image_mask"]
+        energy = known["image_locals"].where(mask[..., None], torch.zeros(())).square().sum(1)
+        torch.testing.assert_close(energy, torch.ones_like(energy))
+        torch.testing.assert_close(known["image_locals"][mask], unit_channels(other["image_locals"], mask)[mask])
+        assert torch.equal(known["image_contexts"], other["image_contexts"])  # the graph and the attention read them anyway
+        if name == "region-bert-camera":
+            mask = known["text_mask"]
+            torch.testing.assert_close(known["text_locals"][mask], unit_channels(other["text_locals"], mask)[mask])
+            attended = model.text.context.attention(known["text_locals"], mask)
+            torch.testing.assert_close(known["text_contexts"][mask], attended[mask])
+            assert not torch.allclose(known["text_features"], other["text_features"], atol=1e-3)
+        else:
+            assert torch.equal(known["text_locals"], other["text_locals"])
+        opened = create_model(str(export_model(model, tmp_path / name).parent), loss="dcl")
+        assert opened.options.normalise_locals
+    for given in ({}, {"context": "vsrn", "image_pooling": "gru", "batch_norm": True}):
+        with pytest.raises(CoderError, match="normalise_locals changes nothing here: it needs context=camera"):
+            made("region-bert", bert, normalise_locals=True, **given)
 
 
 @torch.no_grad()

@@ -69,13 +69,13 @@ def test_no_head_is_asked_for_by_name():
 def test_options_from_data():
     heads = ours()
     facts = TrainingFacts(loss="x", samples_per_epoch=1000, pairs_per_step=64)
-    assert heads["prototypes"].options_from_data({}, facts) == {"clusters": 333}  # 1,000 images, five captions each
-    assert heads["prototypes"].options_from_data({"clusters": 9}, facts) == {}
+    assert heads["prototypes"].options_from_data({}, facts)["clusters"] == 333  # 1,000 images, five captions each
+    assert heads["prototypes"].options_from_data({"clusters": 9, "recluster": 9}, facts) == {}
     every = TrainingFacts(loss="x", samples_per_epoch=1000, captions="all")
-    assert heads["prototypes"].options_from_data({}, every) == {"clusters": 66}
+    assert heads["prototypes"].options_from_data({}, every)["clusters"] == 66
     large = TrainingFacts(loss="x", samples_per_epoch=10**6)
-    assert heads["prototypes"].options_from_data({}, large) == {"clusters": 10_000}
-    assert heads["prototypes"].options_from_data({}, TrainingFacts(loss="x", samples_per_epoch=1)) == {"clusters": 2}
+    assert heads["prototypes"].options_from_data({}, large)["clusters"] == 10_000
+    assert heads["prototypes"].options_from_data({}, TrainingFacts(loss="x", samples_per_epoch=1))["clusters"] == 2
     assert heads["alignment"].options_from_data({"freeze_steps": "epoch"}, facts) == {"freeze_steps": 15}
     assert heads["alignment"].options_from_data({"freeze_steps": 3}, facts) == {}
     assert heads["alignment"].options_from_data({}, facts) == {}
@@ -101,5 +101,5 @@ def test_derived_options_are_declared():
         "alignment": ("freeze_steps",),
         "concepts": ("vocabulary",),
         "progress": ("steps_per_epoch",),
-        "prototypes": ("clusters",),
+        "prototypes": ("clusters", "recluster"),
     }

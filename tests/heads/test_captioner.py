@@ -153,6 +153,14 @@ def test_every_parameter_learns_and_a_caption_can_be_learnt():
     assert float(head(**swapped)["coder_caption_nll"].min()) > 3
 
 
+def test_dropout_of_tokens_and_of_the_decoders_input():
+    """0.2 for both, as in the authors' code."""
+    head, seen = Captioner(WIDTHS), []
+    head.dropout.register_forward_hook(lambda module, given, out: seen.append((module.p, given[0].shape[-1])))
+    head.train()(**{k: v.float() if v.is_floating_point() else v for k, v in inputs([3], [4]).items()})
+    assert seen == [(0.2, 512), *3 * [(0.2, 512 + 300)]]
+
+
 def test_dropout_is_for_training():
     head, made = captioner(0.5), inputs([3, 2], [4, 4])
     made["image_tokens"] = made["image_tokens"].float()

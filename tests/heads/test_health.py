@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import coder_plugin
+from coder_plugin.heads.alignment import Alignment
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
@@ -37,19 +38,24 @@ def test_momentum_figures():
 
 
 def test_prototype_figures():
-    head = Prototypes(BackboneInfo(embed_dim=4), clusters=4, patience=2.0)
-    assert head.health() == {"filled": 0.0, "reseeded": 0.0}
-    centres = head.centres
-    centres.centres.copy_(torch.eye(4))
-    centres.filled.fill_(4)
-    centres.counts.copy_(torch.tensor([5, 5, 5, 5]))
-    centres.seen.fill_(20)
-    centres.last_seen.copy_(torch.tensor([20, 20, 17, 10]))
-    centres.reseeded.fill_(2)
-    figures = head.health()
-    assert figures == {"filled": 1.0, "reseeded": 0.5, "idle": 0.25, "used": pytest.approx(1.0)}  # 10 unseen > 2 * 4 / 2
-    centres.counts.copy_(torch.tensor([20, 0, 0, 0]))
-    assert head.health()["used"] == pytest.approx(1 / 4)
+    head = Prototypes(BackboneInfo(embed_dim=4), clusters=4)
+    assert head.health() == {}, "no centres yet"
+    head.centres.ready.fill_(True)
+    head.centres.counts.copy_(torch.tensor([5, 5, 5, 5]))
+    head.changed.fill_(0.25)
+    head.restarted.fill_(2)
+    assert head.health() == {"used": pytest.approx(1.0), "idle": 0.0, "changed": 0.25, "restarted": 0.5}
+    head.centres.counts.copy_(torch.tensor([20, 0, 0, 0]))
+    assert head.health() == {"used": pytest.approx(1 / 4), "idle": 0.75, "changed": 0.25, "restarted": 0.5}
+
+
+def test_alignment_figures():
+    head = Alignment(BackboneInfo(embed_dim=4, image_locals=4, text_locals=4), prototypes=4)
+    assert head.health() == {}
+    head.stash(loss=torch.tensor(1.5), entropy=torch.tensor(1.25))
+    assert head.health() == {}
+    head.post_step()
+    assert head.health() == {"divergence": 0.25, "entropy": 1.25}
 
 
 def test_health_names_its_head():

@@ -93,7 +93,8 @@ def test_alignment_by_hand(fill):
 def test_prototypes_start_at_unit_length_and_are_all_that_learns():
     head = alignment()
     torch.testing.assert_close(head.prototypes.norm(dim=1), torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0)
-    assert [name for name, _ in head.named_parameters()] == ["prototypes"] and head.state_names() == ["steps"]
+    assert [name for name, _ in head.named_parameters()] == ["prototypes"]
+    assert head.state_names() == ["steps", "loss", "entropy"]
 
 
 def test_regions_get_a_gradient_only_where_they_predict():
@@ -174,6 +175,7 @@ def test_freezing_continues_from_a_state():
     [
         ({"prototypes": 1}, {}, "prototypes must be >= 2, got 1"),
         ({"freeze_steps": -1}, {}, "freeze_steps must be >= 0"),
+        ({"init": "kmeans"}, {}, "init must be one of random, regions, got 'kmeans'"),
         ({"freeze_steps": "epoch"}, {}, "freeze_steps=epoch is for a trainer"),
         ({}, {"text_locals": D + 1}, r"words \(9 channels .* regions \(8\) must share a space.*word_projection=true"),
         ({}, {"text_locals": 0, "image_locals": 0}, "must share a space"),
@@ -182,6 +184,60 @@ def test_freezing_continues_from_a_state():
 def test_alignment_names_mistakes(options, widths, message):
     with pytest.raises(ValueError, match=message):
         Alignment(BackboneInfo(embed_dim=D, **{"image_locals": D, "text_locals": D, **widths}), **options)
+
+
+def test_regions_replace_random_prototypes():
+    """Up to K regions of a step, drawn at random, of unit length; a batch with too few leaves the rest to the next steps."""
+    head, towers = alignment(init="regions", prototypes=9), given("locals", fill=7.0)
+    regions = torch.cat([row[mask] for row, mask in zip(towers["image_locals"], towers["image_context_mask"], strict=True)])
+    units = torch.nn.functional.normalize(regions, dim=1)
+    start = head.prototypes.detach().clone()
+    assert head.health() == {"placed": 0.0}
+    head.eval()(**towers)
+    with torch.no_grad():
+        head.train()(**towers)
+    head.post_step()  # evaluation is no step of training
+    assert torch.equal(head.prototypes, start) and head.placed == 0
+    head(**towers)
+    assert torch.equal(head.prototypes, start)  # until the step was performed
+    head.post_step()
+    matches = (head.prototypes @ units.T > 1 - 1e-12).nonzero()
+    assert matches[:, 0].tolist() == list(range(9)) and len(set(matches[:, 1].tolist())) == 9  # 9 of the 12, each once
+    assert matches[:, 1].tolist() != list(range(9)) and head.health() == {"placed": 1.0}
+    placed = head.prototypes.detach().clone()
+    head(**towers)
+    head.post_step()
+    assert torch.equal(head.prototypes, placed)
+    few = alignment(init="regions", prototypes=20)
+    before = few.prototypes.detach().clone()
+    few(**towers)
+    few.post_step()
+    assert few.placed == 12 and torch.equal(few.prototypes[12:], before[12:])
+    assert not torch.isclose(few.prototypes[:12], before[:12]).all(1).any()
+    first = few.prototypes[:12].detach().clone()
+    copy = alignment(init="regions", prototypes=20)
+    copy.load_state_dict(few.state_dict())
+    copy(**towers)
+    copy.post_step()
+    assert copy.placed == 20 and torch.equal(copy.prototypes[:12], first) and not torch.equal(copy.prototypes[12:], before[12:])
+    assert (copy.prototypes @ units.T).amax(1).min() > 1 - 1e-12
+
+
+def test_a_step_that_is_skipped_places_nothing():
+    head = alignment(init="regions", prototypes=9)
+    start = head.prototypes.detach().clone()
+    head(**given("locals"))
+    head.discard()
+    head.post_step()
+    assert torch.equal(head.prototypes, start) and head.placed == 0
+
+
+def test_random_prototypes_stay():
+    head = alignment()
+    start = head.prototypes.detach().clone()
+    head(**given("locals"))
+    head.post_step()
+    assert torch.equal(head.prototypes, start) and "placed" not in head.state_dict()
 
 
 # contexts
@@ -194,20 +250,26 @@ def sets(towers: dict[str, Tensor], side: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("fill", [0.0, float("nan")])
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("form", ["cosine_of_mean", "mean_of_cosines"])
 @pytest.mark.parametrize("branches", BRANCHES)
-def test_contexts_are_equations_5_9_and_10(branches, training, fill):
-    head, towers = contexts(branches=branches).train(training), given("contexts", fill=fill)
+def test_contexts_are_equations_5_9_and_10(branches, form, training, fill):
+    head, towers = contexts(branches=branches, score=form).train(training), given("contexts", fill=fill)
     state = {key: value.clone() for key, value in head.state_dict().items()}
     score, found = reference.context_score(
-        sets(towers, "image"), sets(towers, "text"), state, training=training, branches=branches
+        sets(towers, "image"), sets(towers, "text"), state, training=training, branches=branches, score=form
     )
     out = head(**towers)
     image, text = out["coder_image_contexts"], out["coder_text_contexts"]
     assert image.shape == text.shape == (B, 2 * D if branches == "both" else D)
     close(image @ text.T, score)
-    for block in (image, text):
+    for block in (image, text) if form == "cosine_of_mean" else ():
         length = 0.5**0.5 if branches.endswith("_global") else 1.0
         close(block.norm(dim=1), torch.full((B,), length, dtype=torch.float64))
+    if branches != "none":  # the two forms are two scores
+        torch.manual_seed(0)
+        other = "cosine_of_mean" if form == "mean_of_cosines" else "mean_of_cosines"
+        out = contexts(branches=branches, score=other).train(training)(**towers)
+        assert (out["coder_image_contexts"] @ out["coder_text_contexts"].T - score).abs().max() > 0.01
     guides = {"text_global": ("text",), "image_global": ("image",), "none": ()}.get(branches, ("text", "image"))
     locals_ = {"text": "image", "image": "text"}
     made = {f"coder_{side}_guide" for side in guides} | {f"coder_{locals_[side]}_locals" for side in guides}
@@ -311,6 +373,7 @@ def test_gradients_reach_contexts_and_never_padding():
     ("options", "widths", "message"),
     [
         ({"weight": -0.1}, {}, "weight must be >= 0, got -0.1"),
+        ({"score": "mean"}, {}, "score must be one of cosine_of_mean, mean_of_cosines, got 'mean'"),
         ({}, {"text_contexts": D + 1}, r"contexts of images \(8 channels\) and texts \(9\) must share a space"),
         ({}, {"text_contexts": 0, "image_contexts": 0}, "must share a space"),
     ],

@@ -185,9 +185,9 @@ def test_a_provider_without_a_bank_is_named():
         make("m_dcl", Keys())(**outputs())
 
 
-def prototypes(clusters: int = 5) -> Prototypes:
+def prototypes(clusters: int = 5, recluster: int | None = None) -> Prototypes:
     torch.manual_seed(3)
-    return Prototypes(BackboneInfo(embed_dim=D), clusters=clusters)
+    return Prototypes(BackboneInfo(embed_dim=D), clusters=clusters, recluster=recluster)
 
 
 def with_logits(model_output: dict[str, Tensor], head: Prototypes) -> dict[str, Tensor]:
@@ -196,8 +196,8 @@ def with_logits(model_output: dict[str, Tensor], head: Prototypes) -> dict[str, 
     return {**model_output, **head(concepts["image"], concepts["text"])}
 
 
-def test_pgc_is_silent_until_its_centres_are_filled_and_then_its_function():
-    model_output, head = outputs(), prototypes(clusters=12)
+def test_pgc_is_silent_until_the_pairs_are_clustered_and_then_its_function():
+    model_output, head = outputs(), prototypes(clusters=5, recluster=12)
     for _ in range(2):
         keys = with_logits(model_output, head)
         value = make("pgc", head)(**keys)["pgc_loss"]

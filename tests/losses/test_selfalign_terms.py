@@ -5,6 +5,7 @@ The worker functions run on all ranks and return their results; the tests compar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,10 +23,14 @@ from coder_plugin import distributed
 from coder_plugin.coder import Coder, CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import cosine, cra, lca, triplet
+from coder_plugin.functional.lca_loss import correspondence, lca_from_scores, prototype_scores
+from coder_plugin.heads.alignment import Alignment
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from tests import gloo
+from tests.references import selfalign as reference
+from tests.references.triplet import triplet as reference_triplet
 
 PAIRS, L, T, D, K = 4, 3, 6, 5, 4  # pairs of each rank
 LONGEST = (4, 6, 2)  # text of each rank, whose tower cuts the rest
@@ -44,6 +51,8 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "cra sum all": ("cra(hard_negatives=7,reduction=sum,hardest=false,margin=0.5)", {}),
     "cra combined": ("cra(hard_negatives=4,ca_on=combined,margin=0.5)", {}),
     "cra combined sum": ("cra(hard_negatives=1,ca_on=combined,reduction=sum,margin=0.5)", {}),
+    "cra combined weighted": ("cra(hard_negatives=4,ca_on=combined,margin=0.5)", {"contexts.weight": 0.3}),
+    "cra mean of cosines": ("cra(hard_negatives=4,ca_on=combined)", {"contexts.score": "mean_of_cosines"}),
     "cra without triplet": ("cra(hard_negatives=4,ca_on='none')", {}),
     "cra text_global": ("cra(hard_negatives=4)", {"contexts.branches": "text_global"}),
     "cra image_global": ("cra(hard_negatives=4)", {"contexts.branches": "image_global", "contexts.gate": "mlp"}),
@@ -51,7 +60,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "all": ("triplet(reduction=sum) + 0.5*lca + 2*cra(hard_negatives=4,reduction=sum)", {}),
 }
 CASES = [(name, False) for name in LOSSES]
-CASES += [(name, True) for name in ("cra", "cra sum", "cra sum all", "cra combined", "cra combined sum", "all")]
+CASES += [(name, True) for name in ("cra", "cra sum", "cra sum all", "cra combined", "cra combined weighted", "all")]
 
 
 class Model(nn.Module):
@@ -143,6 +152,29 @@ def step(name: str, local_loss: bool, ranks: int) -> dict[str, Any]:
     }
 
 
+def place(ranks: int) -> dict[str, Any]:
+    """A step of LCA whose prototypes start as regions: plain, and with the head's parameters sharded by FSDP2."""
+    found = {}
+    for kind in ("plain", "sharded"):
+        model, batch = Model("lca"), joint(ranks)
+        torch.manual_seed(distributed.rank())  # ranks draw differently
+        widths = BackboneInfo(embed_dim=D, image_locals=D, text_locals=D)
+        head = Alignment(widths, prototypes=2 * ranks, init="regions").double()
+        start = head.prototypes.detach().clone()
+        distributed.broadcast(start)
+        head.load_state_dict({**head.state_dict(), "prototypes": start})
+        model.coder.heads["alignment"] = head
+        if kind == "sharded":
+            fully_shard(model.coder, mesh=init_device_mesh("cpu", (ranks,)))
+        if distributed.world_size() > 1:
+            batch = share(batch, distributed.rank())
+        model.loss()(**model(batch))["lca_loss"].backward()
+        model.coder.post_step()
+        weight = head.prototypes.detach()
+        found[kind] = (weight.full_tensor() if kind == "sharded" else weight, start, head.health())
+    return found
+
+
 def work(ranks: int) -> dict[str, Any]:
     steps = {case: step(*case, ranks) for case in CASES}
     rank = distributed.rank()
@@ -150,7 +182,8 @@ def work(ranks: int) -> dict[str, Any]:
     total = distributed.summed(part)
     (total * (rank + 1)).sum().backward()
     count = distributed.summed(torch.tensor(rank + 1))
-    return {"steps": steps, "summed": (total.detach(), part.grad, count, distributed.all_sum(part), part.detach())}
+    sums = (total.detach(), part.grad, count, distributed.all_sum(part), part.detach())
+    return {"steps": steps, "summed": sums, "placed": place(ranks)}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
@@ -192,6 +225,32 @@ def test_the_comparison_can_fail(results):
     for name in ("lca", "lca noun", "cra sum", "cra combined", "all"):
         local = [sum(result["steps"][name, (name, True) in CASES]["losses"].values()) for result in results]
         assert max(local) - min(local) > 1e-3, name
+
+
+def test_regions_of_all_ranks_become_prototypes(results):
+    """Each rank gives its share, and all ranks then have the same prototypes, sharded or not."""
+    ranks = len(results)
+    model, batch = Model("lca"), joint(ranks)
+    units = normalize(model.image(batch["image_tokens"]), dim=-1).detach()
+    for kind in ("plain", "sharded"):
+        prototypes, start, health = results[0]["placed"][kind]
+        assert all(torch.equal(each["placed"][kind][0], prototypes) for each in results)
+        assert all(each["placed"][kind][2] == health for each in results) and health["placed"] == 1.0
+        assert not torch.isclose(prototypes, start).all(1).any()
+        for row, prototype in enumerate(prototypes):
+            rank = row // 2  # of 2 * ranks prototypes each rank gives two
+            own = slice(rank * PAIRS, (rank + 1) * PAIRS)
+            candidates = units[own][batch["image_context_mask"][own]]
+            assert (candidates @ prototype).max() > 1 - 1e-10
+        assert torch.unique(prototypes.round(decimals=8), dim=0).shape == prototypes.shape
+        # the log has the means over ranks
+        loss = health["divergence"] + health["entropy"]
+        pairs = towers(batch, model, "locals")
+        matched = correspondence(*pairs).argmax(2)
+        scores = prototype_scores(pairs[0], start), prototype_scores(pairs[2], start)
+        options = {"temperature": 0.1, "assignment": "sinkhorn", "epsilon": 0.05, "iterations": 2}
+        wanted = lca_from_scores(scores[0], pairs[1], scores[1], pairs[3], matched, **options)
+        assert (loss, health["entropy"]) == pytest.approx([value.item() for value in wanted], rel=1e-6)
 
 
 def test_summed(results):
@@ -268,7 +327,7 @@ def test_cra_equals_its_functions(name, local_loss):
         wanted["cra_contrast_loss"] = sum(branches) / 2
     score = cosine(out["coder_image_contexts"], out["coder_text_contexts"])
     if options.get("ca_on") == "combined":
-        score = score + cosine(out["image_features"], out["text_features"])
+        score = (0.3 if name == "cra combined weighted" else 1.0) * score + cosine(out["image_features"], out["text_features"])
     if options.get("ca_on") != "none":
         options_of_triplet = {key: options[key] for key in ("margin", "hardest", "reduction") if key in options}
         wanted["cra_triplet_loss"] = triplet(score, image_ids=ids, **options_of_triplet)
@@ -286,6 +345,58 @@ def test_the_combined_hinge_takes_the_best_view():
     base = torch.einsum("ivd,td->itv", views, out["text_features"]).amax(2)
     score = base + out["coder_image_contexts"] @ out["coder_text_contexts"].T
     close(model.loss()(**out)["cra_triplet_loss"], triplet(score, margin=0.5, image_ids=joint(2)["image_id"]))
+
+
+@pytest.mark.parametrize("weight", [0.3, 2.5])
+def test_the_combined_hinge_weighs_the_context_score(weight):
+    """S_b + weight * S_c, the score that retrieval uses, against one pair at a time."""
+    LOSSES["weighted"] = ("cra(ca_on=combined,margin=0.5)", {"contexts.weight": weight})
+    try:
+        model = Model("weighted")
+    finally:
+        del LOSSES["weighted"]
+    batch = joint(2)
+    out = model(batch)
+    rows = {key: out[key].tolist() for key in ("image_features", "text_features")}
+    blocks = {side: out[f"coder_{side}_contexts"].tolist() for side in ("image", "text")}
+
+    def inner(one: list[float], other: list[float]) -> float:
+        return math.fsum(a * b for a, b in zip(one, other, strict=True))
+
+    score = [
+        [inner(v, t) + weight * inner(image, text) for t, text in zip(rows["text_features"], blocks["text"], strict=True)]
+        for v, image in zip(rows["image_features"], blocks["image"], strict=True)
+    ]
+    wanted = reference_triplet(score, batch["image_id"].tolist(), margin=0.5)
+    assert model.loss()(**out)["cra_triplet_loss"].item() == pytest.approx(wanted, rel=1e-10)
+    plain = [
+        [value + (1 - weight) * inner(image, text) for value, text in zip(row, blocks["text"], strict=True)]
+        for row, image in zip(score, blocks["image"], strict=True)
+    ]
+    assert abs(reference_triplet(plain, batch["image_id"].tolist(), margin=0.5) - wanted) > 1e-3
+
+
+@pytest.mark.parametrize("direction", ["word_to_region", "dual"])
+def test_lca_hands_its_parts_to_the_head(direction):
+    LOSSES["parts"] = (f"2*lca(direction={direction})", {})
+    try:
+        model = Model("parts")
+    finally:
+        del LOSSES["parts"]
+    batch, head = joint(2), model.coder.heads["alignment"]
+    loss = model.loss()(**model(batch))
+    assert loss.keys() == {"lca_loss"} and head.health() == {}
+    model.coder.post_step()
+    words, word_mask, regions, region_mask = towers(batch, model, "locals")
+    pairs = (words, word_mask), (regions, region_mask)
+    sides = [[row[mask].tolist() for row, mask in zip(*side, strict=True)] for side in pairs]
+    parts = [reference.lca_parts(sides[0], sides[1], head.prototypes.tolist())]
+    if direction == "dual":
+        parts.append(reference.lca_parts(sides[1], sides[0], head.prototypes.tolist()))
+    value, entropy = (sum(values) / len(parts) for values in zip(*parts, strict=True))
+    assert loss["lca_loss"].item() == pytest.approx(2 * value, rel=1e-6)
+    assert head.health() == pytest.approx({"divergence": value - entropy, "entropy": entropy}, rel=1e-6)
+    assert model.coder.health().keys() == {"alignment/divergence", "alignment/entropy"}
 
 
 def test_only_the_side_that_predicts_learns():

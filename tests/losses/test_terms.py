@@ -26,6 +26,7 @@ from coder_plugin.losses.siglip import SigLip
 from coder_plugin.losses.triplet import Triplet
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import resolve
+from tests.references import dcl as reference
 
 KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 TERMS = {"clip": Clip, "siglip": SigLip, "dcl": DCL, "triplet": Triplet}
@@ -99,6 +100,21 @@ def test_dcl_equals_its_function(options: dict, local_loss: bool) -> None:
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("options", [{}, {"mu": 0.07, "gamma": 0.1}, {"positive_weight": 2.0}, {"diversity": "none"}], ids=str)
+def test_concept_dcl_is_twice_the_loss_of_the_concept_embeddings(options: dict, masked: bool, local_loss: bool) -> None:
+    """L(V_C, W_C) + L(W_C, V_C), each with both directions (CODER, below eq. 14), by a slow reference."""
+    model_output = outputs()
+    images, texts = features(model_output)
+    keys = {"coder_image_concepts": images, "coder_text_concepts": texts, "coder_ids": model_output["coder_ids"]}
+    loss = make(expression("concept_dcl", {**options, "mask_same_image": masked}), local_loss=local_loss)
+    ids = keys["coder_ids"].tolist() if masked else None
+    rows = images.tolist(), texts.tolist()
+    want = reference.dcl(*rows, ids, **options) + reference.dcl(*reversed(rows), ids, **options)
+    assert float(loss(**keys, output_dict=False)) == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
 @pytest.mark.parametrize("options", TRIPLET_OPTIONS, ids=str)
 def test_triplet_equals_its_function(options: dict, local_loss: bool) -> None:
     model_output = outputs()
@@ -145,11 +161,13 @@ def test_triplet_needs_the_epoch_for_its_schedule_alone(options: dict, requires:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"reduction": "max"}, "reduction must be 'mean' or 'sum', got 'max'"),
+        ({"similarity": "sum"}, "similarity must be 'cosine' or 'fusion', got 'sum'"),
         ({"mean_epochs": -1}, "mean_epochs must be >= 0, got -1"),
         ({"mean_epochs": 1, "hardest": False}, "leave out mean_epochs"),
     ],
 )
-def test_triplets_schedule_is_checked(options: dict, message: str) -> None:
+def test_triplets_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Triplet(**options)
 

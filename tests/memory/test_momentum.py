@@ -132,6 +132,23 @@ def test_gradient_checkpointing_and_compile_leave_the_keys_alone(model):
     torch.testing.assert_close(model(**batch())["coder_image_keys"], want)
 
 
+def test_a_ramp_starts_with_a_small_momentum_and_ends_at_m(tiny_model):
+    objective = coder_plugin.objective.Objective.parse(RECIPE).with_options({"momentum.ramp": True, "momentum.momentum": 0.5})
+    model = coder_plugin.create_model(tiny_model, loss=objective).train()
+    copied, other = tower(model), None
+    want = copied.model.visual.proj.clone()
+    for step in range(12):
+        nudge(model)
+        model.coder.post_step()
+        m = min(0.5, (1 + step) / (10 + step))  # 0.1, 2/11 … 0.5 from step 8
+        want = m * want + (1 - m) * model.visual.proj.detach()
+        torch.testing.assert_close(copied.model.visual.proj.data, want)
+        if step == 3:
+            other = copy.deepcopy(model.state_dict())
+    assert int(copied.updates) == 12
+    assert other is not None and int(other["coder.heads.momentum.towers.updates"]) == 4, "a resumed run goes on from there"
+
+
 @pytest.mark.parametrize("momentum", [-0.1, 1.0])
 def test_momentum_out_of_range(momentum):
     with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):

@@ -18,13 +18,7 @@ def image(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Regions [n, R] with boxes [n, 4] in pixels (left, top, right, bottom) and pictures' (width, height) -> views [V, D]
     and the regions' scores [n, V]."""
-    sets = [unit_channels(linear(x, state, "fc")) for x in images]
-    gates = [
-        linear(positions(box, *size), state, "position_enc.proj").sigmoid()
-        for box, size in zip(boxes, sizes, strict=True)
-    ]
-    sets = attend(sets, [x * gate for x, gate in zip(sets, gates, strict=True)], state, training)
-    sets = [unit_channels(x) for x in sets]
+    sets = [unit_channels(x) for x in image_contexts(images, boxes, sizes, state, training=training)]
     scores = [linear(convolved(x, state), state, "mvs.convs_fc") for x in sets]
     views = []
     for x, score in zip(sets, scores, strict=True):
@@ -32,10 +26,29 @@ def image(
     return views, scores
 
 
-def text(hidden: Sets, state: State, *, training: bool = False) -> list[Tensor]:
-    """BERT's last layer [n, H] of each text -> features [D]."""
+def image_contexts(
+    images: Sets, boxes: Sets, sizes: list[tuple[float, float]], state: State, *, training: bool = False
+) -> Sets:
+    """What SelfAlign's release averages and normalises for CRA: the attention's output [n, D], before the second division of
+    its channels by their norms."""
+    sets = [unit_channels(linear(x, state, "fc")) for x in images]
+    gates = [
+        linear(positions(box, *size), state, "position_enc.proj").sigmoid()
+        for box, size in zip(boxes, sizes, strict=True)
+    ]
+    return attend(sets, [x * gate for x, gate in zip(sets, gates, strict=True)], state, training)
+
+
+def text_contexts(hidden: Sets, state: State, *, training: bool = False, normalise: bool = False) -> Sets:
+    """The attention's output [n, D], before the perceptron; SelfAlign's release divides the words by their channels' norms."""
     sets = [linear(x, state, "mapping") for x in hidden]
-    sets = attend(sets, sets, state, training)
+    sets = [unit_channels(x) for x in sets] if normalise else sets
+    return attend(sets, sets, state, training)
+
+
+def text(hidden: Sets, state: State, *, training: bool = False, normalise: bool = False) -> list[Tensor]:
+    """BERT's last layer [n, H] of each text -> features [D]."""
+    sets = text_contexts(hidden, state, training=training, normalise=normalise)
     inner = [linear(linear(x, state, "fc1").clamp(min=0), state, "fc2") for x in sets]
     sets = [x + y for x, y in zip(sets, batch_norm(inner, state, "bn", training), strict=True)]
     return [unit(x.mean(0)) for x in sets]

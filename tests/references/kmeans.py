@@ -1,4 +1,4 @@
-"""Online spherical k-means the slow way, one sample at a time: as the module's docstring says."""
+"""Spherical k-means in plain Python: updates by batches, and Lloyd's algorithm. Slow, for comparison."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def unit(vector: Sequence[float]) -> Vector:
-    norm = math.sqrt(dot(vector, vector))
-    return [x / norm for x in vector]
+    length = math.sqrt(dot(vector, vector))
+    return [value / length for value in vector]
 
 
 class KMeans:
     """``margin`` is how clearly all choices so far were made, and how long the sums were that got normalised."""
 
-    def __init__(self, clusters: int, patience: float) -> None:
-        self.clusters, self.patience = clusters, patience
-        self.centres: list[Vector] = []
-        self.counts: list[int] = []
-        self.last_seen: list[int] = []
-        self.seen = self.reseeded = 0
+    def __init__(self, centres: Sequence[Vector], counts: Sequence[int]) -> None:
+        self.centres, self.counts = [unit(centre) for centre in centres], list(counts)
         self.margin = math.inf
 
     def assign(self, sample: Vector) -> int:
@@ -38,32 +34,29 @@ class KMeans:
         return label
 
     def update(self, samples: Sequence[Vector]) -> None:
-        left = [unit(sample) for sample in samples if any(sample)]
-        self.seen += len(left)
-        while left and len(self.centres) < self.clusters:
-            self.centres.append(left.pop(0))
-            self.counts.append(1)
-            self.last_seen.append(self.seen)
-        labels = [self.assign(sample) for sample in left]
-        fit = [dot(sample, self.centres[label]) for sample, label in zip(left, labels, strict=True)]
+        """Move each centre to the weighted mean of itself and its samples."""
+        rows = [unit(sample) for sample in samples if any(sample)]
+        labels = [self.assign(sample) for sample in rows]
         for k in sorted(set(labels)):
-            own = [sample for sample, label in zip(left, labels, strict=True) if label == k]
-            total = [self.counts[k] * c + math.fsum(s[d] for s in own) for d, c in enumerate(self.centres[k])]
-            self.margin = min(self.margin, math.sqrt(dot(total, total)) / (self.counts[k] + len(own)))
-            self.centres[k] = unit(total)
-            self.counts[k] += len(own)
-            self.last_seen[k] = self.seen
-        self.reseed(left, fit)
+            members = [sample for sample, label in zip(rows, labels, strict=True) if label == k]
+            self._move(k, members, weight=self.counts[k])
+            self.counts[k] += len(members)
 
-    def reseed(self, samples: list[Vector], fit: list[float]) -> None:
-        stale = [k for k in range(len(self.centres)) if self.seen - self.last_seen[k] >= self.patience * self.clusters]
-        stale.sort(key=lambda k: self.last_seen[k])
-        worst = sorted(range(len(samples)), key=lambda i: fit[i])
-        pairs = list(zip(stale, worst, strict=False))  # until one of them runs out
-        if pairs:
-            for one, other in zip(worst[:-1], worst[1:], strict=True):
-                self.margin = min(self.margin, fit[other] - fit[one])
-        for k, i in pairs:
-            self.centres[k] = samples[i]
-            self.counts[k], self.last_seen[k] = 1, self.seen
-            self.reseeded += 1
+    def lloyd(self, samples: Sequence[Vector], iterations: int) -> bool:
+        """Lloyd's algorithm from the present centres. Returns False if a cluster becomes empty, which it does not handle."""
+        rows = [unit(sample) for sample in samples]
+        for _ in range(iterations):
+            labels = [self.assign(sample) for sample in rows]
+            for k in range(len(self.centres)):
+                members = [sample for sample, label in zip(rows, labels, strict=True) if label == k]
+                if not members:
+                    return False
+                self._move(k, members, weight=0)
+        labels = [self.assign(sample) for sample in rows]
+        self.counts = [labels.count(k) for k in range(len(self.centres))]
+        return True
+
+    def _move(self, k: int, members: list[Vector], *, weight: int) -> None:
+        total = [weight * c + math.fsum(s[d] for s in members) for d, c in enumerate(self.centres[k])]
+        self.margin = min(self.margin, math.sqrt(dot(total, total)) / (weight + len(members)))
+        self.centres[k] = unit(total)

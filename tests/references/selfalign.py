@@ -47,23 +47,40 @@ def lca(
     iterations: int = 2,
 ) -> float:
     """Equations 1-4: each pair's words and regions. A pair without words adds zero; one without regions has no word to lose."""
+    options = {"temperature": temperature, "assignment": assignment, "epsilon": epsilon, "iterations": iterations}
+    return lca_parts(words, regions, prototypes, **options)[0]
+
+
+def lca_parts(
+    words: Sequence[Sequence[Vector]],
+    regions: Sequence[Sequence[Vector]],
+    prototypes: Sequence[Vector],
+    *,
+    temperature: float = 0.1,
+    assignment: str = "sinkhorn",
+    epsilon: float = 0.05,
+    iterations: int = 2,
+) -> tuple[float, float]:
+    """The loss, and the entropy of the assignments that its words are to predict, with the same means."""
     scores = [[[cosine(region, c) for c in prototypes] for region in of_image] for of_image in regions]
     rows = [row for of_image in scores for row in of_image]
     if assignment == "sinkhorn":
         flat = sinkhorn(rows, epsilon=epsilon, iterations=iterations)
     else:
         flat = [softmax([score / temperature for score in row]) for row in rows]
-    start, total = 0, 0.0
+    start, total, uncertainty = 0, 0.0, 0.0
     for of_text, of_image in zip(words, regions, strict=True):
-        losses = []
+        losses, entropies = [], []
         for word in of_text:
             alike = [cosine(word, region) for region in of_image]
             p = flat[start + alike.index(max(alike))]
             q = softmax([cosine(word, c) / temperature for c in prototypes])
             losses.append(-math.fsum(a * math.log(b) for a, b in zip(p, q, strict=True)))
+            entropies.append(-math.fsum(a * math.log(a) for a in p if a > 0))
         total += math.fsum(losses) / len(losses) if losses else 0.0
+        uncertainty += math.fsum(entropies) / len(entropies) if entropies else 0.0
         start += len(of_image)
-    return total / len(words)
+    return total / len(words), uncertainty / len(words)
 
 
 def cra(
@@ -101,20 +118,28 @@ def guide(context: Sets, state: State, side: str, training: bool) -> tuple[Sets,
 
 
 def context_score(
-    images: Sets, texts: Sets, state: State, *, training: bool, branches: str = "both"
+    images: Sets, texts: Sets, state: State, *, training: bool, branches: str = "both", score: str = "cosine_of_mean"
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Equation 10 of all images x all texts, from their context features [n, D], and the guides and locals of eq. 5."""
+    """Equation 10 of all images x all texts, from their context features [n, D], and the guides and locals of eq. 5.
+
+    ``score="mean_of_cosines"`` is the authors' code: the mean, over the locals, of each one's cosine with the fusion.
+    """
+    def compare(fusion: Tensor, local: Tensor) -> float:
+        if score == "cosine_of_mean":
+            return cosine(fusion[0].tolist(), local.mean(0).tolist())
+        return math.fsum(cosine(fusion[0].tolist(), each.tolist()) for each in local) / len(local)
+
     image_mean, text_mean = ([x.mean(0, keepdim=True) for x in sets] for sets in (images, texts))
     found: dict[str, Any] = {}
     terms: list[Callable[[int, int], float]] = []
     if branches in ("both", "text_global"):
         found["text_guide"], fused_text = guide(text_mean, state, "text", training)
         found["image_locals"] = [x.clamp(min=0) for x in batch_norm(images, state, "norms.image", training)]
-        terms.append(lambda i, t: cosine(fused_text[t][0].tolist(), found["image_locals"][i].mean(0).tolist()))
+        terms.append(lambda i, t: compare(fused_text[t], found["image_locals"][i]))
     if branches in ("both", "image_global"):
         found["image_guide"], fused_image = guide(image_mean, state, "image", training)
         found["text_locals"] = [x.clamp(min=0) for x in batch_norm(texts, state, "norms.text", training)]
-        terms.append(lambda i, t: cosine(fused_image[i][0].tolist(), found["text_locals"][t].mean(0).tolist()))
+        terms.append(lambda i, t: compare(fused_image[i], found["text_locals"][t]))
     if not terms:
         terms = 2 * [lambda i, t: cosine(image_mean[i][0].tolist(), text_mean[t][0].tolist())]
     rows = [[sum(term(i, t) for term in terms) / 2 for t in range(len(texts))] for i in range(len(images))]

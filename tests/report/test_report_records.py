@@ -156,24 +156,26 @@ def test_state_is_the_checkpoints(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    bank, centres = CoupledBank(32, 4), OnlineKMeans(8, 4, patience=2)
+    bank, centres = CoupledBank(32, 4), OnlineKMeans(8, 4)
     for step in range(3):
         keys = torch.nn.functional.normalize(torch.randn(6, 4), dim=1)
         bank.enqueue(keys, 2 * keys, torch.arange(6) + 2 * step)
-        centres.update(keys)
+    passed = {"passed": torch.tensor(18), "changed": torch.tensor(0.25), "restarted": torch.tensor(3)}
+    centres.recluster(torch.nn.functional.normalize(torch.randn(30, 4), dim=1))
     state = {f"coder.heads.momentum.bank.{name}": value for name, value in bank.state_dict().items()}
     state |= {f"coder.heads.prototypes.centres.{name}": value for name, value in centres.state_dict().items()}
+    state |= {f"coder.heads.prototypes.{name}": value for name, value in passed.items()}
     state |= {"visual.weight": torch.zeros(3)}
     save_file({name: value.clone() for name, value in state.items()}, tmp_path / "model.safetensors")
-    found = read_state(tmp_path, pairs_per_step=6, patience=2)
+    found = read_state(tmp_path, pairs_per_step=6)
     one, other = sorted(found, key=lambda each: each.head)
     assert isinstance(one, Bank) and isinstance(other, Centres)
     assert (one.head, one.size, one.filled, one.images) == ("momentum", 32, 18, 10)
     assert one.norms["image"] == pytest.approx([1.0] * 18) and one.norms["text"] == pytest.approx([2.0] * 18)
     assert one.ages.tolist() == [2] * 6 + [1] * 6 + [0] * 6
-    assert (other.head, other.clusters, other.filled, other.seen) == ("prototypes", 8, 8, 18)
-    assert other.sizes == centres.counts.double().tolist() and other.idle == int((18 - centres.last_seen > 8).sum())
-    assert other.norms == pytest.approx([1.0] * 8, abs=1e-6) and other.window == 8
+    assert (other.head, other.clusters, other.ready, other.passed) == ("prototypes", 8, True, 18)
+    assert other.sizes == centres.counts.double().tolist() and other.idle == int((centres.counts == 0).sum())
+    assert other.norms == pytest.approx([1.0] * 8, abs=1e-6) and (other.changed, other.restarted) == (0.25, 3)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CoderError, match="cannot be read"):
         read_state(tmp_path, pairs_per_step=6)

@@ -19,7 +19,7 @@ from tests import gloo
 def train(path: str, steps: int) -> dict[str, Tensor]:
     """A coder run on this rank's own random pairs, with pauses of its own; returns the state."""
     torch.manual_seed(0)
-    settings = {"momentum.bank_size": 50, "prototypes.clusters": 20, "prototypes.recluster": 100, "prototypes.patience": 2}
+    settings = {"momentum.bank_size": 50, "prototypes.clusters": 20, "prototypes.recluster": 100}
     objective = Objective.parse("coder").with_options({**settings, "concepts.vocabulary": "scenes"})
     model = coder_plugin.create_model(path, loss=objective).train()
     loss = coder_plugin.create_loss(objective, model=model)
@@ -39,7 +39,7 @@ def train(path: str, steps: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
         sum(losses.values()).backward()
         optimizer.step()
-        model.coder.post_step()
+        model.coder.post_step(optimizer)
     return {name: value for name, value in model.state_dict().items() if name in ignored}
 
 
@@ -49,4 +49,4 @@ def test_state_is_equal_on_all_ranks(tiny_model, steps):
     kept = {"bank.ids", "bank.pointer", "bank.image", "centres.centres", "towers.model.visual.proj", "recent"}
     assert all(any(name.endswith(ending) for name in one) for ending in kept)
     assert [name for name, value in one.items() if not torch.equal(value, two[name])] == []
-    assert one["coder.heads.prototypes.centres.filled"] == 20 and one["coder.heads.momentum.bank.count"] == 50
+    assert one["coder.heads.prototypes.centres.ready"] and one["coder.heads.momentum.bank.count"] == 50

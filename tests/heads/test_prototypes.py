@@ -1,0 +1,192 @@
+"""Prototypes: when the pairs are clustered, what becomes of the classifier and the optimizer, what the log says."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from coder_plugin.coder import Coder
+from coder_plugin.heads.base import BackboneInfo, TrainingFacts
+from coder_plugin.heads.prototypes import Prototypes
+from coder_plugin.memory.rows import replace_rows, reset_moments
+from tests import gloo
+
+SIZES = BackboneInfo(embed_dim=6)
+
+
+def pairs(n: int, blobs: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    blob = torch.randint(0, len(blobs), (n,), generator=generator)
+    return normalize(blobs[blob] + 0.05 * torch.randn(n, blobs.shape[1], generator=generator), dim=1)
+
+
+def test_the_pairs_are_clustered_after_every_so_many_and_the_state_goes_on_bit_for_bit():
+    blobs = normalize(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), dim=1)
+    head, other = (Prototypes(SIZES, clusters=4, recluster=40) for _ in range(2))
+    clustered = []
+    for step in range(8):
+        samples = pairs(15, blobs, step)
+        ready = bool(head.centres.ready)
+        head.write(samples, head.assign(samples))
+        if bool(head.centres.ready) != ready or head.replaced_rows:
+            clustered.append(int(head.passed))
+        for parameter, rows in head.take_replaced_rows():
+            assert parameter is head.classifier.weight and rows.dtype == torch.bool
+        if step == 3:
+            other.load_state_dict(head.state_dict())
+        elif step > 3:
+            other.write(samples, other.assign(samples))
+    assert clustered == [45, 90, 120], "the first step at or after 40, 80 and 120 pairs"
+    assert (head.recent.float() @ head.centres.centres.T).amax(1).mean() > 0.95
+    assert head.centres.counts.sum() == 40, "the last 40 pairs, not all 120"
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in head.state_dict().items())
+
+
+def test_a_batch_larger_than_what_is_kept_keeps_its_last_pairs():
+    head = Prototypes(SIZES, clusters=2, recluster=4)
+    samples = normalize(torch.randn(7, 6, generator=torch.Generator().manual_seed(0)), dim=1)
+    head.write(samples, head.assign(samples))
+    kept = head.recent.float()
+    torch.testing.assert_close(kept[[3, 0, 1, 2]], samples[3:], rtol=1e-3, atol=1e-3)
+
+
+def test_the_first_clustering_starts_all_rows_anew_and_a_later_one_those_of_new_clusters():
+    blobs = torch.eye(6)[:3]
+    head = Prototypes(SIZES, clusters=3, recluster=30)
+    first = head.classifier.weight.detach().clone()
+    samples = pairs(30, blobs, 0)
+    head.write(samples, head.assign(samples))
+    second = head.classifier.weight.detach().clone()
+    assert not (first == second).any(1).any() and second.abs().max() <= 6**-0.5
+    [(_, rows)] = head.take_replaced_rows()
+    assert rows.all() and head.take_replaced_rows() == []
+    # the next 30 pairs lie elsewhere but for one blob: its id and row stay
+    labels = head.assign(blobs)
+    head.centres.centres[labels[1]] = -torch.ones(6) / 6**0.5  # nobody is near
+    samples = pairs(30, blobs, 1)
+    head.write(samples, head.assign(samples))
+    [(_, rows)] = head.take_replaced_rows()
+    assert rows.tolist() == [k == int(labels[1]) for k in range(3)]
+    changed = (head.classifier.weight != second).any(1)
+    assert torch.equal(changed, rows)
+    assert int(head.restarted) == 1
+
+
+def test_the_log_counts_labels_that_the_clustering_changed():
+    blobs = torch.eye(6)[:3]
+    head = Prototypes(SIZES, clusters=3, recluster=30)
+    samples = pairs(30, blobs, 0)
+    head.write(samples, head.assign(samples))
+    assert head.health()["changed"] == 0.0, "there were no labels before"
+    samples = pairs(30, blobs, 1)
+    labels = head.assign(samples)
+    wrong = labels.clone()
+    wrong[:6] = (wrong[:6] + 1) % 3  # six labels that the clustering will contradict
+    head.centres.update = lambda *_: None  # type: ignore[method-assign]
+    head.write(samples, wrong)
+    assert head.health()["changed"] == pytest.approx(6 / 30)
+
+
+def test_the_scale_multiplies_the_logits():
+    one, other = Prototypes(SIZES, clusters=3), Prototypes(SIZES, clusters=3, scale=10.0)
+    other.load_state_dict(one.state_dict())
+    images, texts = torch.randn(2, 6), torch.randn(2, 6)
+    for key in one.provides:
+        torch.testing.assert_close(other(images, texts)[key], 10 * one(images, texts)[key])
+    torch.testing.assert_close(one(images, texts)["coder_text_logits"], texts @ one.classifier.weight.T)
+    with pytest.raises(ValueError, match="scale must be > 0"):
+        Prototypes(SIZES, clusters=3, scale=0.0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "captions", "step", "epoch", "want"),
+    [
+        (30_000, "all", 128, 234 * 128, {"clusters": 2_000, "recluster": 234 * 128}),
+        (6_000, "draw", 128, 46 * 128, {"clusters": 2_000, "recluster": 46 * 128}),
+        (10_000_000, "all", 1024, 10_000_000, {"clusters": 10_000, "recluster": 300_000}),
+        (20, "all", 64, 64, {"clusters": 2, "recluster": 60}),
+        (30_000, "all", None, 30_000, {"clusters": 2_000, "recluster": 30_000}),
+    ],
+)
+def test_options_from_the_data(samples, captions, step, epoch, want):
+    facts = TrainingFacts(loss="coder", samples_per_epoch=samples, captions=captions, pairs_per_step=step)
+    assert Prototypes.options_from_data({}, facts) == want
+    assert Prototypes.options_from_data({"clusters": 5, "recluster": 7}, facts) == {}
+    assert Prototypes.options_from_data({"clusters": 5}, facts) == {"recluster": min(150, epoch)}
+
+
+def test_a_run_that_ends_before_the_first_clustering_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        Prototypes(SIZES, clusters=3, recluster=50).check(batch=5, samples=51)
+        assert not caplog.records
+        Prototypes(SIZES, clusters=3, recluster=50).check(batch=5, samples=50)
+    assert "pgc stays zero in this run" in caplog.text and "prototypes.recluster" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_moments_of_the_named_rows_alone_are_reset(name):
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(torch.optim, name)([weight], lr=0.1, **options)
+    reset_moments(optimizer, weight, torch.tensor([True] * 4))  # no state yet
+    weight.grad = torch.randn(4, 3)
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[weight].items() if torch.is_tensor(value)}
+    rows = torch.tensor([False, True, False, True])
+    reset_moments(optimizer, weight, rows)
+    for key, value in before.items():
+        if value.shape == weight.shape:
+            assert not optimizer.state[weight][key][rows].any() and value[rows].any()
+            assert torch.equal(optimizer.state[weight][key][~rows], value[~rows])
+        else:
+            assert torch.equal(optimizer.state[weight][key], value), "the number of steps stays"
+
+
+def test_the_step_after_a_reset_is_that_of_a_fresh_row():
+    torch.manual_seed(0)
+    head = Prototypes(SIZES, clusters=2, recluster=2)
+    coder = Coder.__new__(Coder)
+    torch.nn.Module.__init__(coder)
+    coder.heads = torch.nn.ModuleDict({"prototypes": head})
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.1)
+    head.classifier.weight.grad = torch.ones(2, 6)
+    optimizer.step()
+    samples = torch.eye(6)[:2]
+    head.stash(samples=samples, labels=head.assign(samples))
+    coder.post_step()
+    assert optimizer.state[head.classifier.weight]["exp_avg"].all(), "no optimizer was passed"
+    head.centres.ready.fill_(False)
+    head.stash(samples=samples, labels=head.assign(samples))
+    coder.post_step(optimizer)
+    assert not optimizer.state[head.classifier.weight]["exp_avg"].any()
+
+
+def sharded() -> tuple[bool, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    full, fresh = torch.arange(15.0).view(5, 3), -torch.ones(5, 3)
+    rows = torch.tensor([True, False, False, True, True])
+    right = []
+    for dim in (0, 1):
+        weight = torch.nn.Parameter(distribute_tensor(full, mesh, [Shard(dim)]))
+        replace_rows(weight, rows, fresh)
+        assert isinstance(weight.data, DTensor)
+        moments = distribute_tensor(full + 1, mesh, [Shard(dim)])
+
+        class Optimizer:
+            state = {weight: {"exp_avg": moments, "step": torch.tensor(1.0)}}
+
+        reset_moments(Optimizer, weight, rows)
+        right.append(torch.equal(weight.data.full_tensor(), torch.where(rows[:, None], fresh, full)))
+        right.append(torch.equal(moments.full_tensor(), torch.where(rows[:, None], 0, full + 1)))
+    return tuple(right)
+
+
+def test_rows_of_sharded_parameters():
+    assert gloo.run(sharded) == [(True,) * 4] * 2

@@ -21,8 +21,8 @@ from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = [
-    "ascl-clip", "ascl-fusion", "ascl-hybrid", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip",
-    "vse-infinity",
+    "ascl-clip", "ascl-fusion", "ascl-hybrid", "coder", "coder-clip", "coder-paper", "coder-printed",
+    "selfalign", "selfalign-clip", "vse-infinity",
 ]  # fmt: skip
 #: CODER, section 4.2, on VSE-infinity's base.
 CODER = {
@@ -44,6 +44,7 @@ ASCL_TRAINING = {
 CAMERA = {
     "model": "region-bert-camera", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 1e-4, "lr_scheduler": "step",
     "lr_step_epochs": 10, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "grad_clip_norm": 2.0, "text_lr_scale": 1.0,
+    "warmup_epochs": 0.0,
 }  # fmt: skip
 VSRN = {
     **CAMERA, "model": "region-bigru-vsrn", "lr": 2e-4,
@@ -67,7 +68,7 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 77 and len({*names, *OBJECTIVES}) == 82
+    assert len(names) == 77 and len({*names, *OBJECTIVES}) == 83
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
     assert rows == {"coder": 29, "ascl": 20, "selfalign": 12}, rows
 
@@ -113,7 +114,7 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("selfalign-camera-coco", CAMERA | {"epochs": 40, "lr_step_epochs": 20}),
         ("selfalign-vsrn", VSRN),
         ("selfalign-vsrn-coco", VSRN | {"lr_step_epochs": 15, "model_kwargs": VSRN["model_kwargs"][:2]}),
-        ("selfalign-clip", {"lr": 1e-5, "wd": 0.1, "heads_lr_scale": 100.0}),
+        ("selfalign-clip", {"lr": 1e-5, "wd": 0.1, "warmup_epochs": 0.0, "heads_lr_scale": 100.0}),
         *((f"selfalign/table4-{row}", CAMERA) for row in range(12)),
     ],
 )
@@ -126,9 +127,11 @@ def test_settings(name, settings):
 def test_clip_objectives():
     assert objective_of("coder-clip").terms == Objective.parse(
         "3*dcl(mu=0.05,gamma=0.6,effective_negatives=255,diversity_over='batch+bank') "
-        "+ m_dcl(mu=0.05,gamma=0.6,effective_negatives=255,warmup=4096) + concept_dcl(effective_negatives=255) + pgc"
+        "+ m_dcl(mu=0.05,gamma=0.6,effective_negatives=255,warmup=4096) "
+        "+ concept_dcl(positive_weight=2.0,effective_negatives=255) + pgc"
     ).terms  # fmt: skip
-    assert objective_of("coder-clip").heads == (("concepts", (("warmup", 500),)),)
+    heads = {name: dict(values) for name, values in objective_of("coder-clip").heads}
+    assert heads == {"concepts": {"tower_gradient": 0.0, "warmup": 500}, "prototypes": {"scale": 4.0}}
     assert str(objective_of("selfalign-clip")) == "clip + lca + cra(ca_on=combined)"
 
 
@@ -300,9 +303,9 @@ def write(folder, text: str) -> str:
 
 def test_a_file_is_one_recipe(tmp_path):
     recipe = recipes.load(write(tmp_path, 'base = "coder-f30k"\nbatch_size = 64\noptions = { dcl.mu = 0.2 }'))
-    assert (recipe.name, recipe.loss) == ("mine", "coder")
+    assert (recipe.name, recipe.loss) == ("mine", "coder-paper")
     assert recipe.settings == CODER | {"batch_size": 64}
-    assert recipe.options == {"prototypes.clusters": 10_000, "dcl.mu": 0.2}
+    assert recipe.options == {"prototypes.clusters": 10_000, "momentum.bank_size": 4096, "dcl.mu": 0.2}
     recipe = recipes.load(write(tmp_path, '[recipes.other]\nbase = "ascl-f30k"\nloss = "clip"\n"options" = {}'))
     assert (recipe.name, recipe.loss, recipe.options) == ("other", "clip", {}), "a new loss starts without the base's options"
     two = recipes.load(write(tmp_path, "\n".join(["[recipes.one]", 'loss = "clip"', "lr = 0.5"])))
@@ -413,9 +416,9 @@ def test_the_command_lists_and_prints(capsys, tmp_path):
 def test_flags_win_over_a_recipe():
     """``--dry-run`` shows these origins."""
     config = resolve_config({"recipe": "coder-f30k", "train_data": "x.tar", "lr": 0.5, "set": ["dcl.mu=0.2"]})
-    assert (config.model.name, config.loss.expression) == ("region-bert", "coder")
+    assert (config.model.name, config.loss.expression) == ("region-bert", "coder-paper")
     assert (config.optim.lr, config.optim.epochs) == (0.5, 30)
-    assert config.loss.set == ["prototypes.clusters=10000", "dcl.mu=0.2"]
+    assert config.loss.set == ["prototypes.clusters=10000", "momentum.bank_size=4096", "dcl.mu=0.2"]
     assert config.origins["lr"] == "flag" and config.origins["epochs"] == "recipe coder-f30k"
     objective = make_objective(config)
     assert objective == objective_of("coder-f30k").with_options({"dcl.mu": 0.2})

@@ -25,13 +25,13 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.image, self.text = nn.Linear(4, 8, bias=False), nn.Linear(3, 5, bias=False)
-        self.head = Fusion(BackboneInfo(embed_dim=8, image_tokens=8, text_tokens=5), heads=2, pairs_per_tile=4)
+        self.head = Fusion(BackboneInfo(embed_dim=8, image_contexts=8, text_contexts=5), heads=2, pairs_per_tile=4)
         self.double()
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         towers = {"image": self.image, "text": self.text, "noised": self.text}
         return self.head(
-            **{key: towers[key.split("_")[0]](value) if key.endswith("tokens") else value for key, value in batch.items()}
+            **{key: towers[key.split("_")[0]](value) if key.endswith("contexts") else value for key, value in batch.items()}
         )
 
 
@@ -42,8 +42,8 @@ def batches() -> list[dict[str, Tensor]]:
     for rank in range(2):
         batch = {}
         for name, length, channels in (("image", 4, 4), *((name, WORDS[name][rank], 3) for name in WORDS)):
-            batch[f"{name}_tokens"] = torch.randn(PAIRS, length, channels, generator=generator, dtype=torch.float64)
-            batch[f"{name}_mask"] = torch.arange(length) < torch.tensor([length, 1, 2])[:, None]
+            batch[f"{name}_contexts"] = torch.randn(PAIRS, length, channels, generator=generator, dtype=torch.float64)
+            batch[f"{name}_context_mask"] = torch.arange(length) < torch.tensor([length, 1, 2])[:, None]
         each.append(batch)
     return each
 

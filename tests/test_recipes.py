@@ -20,7 +20,10 @@ from coder_plugin.training.prepare import make_objective
 from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
-OBJECTIVES = ["ascl-clip", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip", "vse-infinity"]
+OBJECTIVES = [
+    "ascl-clip", "ascl-fusion", "ascl-hybrid", "coder", "coder-clip", "coder-printed", "selfalign", "selfalign-clip",
+    "vse-infinity",
+]  # fmt: skip
 #: CODER, section 4.2, on VSE-infinity's base.
 CODER = {
     "model": "region-bert", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 2e-4, "lr_scheduler": "step",
@@ -64,9 +67,9 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 69 and len({*names, *OBJECTIVES}) == 72
+    assert len(names) == 77 and len({*names, *OBJECTIVES}) == 82
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
-    assert rows == {"coder": 29, "ascl": 14, "selfalign": 12}, rows
+    assert rows == {"coder": 29, "ascl": 20, "selfalign": 12}, rows
 
 
 @pytest.mark.parametrize("name", sorted({*recipes.names(), *OBJECTIVES}))
@@ -100,6 +103,8 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("coder/fig7-0.5", CODER),
         ("ascl-f30k", ASCL_TRAINING),
         ("ascl-coco", ASCL_TRAINING | {"lr": 5e-4}),
+        ("ascl-f30k-hybrid", ASCL_TRAINING),
+        ("ascl-coco-hybrid", ASCL_TRAINING | {"lr": 5e-4}),
         ("ascl-clip", {"lr": 1e-5, "wd": 0.1}),
         ("ascl/table2-without-fusion", ASCL_TRAINING),
         ("ascl/table2-triplet", ASCL_TRAINING),
@@ -227,44 +232,59 @@ def test_coder_clips_loss_keeps_its_scale_from_batch_to_batch(mu, gamma):
 
 ASCL = {"asymmetry", "fusion", "ids"}
 
+#: What the paper prints for each data set: temperature, u and learning rate.
+ASCL_DATA = {"f30k": (0.01, 0.6, 2e-4), "coco": (0.05, 0.8, 5e-4)}
+ASCL_ROWS = {  # objective, heads, options of the generators
+    "full": ("ascl(similarity=fusion)", ASCL, {}),
+    "without-positives": ("ascl(similarity=fusion)", ASCL, {"positives": None}),
+    "without-negatives": ("ascl(similarity=fusion)", ASCL, {"negatives": None}),
+    "without-both": ("ascl(similarity=fusion)", ASCL, {"negatives": None, "positives": None}),
+    "without-fusion": ("ascl", {"asymmetry", "ids"}, {}),
+    "triplet": ("triplet(similarity=fusion)", {"fusion", "ids"}, {}),
+}
+ASCL_FIGURE = {
+    "join": {"positives": "join"},
+    "truncate": {"positives": "truncate"},
+    "join-and-truncate": {},
+    "shuffle": {"negatives": "shuffle"},
+    "dropout": {"negatives": "dropout"},
+    "gaussian": {"negatives": "gaussian"},
+    "cutoff": {"negatives": "token_cutoff+feature_cutoff"},
+    "mixture": {"negatives": "mixture"},
+}
+
 
 @pytest.mark.parametrize(
-    ("name", "terms", "heads", "asymmetry"),
+    ("name", "data", "row", "asymmetry"),
     [
-        ("table2-full", ["ascl", "ascl"], ASCL, {}),
-        ("table2-without-positives", ["ascl", "ascl"], ASCL, {"positives": None}),
-        ("table2-without-negatives", ["ascl", "ascl"], ASCL, {"negatives": None}),
-        ("table2-without-both", ["ascl", "ascl"], ASCL, {"negatives": None, "positives": None}),
-        ("table2-without-fusion", ["ascl"], {"asymmetry", "ids"}, {}),
-        ("table2-triplet", ["triplet", "triplet"], {"fusion", "ids"}, {}),
-        ("fig3-join", ["ascl", "ascl"], ASCL, {"positives": "join"}),
-        ("fig3-truncate", ["ascl", "ascl"], ASCL, {"positives": "truncate"}),
-        ("fig3-join-and-truncate", ["ascl", "ascl"], ASCL, {}),
-        ("fig3-shuffle", ["ascl", "ascl"], ASCL, {"negatives": "shuffle"}),
-        ("fig3-dropout", ["ascl", "ascl"], ASCL, {"negatives": "dropout"}),
-        ("fig3-gaussian", ["ascl", "ascl"], ASCL, {"negatives": "gaussian"}),
-        ("fig3-cutoff", ["ascl", "ascl"], ASCL, {"negatives": "token_cutoff+feature_cutoff"}),
-        ("fig3-mixture", ["ascl", "ascl"], ASCL, {"negatives": "mixture"}),
+        *((f"ascl/table2-{row}", "f30k", row, made) for row, (_, _, made) in ASCL_ROWS.items()),
+        *((f"ascl/table2-coco-{row}", "coco", row, made) for row, (_, _, made) in ASCL_ROWS.items()),
+        *((f"ascl/fig3-{row}", "f30k", "full", made) for row, made in ASCL_FIGURE.items()),
+        *((f"ascl-{data}", data, "full", {}) for data in ASCL_DATA),
     ],
 )
-def test_ascls_rows(name, terms, heads, asymmetry):
-    objective = objective_of(f"ascl/{name}")
-    assert [term.name for term in objective.terms] == terms and set(required_heads(objective)) == heads
-    assert dict(dict(objective.heads).get("asymmetry", ())) == asymmetry
-    # where there is a fusion it is the first term's score, and the towers' own cosine the second's
-    similarities = [dict(term.options).get("similarity", "cosine") for term in objective.terms]
-    assert similarities == (["cosine"] if "without-fusion" in name else ["fusion", "cosine"])
-    if "ascl" in terms:
-        assert all(dict(term.options)["temperature"] == 0.01 for term in objective.terms)
-    if "fusion" in heads:
-        assert dict(dict(objective.heads)["fusion"])["local_weight"] == 0.6
-    assert recipes.load(f"ascl/{name}").settings == ASCL_TRAINING
+def test_ascls_rows_are_the_fused_score_alone(name, data, row, asymmetry):
+    objective, (loss, heads, _), (temperature, u, lr) = objective_of(name), ASCL_ROWS[row], ASCL_DATA[data]
+    assert set(required_heads(objective)) == heads
+    [term], [plain] = objective.terms, Objective.parse(loss).terms
+    assert term.name == plain.name
+    # the triplet has no temperature, and without fusion there is no u
+    expected = dict(plain.options) | ({"temperature": temperature} if term.name == "ascl" else {})
+    assert dict(term.options) == expected
+    given = {head: dict(options) for head, options in objective.heads}
+    fusion = {"fusion": {"local_weight": u}} if "fusion" in heads else {}
+    assert given == fusion | ({"asymmetry": asymmetry} if asymmetry else {})
+    assert recipes.load(name).settings == ASCL_TRAINING | {"lr": lr}
 
 
-def test_ascl_for_coco_and_for_clip():
-    objective = objective_of("ascl-coco")
-    assert [dict(term.options)["temperature"] for term in objective.terms] == [0.05, 0.05]
-    assert dict(dict(objective.heads)["fusion"])["local_weight"] == 0.8
+def test_ascls_hybrids_and_its_objective_for_clip():
+    for data, (temperature, u, _) in ASCL_DATA.items():
+        hybrid = objective_of(f"ascl-{data}-hybrid")
+        expected = [{"similarity": "fusion", "temperature": temperature}, {"temperature": temperature}]
+        assert [dict(term.options) for term in hybrid.terms] == expected
+        assert dict(hybrid.heads) == {"fusion": (("local_weight", u),)}
+    assert str(objective_of("ascl-fusion")) == "ascl(similarity=fusion)"
+    assert str(objective_of("ascl-hybrid")) == "ascl(similarity=fusion) + ascl"
     assert str(objective_of("ascl-clip")) == "clip + ascl(temperature=logit_scale)"
     assert objective_of("ascl-f30k") == objective_of("ascl/table2-full")
 

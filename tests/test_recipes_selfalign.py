@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 
 from coder_plugin import create_loss, create_model, recipes, registry
+from coder_plugin.backbones.region_text import Options
 from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
@@ -15,6 +17,7 @@ from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.optim import create_schedule
 from tests.backbones import test_region_text as regions
 from tests.backbones import tiny_bert
+from tests.recipe_numbers import configuration, first_rate, owners, rates, resolved
 from tests.test_recipes import objective_of, options
 
 NAMES = [name for name in sorted({*recipes.names(), *recipes.objectives()}) if name.startswith("selfalign")]
@@ -129,3 +132,116 @@ def test_it_can_be_added_to_other_objectives(text):
     given = {term.name: term for term in objective.terms}
     assert given["lca"].weight == given["cra"].weight == (0.5 if "0.5" in text else 1.0)
     assert dict(given["cra"].options)["ca_on"] == "combined"
+
+
+# Numbers: the values are written here, not read from the recipes
+
+
+_BASE = {
+    "triplet": 1.0, "triplet.reduction": "sum", "triplet.margin": 0.2, "triplet.hardest": True, "triplet.mean_epochs": 0,
+    "triplet.similarity": "cosine",
+}  # fmt: skip
+_VIEWS = {"view_diversity": 0.01, "view_diversity.reduction": "sum"}
+_LCA = {
+    "lca": 1.0, "lca.temperature": 0.1, "lca.assignment": "sinkhorn", "lca.epsilon": 0.05, "lca.iterations": 2,
+    "lca.direction": "word_to_region",
+    "alignment.prototypes": 1024, "alignment.words": "all", "alignment.freeze_steps": 0,
+}  # fmt: skip
+_CRA = {
+    "cra": 1.0, "cra.temperature": 0.7, "cra.hard_negatives": 512, "cra.margin": 0.2, "cra.hardest": True,
+    "cra.reduction": "sum", "cra.ca_on": "context",
+    "contexts.branches": "both", "contexts.gate": "linear", "contexts.weight": 1.0,
+}  # fmt: skip
+ON_CAMERA: dict[str, Any] = {**_BASE, **_VIEWS, **_LCA, **_CRA}
+ON_VSRN: dict[str, Any] = {
+    **_BASE, "caption": 1.0, "captioner.hidden": 512, "captioner.word_dim": 300, "captioner.dropout": 0.2, **_LCA, **_CRA
+}  # fmt: skip
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "selfalign-camera": ON_CAMERA,
+    "selfalign-camera-coco": ON_CAMERA,
+    "selfalign-vsrn": ON_VSRN,
+    "selfalign-vsrn-coco": ON_VSRN,
+    **{
+        f"selfalign/table4-{row}": options
+        for row, options in enumerate(
+            [
+                ON_CAMERA,
+                {**_BASE, **_VIEWS, **_CRA},
+                {**_BASE, **_VIEWS, **_LCA},
+                {**ON_CAMERA, "lca.direction": "region_to_word"},
+                {**ON_CAMERA, "lca.direction": "dual"},
+                {**ON_CAMERA, "alignment.words": "noun+adj+verb"},
+                {**ON_CAMERA, "alignment.words": "noun"},
+                {**ON_CAMERA, "contexts.branches": "none"},
+                {**ON_CAMERA, "cra.ca_on": "none"},
+                {**ON_CAMERA, "contexts.branches": "image_global"},
+                {**ON_CAMERA, "contexts.branches": "text_global"},
+                {**_BASE, **_VIEWS},
+            ]
+        )
+    },
+}
+#: Printed: Adam, batch 128, clip 2; no warm-up is printed or released.
+RUN: dict[str, Any] = {
+    "model": "region-bert-camera", "captions": "all", "max_regions": 36, "batch_size": 128, "accum_freq": 1,
+    "epochs": 30, "lr": 1e-4, "lr_scheduler": "step", "lr_step_epochs": 10, "lr_step_gamma": 0.1,
+    "opt": "adam", "wd": 0.0, "grad_clip_norm": 2.0, "warmup_epochs": 0.0, "text_lr_scale": 1.0, "heads_lr_scale": 1.0,
+    "region_dropout": 0.0, "word_dropout": 0.0, "ema_decay": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_objective_in_numbers(name):
+    found, wanted = resolved(name), OBJECTIVES[name]
+    assert {key: found[key] for key in wanted} == wanted
+    assert owners(found) - {"ids", "views"} == owners(wanted), "terms and heads"
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, "selfalign-clip"])
+def test_the_run_in_numbers(name):
+    wanted = dict(RUN)
+    if name.startswith("selfalign-vsrn"):
+        kwargs = ["word_projection=true", "bidirectional=false", *([] if "coco" in name else ["batch_norm=true"])]
+        wanted |= {"model": "region-bigru-vsrn", "lr": 2e-4, "model_kwargs": kwargs}
+    wanted |= {
+        "selfalign-camera-coco": {"epochs": 40, "lr_step_epochs": 20},
+        "selfalign-vsrn-coco": {"lr_step_epochs": 15},
+    }.get(name, {})
+    if name == "selfalign-clip":
+        wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine", "captions": "draw"}
+        wanted["heads_lr_scale"] = 100.0
+    flat = configuration(name).to_flat()
+    assert {key: flat[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("selfalign-camera", [1e-4] * 10 + [1e-5] * 10 + [1e-6] * 10),
+        ("selfalign-camera-coco", [1e-4] * 20 + [1e-5] * 20),
+        ("selfalign-vsrn", [2e-4] * 10 + [2e-5] * 10 + [2e-6] * 10),
+        ("selfalign-vsrn-coco", [2e-4] * 15 + [2e-5] * 15),
+    ],
+)
+def test_the_rates(name, expected):
+    """From the first step on: there is no warm-up."""
+    assert rates(name) == pytest.approx(expected, rel=1e-9) and first_rate(name) == pytest.approx(expected[0])
+
+
+def test_the_bases_in_numbers():
+    """CAMERA: frozen BERT, 32 tokens, 64 heads, 12 views; VSRN: graph layers, GRUs; D 2048."""
+    camera, vsrn = (Options(**registry.load("backbones", name).options) for name in ("region-bert-camera", "region-bigru-vsrn"))
+    assert (camera.region_dim, camera.embed_dim, camera.heads, camera.views, camera.context_length) == (2048, 2048, 64, 12, 32)
+    assert (camera.encoder, camera.frozen_text, camera.context, camera.text_context) == ("bert", True, "camera", "camera")
+    assert (camera.image_pooling, camera.text_pooling, camera.mlp) == ("views", "mean", False)
+    assert (vsrn.embed_dim, vsrn.encoder, vsrn.context, vsrn.image_pooling, vsrn.text_pooling) == (
+        2048, "bigru", "vsrn", "gru", "last"
+    )  # fmt: skip
+
+
+def test_the_objective_for_a_clip():
+    found = resolved("selfalign-clip")
+    assert {key: found[key] for key in ("clip", "lca", "cra", "cra.ca_on", "cra.reduction")} == {
+        "clip": 1.0, "lca": 1.0, "cra": 1.0, "cra.ca_on": "combined", "cra.reduction": "mean"
+    }  # fmt: skip
+    assert owners(found) - {"ids"} == {"clip", "lca", "cra", "alignment", "contexts"}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coder_plugin.backbones.context import GatedSelfAttention, RegionGraph, Views, box_positions
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
+from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.functional.masked_sets import greatest, last_state, mean, unit_channels, valid_first
 
 Context = Literal["none", "camera", "vsrn"]
@@ -88,7 +89,7 @@ class RegionEncoder(nn.Module):
             self.pool = GPO(decoder=gpo_decoder)
         elif pooling == "views":
             self.pool = Views(embed_dim, views=views)
-        self.rnn = nn.GRU(embed_dim, embed_dim, batch_first=True) if pooling == "gru" else None
+        self.rnn = GRU(embed_dim, embed_dim, batch_first=True) if pooling == "gru" else None
         self.norm = nn.BatchNorm1d(embed_dim) if batch_norm else None
 
     def forward(self, image: Mapping[str, Tensor]) -> Encoded:

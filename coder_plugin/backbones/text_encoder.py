@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from coder_plugin.backbones.context import GatedSelfAttention
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
+from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.masked_sets import unit_channels
@@ -168,7 +169,7 @@ class BiGRUText(TextEncoder):
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         self.project = nn.Linear(word_dim, embed_dim) if word_projection else None
         width = embed_dim if word_projection else word_dim
-        self.rnn = nn.GRU(width, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
+        self.rnn = GRU(width, embed_dim, layers, batch_first=True, bidirectional=bidirectional)
 
     @property
     def reads_forward(self) -> bool:

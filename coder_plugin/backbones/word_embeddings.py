@@ -56,10 +56,10 @@ class TextBatch:
         for key, value in features.items():
             if key.startswith("text_"):
                 out.update(self._by_group(key.removeprefix("text_"), value, ("text", *self.names)))
-        if self.noise is not None and not self.noise_input and "text_tokens" in features:
+        if self.noise is not None and not self.noise_input and "text_contexts" in features:
             names = noised_names("text", *self.names)
-            out.update(self._by_group("tokens", self._noised(features["text_tokens"]), names))
-            out.update(self._by_group("mask", features["text_mask"], names))
+            out.update(self._by_group("contexts", self._noised(features["text_contexts"]), names))
+            out.update(self._by_group("context_mask", features["text_context_mask"], names))
         if self._changed is not None:
             out["noise_changed"] = torch.stack(self._changed.split(self.batch), 1)
         return out

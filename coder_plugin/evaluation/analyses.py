@@ -5,6 +5,10 @@ Shape letters: N images, T captions (texts), V views of an image, D joint dimens
 Distances are Euclidean, between embeddings normalised to the unit sphere: sqrt(2 - 2 cos), in [0, 2]. The distance of an
 image with several views is that of its nearest view, which retrieval scores it by; of two images, that of the nearest pair.
 
+A score that depends on the pair, such as AsCL's fusion, has no embedding. Where a model has one, the distance of an image and
+its caption is also given as sqrt(2 - 2 S), S the pair's score in place of the cosine. Distances within one modality, and so
+uniformity, are of the embeddings: two images, or two captions, have no fused score. Each result names its score.
+
 Everything is computed in float64. Positive pairs are few: their embeddings are subtracted. All other pairs go through
 square tiles of |a|² + |b|² - 2ab with the mean embedding moved to the origin. That keeps the distances of a collapsed
 model to many digits, where 2 - 2cos would cancel to noise; two near-duplicates in a wide set are exact to about 1e-7.
@@ -29,6 +33,7 @@ _TILE = 2**20  # distances in memory at once: 8 MiB, and a few times that for in
 _RECALLS = {"t2i_r1": 1, "t2i_r5": 5, "t2i_r10": 10}
 _COLUMNS = {
     "I-T mean": ("alignment", "image_text", "mean"),
+    "I-T fused": ("alignment", "image_text_fused", "mean"),
     "T-T mean": ("alignment", "text_text", "mean"),
     "I-I mean": ("uniformity", "images", "mean"),
     "I-I var": ("uniformity", "images", "variance"),
@@ -48,6 +53,8 @@ def analyse(
     captions: Sequence[str],
     *,
     t2i_ranks: Tensor | Sequence[int] | None = None,
+    ranked_by: str | None = None,
+    fused_scores: Tensor | None = None,
     edges: Sequence[int] = LENGTH_EDGES,
     sample: int | None = None,
     seed: int = 0,
@@ -62,18 +69,26 @@ def analyse(
         captions: the T captions as strings.
         t2i_ranks: [T] 0-based ranks of each caption's image, for example re-ranked ones; None: those of the
             embeddings' inner products as they are, which `recall_from_embeddings` gives.
+        ranked_by: what the ranks are of, in words, such as "fused score of all pairs"; with ``t2i_ranks``.
+        fused_scores: [T], of a model that scores pairs, the score of each caption with its image, in [-1, 1].
         edges, sample, seed: as in `recall_by_length`.
         chunk: as in `alignment` and `uniformity`.
 
     Returns:
         ``images`` and ``texts`` (their numbers), ``alignment``, ``uniformity`` and ``recall_by_length``: what the
-        functions of those names return.
+        functions of those names return. ``scores`` names the score that each of them belongs to: "embeddings", what
+        ``ranked_by`` says, and for ``image_text_fused``, which is there with ``fused_scores``, "fused score".
 
     Raises:
         CoderError: shapes that do not fit, an image without a caption, an embedding without a direction (NaN,
             infinity, zeros), several models at once.
     """
     aligned = alignment(images, texts, image_of_text, chunk=chunk)  # also checks what all parts share
+    scores = {"alignment": "embeddings", "uniformity": "embeddings"}
+    if fused_scores is not None:
+        aligned["image_text_fused"] = _fused_alignment(fused_scores, len(texts))
+        scores["image_text_fused"] = "fused score"
+    scores["recall_by_length"] = "embeddings" if t2i_ranks is None else ranked_by or "ranks that were given"
     if isinstance(captions, str) or len(captions) != len(texts):
         raise CoderError(f"captions must be the strings of the {len(texts)} text embeddings, got {len(captions)}")
     if t2i_ranks is None:
@@ -85,7 +100,20 @@ def analyse(
         "alignment": aligned,
         "uniformity": uniformity(images, texts, image_of_text, chunk=chunk),
         "recall_by_length": by_length,
+        "scores": scores,
     }
+
+
+def _fused_alignment(scores: Tensor, count: int) -> dict[str, Any]:
+    """Distances sqrt(2 - 2 S) of pairs by their scores S [T]."""
+    if scores.shape != (count,) or not scores.is_floating_point():
+        raise CoderError(f"fused_scores must be one score for each of the {count} captions, got {tuple(scores.shape)}")
+    scores = scores.double()
+    if not bool((scores.abs() <= 1 + 1e-3).all()):  # float16 items shift a score by up to 1e-4
+        raise CoderError("fused_scores must be in [-1, 1]")
+    pairs = _Distances()
+    pairs.add((2 - 2 * scores.clamp(-1, 1)).sqrt())
+    return {**pairs.summary(), "wang_isola": pairs.mean_square()}
 
 
 @torch.no_grad()
@@ -198,8 +226,9 @@ def length_bins(captions: Sequence[str], edges: Sequence[int] = LENGTH_EDGES) ->
 def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Two plain text tables, of distances and of recall by query length (percent), with a line per model.
 
-    T-T are captions of one image, T-T' of different images; W&I is Wang & Isola. "-" stands where there is no pair or
-    no caption.
+    T-T are captions of one image, T-T' of different images; W&I is Wang & Isola. "I-T fused" is the distance of an image and
+    its caption by a fused score; all other distances are of the embeddings. A name is followed by the score that ranked its
+    recall. "-" stands where there is no pair, no caption or no fused score.
 
     Args:
         rows: name to what `analyse` returned, with equal ``edges``.
@@ -208,13 +237,19 @@ def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
     distances = [["name", *_COLUMNS]]
     recalls = [["name", "words", *labels, "all"]]
     for name, row in rows.items():
-        numbers = [row[part][pairs][figure] for part, pairs, figure in _COLUMNS.values()]
+        numbers = [row[part].get(pairs, {}).get(figure) for part, pairs, figure in _COLUMNS.values()]
         distances.append([str(name), *("-" if number is None else f"{number:.4f}" for number in numbers)])
         lengths = [*row["recall_by_length"]["bins"], row["recall_by_length"]["all"]]
-        recalls.append([str(name), "captions", *(str(each["count"]) for each in lengths)])
+        title = f"{name}, by {ranked_by(row)}" if ranked_by(row) else str(name)
+        recalls.append([title, "captions", *(str(each["count"]) for each in lengths)])
         for key, k in _RECALLS.items():
             recalls.append(["", f"t2i R@{k}", *("-" if each[key] is None else f"{each[key]:.1f}" for each in lengths)])
     return f"{align(distances)}\n\n{align(recalls)}"
+
+
+def ranked_by(row: Mapping[str, Any]) -> str:
+    """The score that a row's recall by length belongs to, in words; empty for a row that does not say."""
+    return row.get("scores", {}).get("recall_by_length", "")
 
 
 def length_labels(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

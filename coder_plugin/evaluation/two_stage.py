@@ -60,6 +60,20 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
     return {**reranked, **sizes, "rerank": "all" if depth is None else depth, "shortlist": result}
 
 
+@torch.no_grad()
+def positive_scores(encoded: Encoded) -> Tensor:
+    """The fusion score of each caption with its image [T], on the CPU, of one model that has such a score."""
+    head = encoded.items.head
+    training = head.training
+    head.eval()
+    try:
+        scorer = head.scorer(encoded.items.images, encoded.items.texts)
+        texts = torch.arange(len(encoded.image_of_text))
+        return scorer(encoded.image_of_text[:, None], texts[:, None])[:, 0, 0].cpu()
+    finally:
+        head.train(training)
+
+
 class _ScoreMatrix:
     """Scores [N, T] that have been computed, as a scorer."""
 

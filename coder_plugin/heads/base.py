@@ -115,6 +115,11 @@ class Head(nn.Module):
             ValueError: why it cannot work.
         """
 
+    def notes(self) -> list[str]:
+        """What the log and the plan of a run say about the head, a sentence each: an input that this model does not have, and
+        what the head does without it."""
+        return []
+
     def state_names(self) -> list[str]:
         """Names of accumulating state: buffers other than BatchNorm's, and frozen parameters.
 

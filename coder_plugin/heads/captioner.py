@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin.backbones.recurrent import GRU, GRUCell
 from coder_plugin.functional.masked_sets import last_state, valid_first
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import BackboneInfo, Head
@@ -50,11 +51,11 @@ class Captioner(Head):
         if hidden < 1 or word_dim < 1 or not 0 <= dropout < 1:
             raise ValueError(f"hidden and word_dim must be >= 1 and dropout in [0, 1), got {hidden}, {word_dim}, {dropout}")
         self.project = nn.Linear(backbone.image_tokens, hidden)
-        self.encoder = nn.GRU(hidden, hidden, batch_first=True)
+        self.encoder = GRU(hidden, hidden, batch_first=True)
         self.embed = nn.Embedding(backbone.vocabulary, word_dim)
         self.attend = nn.Linear(2 * hidden, hidden)
         self.weigh = nn.Linear(hidden, 1, bias=False)
-        self.decoder = nn.GRUCell(hidden + word_dim, hidden)
+        self.decoder = GRUCell(hidden + word_dim, hidden)
         self.out = nn.Linear(hidden, backbone.vocabulary)
         for linear in (self.project, self.out):
             nn.init.xavier_normal_(linear.weight)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -31,16 +32,19 @@ _TEXTS = {
 #: Images of a tile in training.
 _IMAGES = 32
 
+#: How the matrices start.
+Initial = Literal["identity", "xavier"]
+
 
 class Direction(nn.Module):
     """The matrices of one direction of the attention, [D, D] each: query Z^X, key and value Z^Y, output Z^O, and the map into
     the common space."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, init: Initial = "identity") -> None:
         super().__init__()
         self.query, self.key, self.output, self.common = (nn.Parameter(torch.empty(dim, dim)) for _ in range(4))
         for matrix in self.parameters():
-            nn.init.xavier_uniform_(matrix)
+            nn.init.eye_(matrix) if init == "identity" else nn.init.xavier_uniform_(matrix)
 
     def matrices(self) -> Attention:
         output = raise_precision(self.output)
@@ -51,16 +55,25 @@ class Direction(nn.Module):
 class Fusion(Reranks):
     """Scores of this rank's images with the texts of all ranks: ``S = u S_local + (1 - u) S_global`` (eq. 1-4).
 
-    Requires ``image_tokens`` [B, L, C] and ``text_tokens`` [B, T, C'] with their bool masks ``image_mask`` [B, L] and
-    ``text_mask`` [B, T]. Uses ``image_global`` [B, G], and tokens and masks of generated texts (``positive_tokens`` …).
+    Requires the tokens ``image_contexts`` [B, L, C] and ``text_contexts`` [B, T, C'] with their bool masks
+    ``image_context_mask`` [B, L] and ``text_context_mask`` [B, T]: those of CLIP towers are in the joint space, and the mask
+    leaves out a causal text tower's start, which is the same in every text. Uses ``image_global`` [B, G], and tokens and
+    masks of generated texts (``positive_contexts`` …).
 
     Provides ``coder_fusion`` [B, N], in rank order, in [-1, 1], float32 or better; and, if the model has their tokens,
     ``coder_fusion_positive`` with the generated positives, ``coder_fusion_noised`` and ``coder_fusion_noised_positive`` with
     the noised texts of both.
 
     Each direction of the attention has its own matrices: the paper prints "two single symmetrical versions" and does not
-    say that they share them. Tokens with other channels than D are projected first. With a feature of the whole image,
-    V_g is the sum of both parts.
+    say that they share them. With a feature of the whole image, V_g is the sum of both parts (our choice: the paper does not
+    print how it fuses them); without one it is V_g1, which :meth:`notes` says. Tokens with other channels than D, such as those
+    of a tower that cannot project single tokens, are projected first.
+
+    How the matrices start is not printed. ``identity`` (our choice): Z^X, Z^Y, Z^O and the maps X_v, X_w, all [D, D], are the
+    identity, so the first score is attention and cosines in the space of the tokens themselves. Rectangular matrices have no
+    identity: the projection of tokens with other channels than D is semi-orthogonal, which keeps their inner products where
+    they have fewer channels than D, and X_g [G, D], which reads another network's feature, starts at zero, so V_g starts as
+    V_g1. ``xavier``: every matrix is drawn by itself, which compares rows of randomly rotated spaces.
 
     Pairs are scored in tiles that the backward pass recomputes, so memory grows with the tokens and not with the pairs.
 
@@ -69,36 +82,46 @@ class Fusion(Reranks):
         local_weight: u, in [0, 1]; the paper has 0.6 for Flickr30K and 0.8 for COCO.
         pairs_per_tile: number of pairs that are scored at once, by default 256 on a CPU and 4,096 elsewhere. In training a
             pair of 36 regions and 32 words takes 0.2 MB while its tile is computed, or 0.3 MB with D 1,024.
+        init: ``identity`` or ``xavier``.
+        recompute: False keeps what the backward pass needs instead of computing it again: about a third less time, and memory
+            that grows with the pairs, 0.1 to 0.3 MB each.
 
     Raises:
         ValueError: options out of range, or a backbone without tokens.
 
     Example:
-        >>> head = Fusion(BackboneInfo(embed_dim=8, image_tokens=8, text_tokens=8))
+        >>> head = Fusion(BackboneInfo(embed_dim=8, image_contexts=8, text_contexts=8))
         >>> tokens, mask = torch.randn(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)
         >>> head(tokens, mask, tokens, mask)["coder_fusion"].shape
         torch.Size([3, 3])
     """
 
-    requires = ("image_tokens", "image_mask", "text_tokens", "text_mask")
+    requires = ("image_contexts", "image_context_mask", "text_contexts", "text_context_mask")
     uses = (
         "image_global",
-        "positive_tokens",
-        "positive_mask",
-        "noised_tokens",
-        "noised_mask",
-        "noised_positive_tokens",
-        "noised_positive_mask",
+        "positive_contexts",
+        "positive_context_mask",
+        "noised_contexts",
+        "noised_context_mask",
+        "noised_positive_contexts",
+        "noised_positive_context_mask",
     )
     provides = tuple(_TEXTS)
     whole_batch = True
 
     def __init__(
-        self, backbone: BackboneInfo, *, heads: int = 4, local_weight: float = 0.6, pairs_per_tile: int | None = None
+        self,
+        backbone: BackboneInfo,
+        *,
+        heads: int = 4,
+        local_weight: float = 0.6,
+        pairs_per_tile: int | None = None,
+        init: Initial = "identity",
+        recompute: bool = True,
     ) -> None:
         super().__init__()
         dim = backbone.embed_dim
-        if not backbone.image_tokens or not backbone.text_tokens:
+        if not backbone.image_contexts or not backbone.text_contexts:
             raise ValueError("fusion needs the tokens of both towers, and this model gives none of one: take similarity=cosine")
         if heads < 1 or dim % heads:
             raise ValueError(f"heads must divide the joint dimension {dim}, got {heads}")
@@ -106,26 +129,44 @@ class Fusion(Reranks):
             raise ValueError(f"local_weight must be in [0, 1], got {local_weight}")
         if pairs_per_tile is not None and pairs_per_tile < 1:
             raise ValueError(f"pairs_per_tile must be >= 1, got {pairs_per_tile}")
+        if init not in get_args(Initial):
+            raise ValueError(f"init must be one of {', '.join(get_args(Initial))}, got {init!r}")
         self.heads, self.local_weight, self.pairs_per_tile = heads, local_weight, pairs_per_tile
-        self.project_image = _projection(backbone.image_tokens, dim)
-        self.project_text = _projection(backbone.text_tokens, dim)
-        self.image_to_text = Direction(dim)
-        self.text_to_image = Direction(dim)
-        self.project_whole = _matrix(backbone.image_global, dim) if backbone.image_global else None  # X_g
+        self.recompute = recompute
+        self.project_image = _projection(backbone.image_contexts, dim, init)
+        self.project_text = _projection(backbone.text_contexts, dim, init)
+        self.image_to_text = Direction(dim, init)
+        self.text_to_image = Direction(dim, init)
+        self.project_whole = None
+        if backbone.image_global:  # X_g
+            self.project_whole = nn.Linear(backbone.image_global, dim, bias=False)
+            weight = self.project_whole.weight
+            nn.init.zeros_(weight) if init == "identity" else nn.init.xavier_uniform_(weight)
+
+    def notes(self) -> list[str]:
+        if self.project_whole is not None:
+            return []
+        return ["no feature of the whole image: V_g = V_g1 alone (AsCL eq. 3)"]
 
     def forward(
-        self, image_tokens: Tensor, image_mask: Tensor, text_tokens: Tensor, text_mask: Tensor, **others: Tensor
+        self,
+        image_contexts: Tensor,
+        image_context_mask: Tensor,
+        text_contexts: Tensor,
+        text_context_mask: Tensor,
+        **others: Tensor,
     ) -> dict[str, Tensor]:
-        texts = {"text_tokens": text_tokens, "text_mask": text_mask, **others}
+        inputs = {"image_contexts": image_contexts, "image_context_mask": image_context_mask, **others}
+        inputs |= {"text_contexts": text_contexts, "text_context_mask": text_context_mask}
         weights = self._weights()
-        images = self._image_side(self.image_item({"image_tokens": image_tokens, "image_mask": image_mask, **others}), weights)
-        present = {key: name for key, name in _TEXTS.items() if key in self.requested_keys and f"{name}_tokens" in texts}
-        longest = [texts[f"{name}_mask"].shape[1] for name in present.values()]
+        images = self._image_side(self.image_item(inputs), weights)
+        present = {key: name for key, name in _TEXTS.items() if key in self.requested_keys and f"{name}_contexts" in inputs}
+        longest = [inputs[f"{name}_context_mask"].shape[1] for name in present.values()]
         if distributed.world_size() > 1:
-            longest = distributed.all_max(torch.tensor(longest, device=image_mask.device)).tolist()
+            longest = distributed.all_max(torch.tensor(longest, device=images.mask.device)).tolist()
         scores = {}
         for (key, name), length in zip(present.items(), longest, strict=True):
-            tokens, mask = self._gathered(texts[f"{name}_tokens"], texts[f"{name}_mask"], length)
+            tokens, mask = self._gathered(inputs[f"{name}_contexts"], inputs[f"{name}_context_mask"], length)
             scores[key] = self._against(images, tokens, mask, weights)
         return scores
 
@@ -135,7 +176,7 @@ class Fusion(Reranks):
         Raises:
             ValueError: the head reads a whole-image feature, and ``features`` have none.
         """
-        item = {"tokens": self.project_image(features["image_tokens"]), "mask": features["image_mask"]}
+        item = {"tokens": self.project_image(features["image_contexts"]), "mask": features["image_context_mask"]}
         if self.project_whole is not None:
             if "image_global" not in features:
                 raise ValueError("fusion reads a feature of the whole image (image_global), and this batch has none")
@@ -144,7 +185,7 @@ class Fusion(Reranks):
 
     def text_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``tokens`` [B, T, D] and ``mask`` [B, T], with the tower's own T. Pad both with zeros to join several batches."""
-        return {"tokens": self.project_text(features["text_tokens"]), "mask": features["text_mask"]}
+        return {"tokens": self.project_text(features["text_contexts"]), "mask": features["text_context_mask"]}
 
     @torch.no_grad()
     def scorer(
@@ -232,7 +273,7 @@ class Fusion(Reranks):
             texts = self._text_side(item, weights).map(lambda field: field[None])
             scores = [
                 checkpoint(tile, each, texts, use_reentrant=False, preserve_rng_state=False)
-                if torch.is_grad_enabled()
+                if self.recompute and torch.is_grad_enabled()
                 else tile(each, texts)
                 for each in tiles
             ]
@@ -240,11 +281,9 @@ class Fusion(Reranks):
         return torch.cat(columns, 1)[:, by_length.argsort()]
 
 
-def _projection(channels: int, dim: int) -> nn.Module:
-    return nn.Identity() if channels == dim else _matrix(channels, dim)
-
-
-def _matrix(channels: int, dim: int) -> nn.Linear:
+def _projection(channels: int, dim: int, init: Initial) -> nn.Module:
+    if channels == dim:
+        return nn.Identity()
     layer = nn.Linear(channels, dim, bias=False)
-    nn.init.xavier_uniform_(layer.weight)
+    nn.init.orthogonal_(layer.weight) if init == "identity" else nn.init.xavier_uniform_(layer.weight)
     return layer

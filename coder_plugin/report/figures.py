@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.analyses import HISTOGRAM_BINS, length_labels
+from coder_plugin.evaluation.analyses import HISTOGRAM_BINS, length_labels, ranked_by
 from coder_plugin.report.alignment import Alignment, brightness
 from coder_plugin.report.words import FUNCTION_WORDS
 
 SUFFIXES = ("png", "svg")
 
 _MEAN = "mean distance (whisker: standard deviation)"
-_POSITIVE = {"image-text": ("alignment", "image_text"), "text-text": ("alignment", "text_text")}
+_POSITIVE = {
+    "image-text": ("alignment", "image_text"),
+    "image-text, fused score": ("alignment", "image_text_fused"),
+    "text-text": ("alignment", "text_text"),
+}
 _NEGATIVE = {"images": ("uniformity", "images"), "texts of different images": ("uniformity", "texts")}
 _RECALLS = {"R@1": "t2i_r1", "R@5": "t2i_r5", "R@10": "t2i_r10"}
 #: Brightness of the least relevant region, dark but still visible.
@@ -73,8 +77,9 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
     """Draw the analyses of one or several models.
 
     ``alignment`` (AsCL figure 4a) and ``uniformity`` (4b) are bars of mean distances, ``distances`` shows the histograms
-    behind them, ``recall_by_length`` (figure 5) is text-to-image recall by query length. What a model has no pairs or no
-    captions for is left blank.
+    behind them, ``recall_by_length`` (figure 5) is text-to-image recall by query length. Distances are of the embeddings, and
+    of image-text pairs also by the fused score where a model has one; the legend of ``recall_by_length`` names the score that
+    ranked. What a model has no pairs or no captions for is left blank.
 
     Args:
         rows: model name -> result of :func:`coder_plugin.evaluation.analyses.analyse`, also read back from JSON. All with
@@ -97,8 +102,8 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
     if suffix not in SUFFIXES:
         raise CoderError(f"figures are written as {' or '.join(SUFFIXES)}, got {suffix!r}")
     figures = {
-        "alignment": _bars(rows, _POSITIVE, "Positive pairs"),
-        "uniformity": _bars(rows, _NEGATIVE, "Pairs that differ"),
+        "alignment": _bars(rows, _POSITIVE, "Positive pairs, distance of embeddings"),
+        "uniformity": _bars(rows, _NEGATIVE, "Pairs that differ, distance of embeddings"),
         "distances": _histograms(rows),
         "recall_by_length": _lines(rows, labels),
     }
@@ -112,12 +117,14 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
 
 
 def _bars(rows: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, tuple[str, str]], title: str) -> Any:
-    """A group of bars per kind of pair; in each group a bar per model."""
+    """A group of bars per kind of pair; in each group a bar per model. Kinds that no model has are left out."""
+    kinds = {label: (part, pairs) for label, (part, pairs) in kinds.items() if any(pairs in row[part] for row in rows.values())}
     figure, [axes] = _panels(1, len(rows))
     width = 0.8 / len(rows)
     handles = []
     for number, row in enumerate(rows.values()):
-        values = {at: row[part][pairs] for at, (part, pairs) in enumerate(kinds.values()) if row[part][pairs]["count"]}
+        found = {at: row[part].get(pairs, {"count": 0}) for at, (part, pairs) in enumerate(kinds.values())}
+        values = {at: pairs for at, pairs in found.items() if pairs["count"]}
         bars = axes.bar(
             [at + (number - (len(rows) - 1) / 2) * width for at in values],
             [pairs["mean"] for pairs in values.values()],
@@ -168,7 +175,7 @@ def _lines(rows: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> Any:
         axes.set_xlim(-0.5, len(labels) - 0.5)
         axes.set_xticks(range(len(labels)), ticks, fontsize="small")
         axes.grid(alpha=0.3)
-    _legend(figure, handles, rows)
+    _legend(figure, handles, [f"{name} (by {ranked_by(row)})" if ranked_by(row) else name for name, row in rows.items()])
     return figure
 
 
@@ -178,7 +185,7 @@ def _panels(count: int, models: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def _legend(figure: Any, handles: Sequence[Any], names: Mapping[str, Any]) -> None:
+def _legend(figure: Any, handles: Sequence[Any], names: Iterable[str]) -> None:
     """The models' names below the panels: names are often paths, too long for the inside."""
     labels = [literal(str(name)) for name in names]
     figure.legend(handles, labels, loc="outside lower center", ncols=1, frameon=False)

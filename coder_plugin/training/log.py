@@ -63,6 +63,9 @@ class RunLog:
                 f"{plan['parameters']:,} parameters are trained; {plan['epochs']} epochs of {plan['steps per epoch']} steps, "
                 f"{plan['batch']['global per step']} pairs per step; {plan['precision']}, {processes}, {machine_name}"
             )
+            for head, notes in plan["notes"].items():
+                for note in notes:
+                    self.say(f"{head}: {note}")
         if self.config.run.report_to:
             options = {"wandb": {"name": self.folder.name, "dir": str(self.folder)}}
             flat = {k: v for k, v in self.config.to_flat().items() if isinstance(v, (int, float, str, bool))}

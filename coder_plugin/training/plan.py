@@ -34,6 +34,7 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
         "options": trainer.objective.to_dict(),
         "terms": trainer.objective.labels(),
         "heads": {name: sum(p.numel() for p in head.parameters()) for name, head in model.coder.heads.items()},
+        "notes": {name: notes for name, head in model.coder.heads.items() if (notes := head.notes())},
         "model": f"{config.model.name} ({type(model).__name__})",
         "outputs": {key: ["B", *value.shape[1:]] if value.ndim else [] for key, value in outputs.items()},
         "parameters": sum(p.numel() for p in parameters),

@@ -104,7 +104,7 @@ def synthetic_data(options: argparse.Namespace) -> tuple[dict[str, Tensor], dict
 def trained_like_head(options: argparse.Namespace) -> Fusion:
     """A head whose attention prefers similar tokens and whose outputs lie in the space of the tokens."""
     dim = options.dim
-    sizes = BackboneInfo(embed_dim=dim, image_tokens=dim, text_tokens=dim)
+    sizes = BackboneInfo(embed_dim=dim, image_contexts=dim, text_contexts=dim)
     head = Fusion(sizes, heads=options.heads, pairs_per_tile=options.pairs_per_tile)
     with torch.no_grad():
         for direction in (head.image_to_text, head.text_to_image):

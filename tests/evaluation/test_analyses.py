@@ -402,6 +402,39 @@ def test_reranked_ranks_are_taken() -> None:
     assert got["recall_by_length"]["all"]["t2i_r1"] == 100.0
 
 
+def test_fused_scores_of_pairs_are_distances_of_their_own() -> None:
+    images, texts, owner = embeddings(8, 24, 6)
+    cosines = (torch.nn.functional.normalize(images, dim=1)[owner] * torch.nn.functional.normalize(texts, dim=1)).sum(1)
+    plain = analyse(images, texts, owner, words(*[3] * 24))
+    assert "image_text_fused" not in plain["alignment"]
+    assert plain["scores"] == dict.fromkeys(("alignment", "uniformity", "recall_by_length"), "embeddings")
+    # by the cosine as if it were a fused score the distances are those of the embeddings
+    ranks = torch.zeros(24, dtype=torch.int64)
+    got = analyse(images, texts, owner, words(*[3] * 24), t2i_ranks=ranks, ranked_by="fused score", fused_scores=cosines)
+    close(got["alignment"].pop("image_text_fused"), got["alignment"]["image_text"], 1e-9)
+    assert {key: got[key] for key in ("alignment", "uniformity")} == {key: plain[key] for key in ("alignment", "uniformity")}
+    assert got["scores"] == plain["scores"] | {"image_text_fused": "fused score", "recall_by_length": "fused score"}
+    by_hand = analyse(images, texts, owner, words(*[3] * 24), fused_scores=torch.tensor([1.0, 0.5, -1.0]).repeat(8))
+    assert by_hand["alignment"]["image_text_fused"]["mean"] == pytest.approx((0 + 1 + 2) / 3)
+    assert by_hand["alignment"]["image_text_fused"]["wang_isola"] == pytest.approx((0 + 1 + 4) / 3)
+    lines = format_analyses({"plain": plain, "both": got | {"alignment": by_hand["alignment"]}}).splitlines()
+    assert lines[0].split("  ")[1].strip() == "I-T mean" and "I-T fused" in lines[0]
+    at = lines[0].index("I-T fused")
+    assert [line[at : at + 9].strip() for line in lines[1:3]] == ["-", "1.0000"]
+    assert any(line.startswith("plain, by embeddings") for line in lines)
+    assert any(line.startswith("both, by fused score") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [(torch.zeros(23), "one score for each of the 24 captions"), (torch.full((24,), 1.5), r"must be in \[-1, 1\]"),
+     (torch.full((24,), torch.nan), r"must be in \[-1, 1\]")],
+)  # fmt: skip
+def test_fused_scores_that_are_none(scores: torch.Tensor, message: str) -> None:
+    with pytest.raises(CoderError, match=message):
+        analyse(*embeddings(8, 24, 6), words(*[3] * 24), fused_scores=scores)
+
+
 def test_table() -> None:
     data = embeddings(3, 3, 4)
     rows = {name: analyse(*data, words(3, 7, 25), t2i_ranks=ranks) for name, ranks in (("m", [0, 5, 20]), ("longer", [0] * 3))}
@@ -410,7 +443,7 @@ def test_table() -> None:
     assert distances[0].split("  ")[0] == "name" and len(distances) == 3
     assert distances[1].split()[:3] == ["m", f"{rows['m']['alignment']['image_text']['mean']:.4f}", "-"]
     assert recalls[0].split() == ["name", "words", "<6", "6-7", "8-9", "10-11", "12-14", "15-19", "20+", "all"]
-    assert recalls[1].split() == ["m", "captions", "1", "1", "0", "0", "0", "0", "1", "3"]
+    assert recalls[1].split() == [*"m, by ranks that were given captions".split(), "1", "1", "0", "0", "0", "0", "1", "3"]
     assert recalls[2].split() == ["t2i", "R@1", "100.0", "0.0", "-", "-", "-", "-", "0.0", "33.3"]
     assert recalls[4].split() == ["t2i", "R@10", "100.0", "100.0", "-", "-", "-", "-", "0.0", "66.7"]
     assert {len(line) for line in distances} == {len(distances[0])} and {len(line) for line in recalls} == {len(recalls[0])}

@@ -272,6 +272,9 @@ def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:
     together = [sum(each["count"] * each[key] for each in bins if each["count"]) / 120 for key in keys]
     assert together == pytest.approx([rows["a"][key] for key in keys])
     assert together != pytest.approx([rows["a"]["shortlist"][key] for key in keys])
+    # figure 4's distance of an image and its caption, by the fused score of the re-ranking head
+    assert found["a"]["scores"]["recall_by_length"] == "fused score of the first 32 by embedding"
+    assert found["a"]["alignment"]["image_text_fused"]["count"] == 120
     (tmp_path / "file").write_text("")
     with pytest.raises(CoderError, match="cannot be made"):
         command(analyses=str(tmp_path / "file"))

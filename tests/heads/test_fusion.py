@@ -20,13 +20,13 @@ from coder_plugin.heads.fusion import Fusion
 from coder_plugin.heads.fusion_scorer import FusionScorer
 from tests.references import fusion as reference
 
-PLAIN = BackboneInfo(embed_dim=8, image_tokens=8, text_tokens=8)
-OTHER = BackboneInfo(embed_dim=8, image_tokens=10, text_tokens=6, image_global=5)
+PLAIN = BackboneInfo(embed_dim=8, image_contexts=8, text_contexts=8)
+OTHER = BackboneInfo(embed_dim=8, image_contexts=10, text_contexts=6, image_global=5)
 
 
 def made(widths: BackboneInfo = PLAIN, *, seed: int = 0, **options: Any) -> Fusion:
     torch.manual_seed(seed)
-    return Fusion(widths, **{"heads": 2} | options).double()
+    return Fusion(widths, **{"heads": 2, "init": "xavier"} | options).double()
 
 
 def batch(
@@ -42,13 +42,13 @@ def batch(
     generator = torch.Generator().manual_seed(seed)
     given: dict[str, Tensor] = {}
     for name, positions, channels in (
-        ("image", regions, widths.image_tokens),
-        *((name, words, widths.text_tokens) for name in texts),
+        ("image", regions, widths.image_contexts),
+        *((name, words, widths.text_contexts) for name in texts),
     ):
         tokens = torch.randn(n, positions, channels, generator=generator, dtype=torch.float64)
-        given[f"{name}_tokens"] = tokens.requires_grad_()
-        given[f"{name}_mask"] = torch.rand(n, positions, generator=generator) < 0.7
-        given[f"{name}_mask"][:, 0] = True
+        given[f"{name}_contexts"] = tokens.requires_grad_()
+        given[f"{name}_context_mask"] = torch.rand(n, positions, generator=generator) < 0.7
+        given[f"{name}_context_mask"][:, 0] = True
     if widths.image_global:
         given["image_global"] = torch.randn(n, widths.image_global, generator=generator, dtype=torch.float64)
     return given
@@ -68,14 +68,14 @@ def matrices(head: Fusion) -> list[dict[str, Tensor]]:
 
 def test_is_the_papers_score_of_projected_tokens():
     head, given = made(OTHER, local_weight=0.3), batch(OTHER)
-    regions, words = given["image_tokens"] @ head.project_image.weight.T, given["text_tokens"] @ head.project_text.weight.T
+    regions, words = given["image_contexts"] @ head.project_image.weight.T, given["text_contexts"] @ head.project_text.weight.T
     whole = given["image_global"] @ head.project_whole.weight.T
     got = head(**given)["coder_fusion"]
     for i in range(5):
         for j in range(5):
             want = reference.score(
-                regions[i][given["image_mask"][i]],
-                words[j][given["text_mask"][j]],
+                regions[i][given["image_context_mask"][i]],
+                words[j][given["text_context_mask"][j]],
                 *matrices(head),
                 heads=2,
                 local_weight=0.3,
@@ -92,10 +92,80 @@ def test_every_set_of_texts_that_is_there_has_its_scores():
     assert tuple(got) == head.provides
     for key, name in zip(head.provides, names, strict=True):
         alone = {key: value for key, value in given.items() if key.startswith("image")}
-        alone |= {"text_tokens": given[f"{name}_tokens"], "text_mask": given[f"{name}_mask"]}
+        alone |= {"text_contexts": given[f"{name}_contexts"], "text_context_mask": given[f"{name}_context_mask"]}
         torch.testing.assert_close(got[key], head(**alone)["coder_fusion"])
     assert set(head(**batch())) == {"coder_fusion"}
-    assert {f"{name}_{what}" for name in names[1:] for what in ("tokens", "mask")} < set(head.uses)
+    assert {f"{name}_{what}" for name in names[1:] for what in ("contexts", "context_mask")} < set(head.uses)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_an_identity_start_compares_tokens_as_they_are(heads):
+    head, given = made(PLAIN, init="identity", heads=heads, local_weight=0.3), batch()
+    got = head(**given)["coder_fusion"]
+    for i in range(5):
+        for j in range(5):
+            v, w = (given[f"{side}_contexts"][n][given[f"{side}_context_mask"][n]] for side, n in (("image", i), ("text", j)))
+            # each head is a block of channels, and what a query attends to is a mean of tokens of the other side
+            words, regions = attended(v, w, heads), attended(w, v, heads)
+            local = cosine(v, words).mean() / 2 + cosine(w, regions).mean() / 2
+            want = 0.3 * local + 0.7 * cosine(regions.mean(0), words.mean(0))
+            torch.testing.assert_close(got[i, j], want, rtol=1e-12, atol=1e-12)
+
+
+def test_how_matrices_start():
+    for direction in (made(init="identity").image_to_text, made(init="identity").text_to_image):
+        assert all(torch.equal(matrix, torch.eye(8, dtype=matrix.dtype)) for matrix in direction.parameters())
+    head = made(OTHER, init="identity")
+    wide, narrow = head.project_image.weight, head.project_text.weight  # 10 -> 8 and 6 -> 8 channels
+    torch.testing.assert_close(wide @ wide.T, torch.eye(8, dtype=wide.dtype), rtol=0, atol=1e-6)
+    torch.testing.assert_close(narrow.T @ narrow, torch.eye(6, dtype=wide.dtype), rtol=0, atol=1e-6)
+    assert not head.project_whole.weight.any()
+    default = Fusion(PLAIN)
+    assert torch.equal(default.image_to_text.common, torch.eye(8))
+    random = made(OTHER, init="xavier")
+    matrices_ = [*random.image_to_text.parameters(), *random.text_to_image.parameters()]
+    assert len({matrix[0, 0].item() for matrix in matrices_}) == 8  # each drawn by itself
+    for weight in (*matrices_, random.project_image.weight, random.project_text.weight, random.project_whole.weight):
+        bound = (6 / sum(weight.shape)) ** 0.5
+        assert 0.8 * bound < weight.abs().max() <= bound
+
+
+def test_a_whole_image_feature_starts_without_effect_and_is_learnt():
+    head, given = made(OTHER, init="identity"), batch(OTHER)
+    scores = head(**given)["coder_fusion"]
+    torch.testing.assert_close(head(**{**given, "image_global": 9 * given["image_global"]})["coder_fusion"], scores)
+    scores.diagonal().sum().backward()
+    with torch.no_grad():
+        head.project_whole.weight += 0.1 * head.project_whole.weight.grad
+    after = head(**given)["coder_fusion"]
+    assert after.diagonal().sum() > scores.diagonal().sum()
+
+
+def test_notes_say_that_there_is_no_whole_image_feature():
+    assert made(PLAIN).notes() == ["no feature of the whole image: V_g = V_g1 alone (AsCL eq. 3)"]
+    assert made(OTHER).notes() == []
+
+
+def test_without_recomputing_values_and_gradients_are_the_same_and_more_is_saved():
+    found = []
+    for recompute in (True, False):
+        head, given = made(OTHER, recompute=recompute), batch(OTHER, n=7)
+        scores = head(**given)["coder_fusion"]
+        weighed = scores * torch.linspace(-1, 1, scores.numel(), dtype=scores.dtype).view_as(scores)
+        leaves = [*head.parameters(), given["image_contexts"], given["text_contexts"]]
+        found.append([scores, *torch.autograd.grad(weighed.sum(), leaves)])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+    assert saved_bytes(32, tile=64, recompute=False) > 2 * saved_bytes(32, tile=64)
+
+
+def attended(queries: Tensor, others: Tensor, heads: int) -> Tensor:
+    blocks = zip(queries.split(8 // heads, 1), others.split(8 // heads, 1), strict=True)
+    return torch.cat([(x @ y.T / (8 / heads) ** 0.5).softmax(1) @ y for x, y in blocks], 1)
+
+
+def cosine(x: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(x, y, dim=-1)
 
 
 @pytest.mark.parametrize("pairs_per_tile", [1, 3, 7, 10, None])
@@ -105,7 +175,7 @@ def test_tiles_do_not_matter_forward_or_backward(pairs_per_tile):
         head, given = made(OTHER, pairs_per_tile=tile), batch(OTHER, n=7)
         scores = head(**given)["coder_fusion"]
         weighed = scores * torch.linspace(-1, 1, scores.numel(), dtype=scores.dtype).view_as(scores)
-        leaves = [*head.parameters(), given["image_tokens"], given["text_tokens"]]
+        leaves = [*head.parameters(), given["image_contexts"], given["text_contexts"]]
         found.append([scores, *torch.autograd.grad(weighed.sum(), leaves)])
         with torch.no_grad():
             torch.testing.assert_close(head(**given)["coder_fusion"], scores)
@@ -132,9 +202,9 @@ def test_all_parameters_are_used_and_none_is_there_for_what_is_absent(widths):
     assert not head.state_names()
 
 
-def saved_bytes(n: int, *, tile: int) -> int:
+def saved_bytes(n: int, *, tile: int, **options: Any) -> int:
     """Of what forward keeps for the backward pass, beside parameters and inputs."""
-    head, given = made(pairs_per_tile=tile).float(), batch(n=n, regions=9, words=8)
+    head, given = made(pairs_per_tile=tile, **options).float(), batch(n=n, regions=9, words=8)
     given = {key: value.float() if value.is_floating_point() else value for key, value in given.items()}
     known = {each.untyped_storage().data_ptr() for each in (*head.parameters(), *given.values())}
     kept: dict[int, Tensor] = {}
@@ -161,7 +231,7 @@ from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 torch.set_num_threads(1)
-head = Fusion(BackboneInfo(embed_dim=32, image_tokens=32, text_tokens=32))
+head = Fusion(BackboneInfo(embed_dim=32, image_contexts=32, text_contexts=32))
 image, text = torch.randn(2, 96, 36, 32, requires_grad=True)
 mask = torch.ones(96, 36, dtype=torch.bool)
 run = lambda n: head(image[:n], mask[:n], text[:n], mask[:n])["coder_fusion"].square().sum().backward()
@@ -182,14 +252,14 @@ def test_peak_memory_is_that_of_a_tile():
 def test_float32_under_autocast_and_finite_gradients():
     head, given = made(OTHER).float(), batch(OTHER)
     given = {key: value.detach().float() if value.is_floating_point() else value for key, value in given.items()}
-    given["image_tokens"].requires_grad_()
+    given["image_contexts"].requires_grad_()
     want = head(**given)["coder_fusion"]
     with torch.autocast("cpu", torch.bfloat16):
         got = head(**given)["coder_fusion"]
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=0, atol=0.02)  # the projections alone are in bfloat16
     got.sum().backward()
-    assert given["image_tokens"].grad.isfinite().all()
+    assert given["image_contexts"].grad.isfinite().all()
 
 
 def test_half_precision_parameters():
@@ -206,7 +276,8 @@ def test_half_precision_parameters():
         (PLAIN, {"heads": 0}, "got 0"),
         (PLAIN, {"local_weight": 1.1}, r"local_weight must be in \[0, 1\], got 1.1"),
         (PLAIN, {"pairs_per_tile": 0}, "pairs_per_tile must be >= 1, got 0"),
-        (BackboneInfo(embed_dim=8, image_tokens=8), {}, "the tokens of both towers"),
+        (PLAIN, {"init": "orthogonal"}, "init must be one of identity, xavier, got 'orthogonal'"),
+        (BackboneInfo(embed_dim=8, image_contexts=8), {}, "the tokens of both towers"),
     ],
 )
 def test_mistakes_are_named(widths, options, message):

@@ -424,6 +424,14 @@ def test_a_term_takes_the_options_of_its_function(name: str, function: Callable,
         assert options[option].kind is inspect.Parameter.KEYWORD_ONLY
 
 
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_outside_a_loss_computes_all_rows(name: str) -> None:
+    """Where nobody says ``local_loss``, every rank has the loss of the joint batch."""
+    term = TERMS[name]()
+    assert term.local_loss is False
+    assert term.bind({}, local_loss=True).local_loss is True and TERMS[name]().local_loss is False
+
+
 def test_an_unknown_option_is_named_and_defaults_are_complete() -> None:
     with pytest.raises(TypeError, match="'mo'"):
         DCL(mo=0.1)

@@ -12,6 +12,7 @@ import torch
 from coder_plugin.cli import main
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.training.loop import Trainer
+from coder_plugin.training.plan import make_plan
 from tests.training import region_data
 from tests.training.test_region_training import (  # noqa: F401
     arguments,
@@ -134,9 +135,10 @@ def test_flags_set_the_recipe_and_go_into_the_plan(tmp_path, made, capsys):  # n
     assert plan["options"]["heads"]["asymmetry"] == {"negatives": "gaussian(std=0.2)+shuffle", "positives": None}
     assert plan["outputs"]["coder_fusion"] == ["B", 2] and "coder_fusion_positive" not in plan["outputs"]
     assert plan["heads"]["fusion"] == 8 * 16 * 16
+    assert plan["notes"] == {"fusion": ["no feature of the whole image: V_g = V_g1 alone (AsCL eq. 3)"]}
 
 
-def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, made):  # noqa: F811
+def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, made, capsys):  # noqa: F811
     from coder_plugin.data.regions.precomp import PRECOMP
 
     folder = tmp_path / "data"
@@ -149,6 +151,7 @@ def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, m
     given = {"train_data": str(folder), "val_data": str(folder), "epochs": 1, "val_frequency": 1}
     trainer = Trainer.from_config(config(made, tmp_path, "whole", loss=FUSED, **given))
     assert trainer.model.options.global_dim == 7
+    assert make_plan(trainer)["notes"] == {}
     assert next(iter(trainer.loader.epoch(0)))["image"]["global"].shape == (8, 7)
     found = trainer.run()
     again = result(tmp_path, str(tmp_path / "whole"), "--export", "last")
@@ -158,6 +161,8 @@ def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, m
     # a run that left it out is evaluated without it
     kwargs = [*config(made, tmp_path)["model_kwargs"], "global_dim=0"]
     without = Trainer.from_config(config(made, tmp_path, "left out", loss=FUSED, **given, model_kwargs=kwargs))
+    assert "V_g = V_g1 alone" in make_plan(without)["notes"]["fusion"][0]
+    capsys.readouterr()
     assert without.run()["last"]["rsum"] == pytest.approx(
         result(tmp_path, str(tmp_path / "left out"), "--export", "last")["rsum"], abs=0.01
     )

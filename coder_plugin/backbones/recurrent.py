@@ -1,0 +1,65 @@
+"""GRUs for training under autocast on a CPU.
+
+A GRU's backward pass in bfloat16 is about ten times slower than in float32 on a processor without AVX-512, where PyTorch
+emulates bfloat16, and two to three times faster on one with AVX512-BF16 (docs/BENCHMARKS.md). So on the former, and under
+float16, a GRU stays in float32. On other devices autocast applies as everywhere.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+
+class GRU(nn.GRU):
+    """:class:`torch.nn.GRU`, computed in float32 under autocast on a CPU that emulates bfloat16 (:func:`stays_float32`).
+
+    Example:
+        >>> layer = GRU(4, 3, batch_first=True)
+        >>> with torch.autocast("cpu", torch.float16):
+        ...     states, last = layer(torch.randn(2, 5, 4))
+        >>> states.dtype, last.dtype
+        (torch.float32, torch.float32)
+    """
+
+    def forward(self, input: Any, hx: Tensor | None = None) -> Any:  # type: ignore[override]
+        data = input.data if isinstance(input, PackedSequence) else input
+        if not stays_float32(data):
+            return super().forward(input, hx)
+        with without_autocast():
+            dtype = self.weight_ih_l0.dtype
+            return super().forward(input.to(dtype), None if hx is None else hx.to(dtype))
+
+
+class GRUCell(nn.GRUCell):
+    """:class:`torch.nn.GRUCell`, computed in float32 where :class:`GRU` is.
+
+    Example:
+        >>> cell = GRUCell(4, 3)
+        >>> with torch.autocast("cpu", torch.float16):
+        ...     state = cell(torch.randn(2, 4), torch.zeros(2, 3))
+        >>> state.dtype
+        torch.float32
+    """
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        if not stays_float32(input):
+            return super().forward(input, hx)
+        with without_autocast():
+            dtype = self.weight_ih.dtype
+            return super().forward(input.to(dtype), None if hx is None else hx.to(dtype))
+
+
+def stays_float32(tensor: Tensor) -> bool:
+    """Whether a GRU over the tensor ignores autocast: on a CPU, unless it multiplies bfloat16 with AVX-512."""
+    if tensor.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return False
+    return torch.get_autocast_dtype("cpu") != torch.bfloat16 or torch.backends.cpu.get_cpu_capability() != "AVX512"
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", enabled=False)

@@ -1,0 +1,349 @@
+#!/usr/bin/env python3
+"""Train AsCL's rows on region features and cached words of a frozen BERT: minutes per run on a CPU.
+
+    python scripts/experiments/frozen_ascl.py cache words.pt --text MINILM --train-data f8k_36 --val-data f8k_36
+    python scripts/experiments/frozen_ascl.py train words.pt --text MINILM --train-data f8k_36 --val-data f8k_36 \\
+        --rows full hybrid --seeds 0 1 2
+
+`cache` encodes every caption, one generated positive of each (joined or truncated, as the loader draws them) and a noised copy
+of both, with the noise in the encoder's input embeddings. `train` builds `region-bert`, puts the cached hidden states in the
+place of the encoder, and trains what follows: projections, pooling, fusion. Heads and losses are those of the package.
+
+Each of an image's captions is used in one epoch of five, so that no noised text and no positive is seen twice in five epochs:
+a run sees what drawing them anew at each step would show it. Runs with other seeds see the same texts in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import coder_plugin
+from coder_plugin.backbones.word_embeddings import TextBatch, noised_names
+from coder_plugin.data import open_source
+from coder_plugin.evaluation import recall, recall_from_embeddings
+from coder_plugin.expression import parse_value
+from coder_plugin.heads.asymmetry import Asymmetry
+from coder_plugin.model import required_heads
+from coder_plugin.negatives.positives import Positives
+from coder_plugin.objective import Objective
+
+#: Rows of table II, the hybrid of both scores, and the cosine's rows: loss, and options of the head ``asymmetry``.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("ascl(similarity=fusion)", {}),
+    "hybrid": ("ascl(similarity=fusion) + ascl", {}),
+    "without-positives": ("ascl(similarity=fusion)", {"positives": None}),
+    "without-negatives": ("ascl(similarity=fusion)", {"negatives": None}),
+    "without-both": ("ascl(similarity=fusion)", {"positives": None, "negatives": None}),
+    "without-fusion": ("ascl", {}),
+    "triplet": ("triplet(similarity=fusion)", {}),
+}
+
+
+def main() -> None:
+    options = arguments()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(options.threads)
+    sources = {"train": open_source(options.train_data, split="train"), "val": open_source(options.val_data, split="dev")}
+    if options.command == "cache":
+        cache(sources, options)
+        return
+    words = torch.load(options.cache, mmap=True, weights_only=True)
+    regions = {split: read_regions(source, words[split]["captions"]) for split, source in sources.items()}
+    for seed in options.seeds:
+        for row in options.rows:
+            begun = time.process_time()
+            result = train(row, seed, regions, words, options)
+            result |= {"row": row, "seed": seed, "lr": options.lr, "temperature": options.temperature, "set": options.set,
+                       "cpu_seconds": round(time.process_time() - begun)}  # fmt: skip
+            print(json.dumps(result), flush=True)
+            if options.json:
+                with Path(options.json).open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+
+
+def make_model(objective: Objective, options: argparse.Namespace, *, region_dim: int, embed_dim: int) -> Any:
+    return coder_plugin.create_model(
+        "region-bert", loss=objective, text=options.text, frozen_text=True, region_dim=region_dim, embed_dim=embed_dim,
+        context_length=24,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write ids and last hidden states (float16) of the captions of both splits; for training also of generated texts.
+
+    ``ids`` and ``positive_ids`` [T, W], ``states`` of each group [T, W, E], ``changed`` [T, 2]: whether the noise has changed a
+    caption and a positive, ``image_of_caption`` [T] and the ``captions``.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
+    model = make_model(Objective.parse("ascl"), options, region_dim=8, embed_dim=8).train()
+    tokenize, positives, splits = model.tokenizer(), Positives(), {}
+    for split, source in sources.items():
+        captions = [list(item.captions) for _, item in source.items()]
+        every = [caption for of_image in captions for caption in of_image]
+        saved: dict[str, Any] = {"captions": every, "ids": tokenize(every), "states": {}}
+        saved["image_of_caption"] = torch.arange(len(captions)).repeat_interleave(torch.tensor(list(map(len, captions))))
+        if split == "train":
+            generated = [
+                positives(caption, tuple(of_image[:number] + of_image[number + 1 :]))[0]
+                for of_image in captions
+                for number, caption in enumerate(of_image)
+            ]
+            saved["positive_ids"] = tokenize(generated)
+            for name, ids in (("text", saved["ids"]), ("positive", saved["positive_ids"])):
+                clean, noised, changed = encode(model, ids, noise="mixture")
+                saved["states"] |= {name: clean, noised_names(name)[0]: noised}
+                saved.setdefault("changed", []).append(changed)
+                print(f"{split}: {name} and its noised copies", flush=True)
+            saved["changed"] = torch.stack(saved["changed"], 1)
+        else:
+            saved["states"]["text"] = encode(model, saved["ids"], noise=None)[0]
+        splits[split] = saved
+    torch.save(splits, options.cache)
+
+
+def encode(model: Any, ids: Tensor, *, noise: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states of texts and of their noised copies [T, W, E], float16, and bool [T]: which the noise has changed."""
+    head = Asymmetry(model.info(), negatives=noise, positives=None)
+    width = model.text.transformer.config.hidden_size
+    states = torch.zeros(1 if noise is None else 2, *ids.shape, width, dtype=torch.float16)
+    changed = torch.zeros(len(ids), dtype=torch.bool)
+    for rows in model.text_mask(ids).sum(1).argsort().split(128):  # texts of similar length: less padding
+        texts = head.further_texts(model.word_embeddings, ids[rows])
+        mask = model.text_mask(texts.ids)
+        longest = int(mask.sum(1).max())
+        with model.word_embeddings.noise_in(texts), torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = model.text.transformer(
+                input_ids=texts.ids[:, :longest], attention_mask=mask[:, :longest].long()
+            ).last_hidden_state
+        states[:, rows, :longest] = hidden.half().unflatten(0, (len(states), -1))
+        if noise is not None:
+            changed[rows] = texts.split({})["noise_changed"][:, 0]
+    return states[0], states[-1], changed
+
+
+def read_regions(source: Any, captions: list[str]) -> Tensor:
+    """Features [N, L, R] of a data set's images, float16; its captions must be those of the cache."""
+    items = [item for _, item in source.items()]
+    if [caption for item in items for caption in item.captions] != captions:
+        raise SystemExit("the cache and the regions have different captions: write the cache from the same data")
+    return torch.stack([torch.as_tensor(item.load().features).half() for item in items])
+
+
+def train(
+    row: str, seed: int, regions: dict[str, Tensor], words: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Recall of the fused score and of the cosine after training, and how the scores of pairs are spread by epoch."""
+    torch.manual_seed(seed)
+    objective = objective_of(row, options)
+    model = make_model(objective, options, region_dim=regions["train"].shape[2], embed_dim=options.embed_dim)
+    model.text.transformer = CachedEncoder(words["train"]["states"]["text"].shape[2])
+    model.train()
+    loss = coder_plugin.create_loss(objective, model=model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=options.lr, weight_decay=options.wd)
+    split, images, size = words["train"], len(regions["train"]), options.batch_size
+    image_of = split["image_of_caption"]
+    first, number = torch.searchsorted(image_of, torch.arange(images)), torch.bincount(image_of)
+    generator = torch.Generator().manual_seed(seed)
+    turns = torch.rand(images, int(number.max()), generator=generator)
+    turns[torch.arange(turns.shape[1]) >= number[:, None]] = torch.inf  # each image's captions in an order of their own
+    turns = turns.argsort(1)
+    steps = images // size
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps * options.epochs))
+    history: list[dict[str, float]] = []
+    for epoch in range(options.epochs):
+        order = torch.randperm(images, generator=generator)
+        captions = first + turns[torch.arange(images), epoch % number]
+        total = 0.0
+        for batch in order[: steps * size].split(size):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
+                outputs = forward(model, regions["train"], split, captions[batch])
+                value = sum(loss(**outputs).values())
+            optimizer.zero_grad()
+            value.backward()
+            nn.utils.clip_grad_norm_(trainable, options.clip)
+            optimizer.step()
+            schedule.step()
+            total += value.item() / steps
+        history.append({"loss": round(total, 3), **spread(model, regions["val"], words["val"], options.eval_images // 4)})
+        print(f"{row} {seed} epoch {epoch + 1}: {history[-1]}", flush=True)
+    return {**evaluate(model, regions["val"], words["val"], options.eval_images), "history": history}
+
+
+def objective_of(row: str, options: argparse.Namespace) -> Objective:
+    loss, asymmetry = ROWS[row]
+    objective = Objective.parse(loss)
+    owners = {*required_heads(objective), *(term.name for term in objective.terms)}
+    settings: dict[str, Any] = {"ascl.temperature": options.temperature, "fusion.recompute": False}
+    settings |= {f"asymmetry.{name}": value for name, value in asymmetry.items()}
+    settings |= {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in options.set)}
+    return objective.with_options({key: value for key, value in settings.items() if key.split(".")[0] in owners})
+
+
+def rate(step: int, total: int) -> float:
+    """A factor of the learning rate: linear over the first 4 % of the steps, then a cosine to zero."""
+    warm = max(1, total // 25)
+    return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+
+
+class CachedEncoder(nn.Module):
+    """Replaces a transformers encoder. It returns the hidden states last passed to :meth:`set_states`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.config, self.states = SimpleNamespace(hidden_size=width), torch.empty(0)
+
+    def set_states(self, states: Tensor) -> None:
+        self.states = states
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=self.states[:, : input_ids.shape[1]])
+
+
+def forward(model: Any, regions: Tensor, split: dict[str, Any], captions: Tensor) -> dict[str, Tensor]:
+    """What ``region-bert`` in training mode returns for images and captions, with all groups of texts from the cache."""
+    images, head = split["image_of_caption"][captions], model.coder.adds_texts
+    groups = ["text"]
+    if head is not None:
+        groups += ["positive"] if head.positives else []
+        groups += [noised for name in tuple(groups) for noised in noised_names(name)] if head.noise else []
+    ids = torch.cat([split["positive_ids" if name.endswith("positive") else "ids"][captions] for name in groups])
+    model.text.transformer.set_states(torch.cat([split["states"][name][captions].float() for name in groups]))
+    features = {**model.image_side(region_batch(regions[images])), **model.text_side(ids)}
+    texts = TextBatch(ids, len(captions), tuple(groups[1:]), ids != 0, None, noise_input=True)
+    if head is not None and head.noise:
+        changed = split["changed"][captions]
+        texts._changed = torch.cat(list(changed.T[: 2 if head.positives else 1]))
+    features = texts.split(features)
+    outputs = {"logit_scale": model.logit_scale.exp(), **{f"{side}_features": features[f"{side}_features"] for side in
+                                                          ("image", "text")}}  # fmt: skip
+    return {**outputs, **model.coder({**features, "text": ids[: len(captions)], "image_id": images})}
+
+
+def region_batch(features: Tensor) -> dict[str, Tensor]:
+    return {"features": features.float(), "mask": torch.ones(features.shape[:2], dtype=torch.bool)}
+
+
+@torch.no_grad()
+def encode_split(
+    model: Any, regions: Tensor, split: dict[str, Any], images: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Keys of the first images and of their captions, and the owners of the captions."""
+    owner = split["image_of_caption"][split["image_of_caption"] < images]
+    image_side: dict[str, list[Tensor]] = {}
+    text_side: dict[str, list[Tensor]] = {}
+    for rows in torch.arange(images).split(250):
+        add(image_side, model.image_side(region_batch(regions[rows])))
+    for rows in torch.arange(len(owner)).split(500):
+        model.text.transformer.set_states(split["states"]["text"][rows].float())
+        add(text_side, model.text_side(split["ids"][rows]))
+    width = max(mask.shape[1] for mask in text_side["text_mask"])
+    pooled = {"text_features", "text_pooled"}
+    for key in text_side.keys() - pooled:
+        text_side[key] = [pad(part, width) for part in text_side[key]]
+    texts = {key: torch.cat(parts) for key, parts in text_side.items()}
+    return {key: torch.cat(parts) for key, parts in image_side.items()}, texts, owner
+
+
+def add(parts: dict[str, list[Tensor]], features: dict[str, Tensor]) -> None:
+    for key, value in features.items():
+        parts.setdefault(key, []).append(value)
+
+
+def pad(part: Tensor, width: int) -> Tensor:
+    """[n, T, ...] with zeros up to ``width`` positions."""
+    return torch.cat([part, part.new_zeros(len(part), width - part.shape[1], *part.shape[2:])], 1)
+
+
+@torch.no_grad()
+def evaluate(model: Any, regions: Tensor, split: dict[str, Any], images: int) -> dict[str, Any]:
+    """R@sum and recalls: the cosine on all images, and on the first ones the cosine and the fused score of all pairs."""
+    model.eval()
+    described, texts, owner = encode_split(model, regions, split, len(regions))
+    vectors = described["image_features"], texts["text_features"]
+    few = owner < images
+    result = {
+        "cosine, all": numbers(recall_from_embeddings(*vectors, owner)),
+        "cosine": numbers(recall_from_embeddings(vectors[0][:images], vectors[1][few], owner[few])),
+    }
+    if "fusion" in model.coder.heads:
+        head = model.coder.heads["fusion"]
+        item = head.image_item({key: value[:images] for key, value in described.items()})
+        scores = head.scorer(item, head.text_item({key: value[few] for key, value in texts.items()})).all_pairs()
+        result["fused"] = numbers(recall(scores, owner[few]))
+    model.train()
+    return result
+
+
+def numbers(result: dict[str, Any]) -> dict[str, float]:
+    return {key: round(value, 2) for key, value in result.items() if isinstance(value, float)}
+
+
+@torch.no_grad()
+def spread(model: Any, regions: Tensor, split: dict[str, Any], images: int) -> dict[str, float]:
+    """Of a few validation images and one caption each: R@sum, and the mean score of pairs above that of all others, divided
+    by the standard deviation of the others."""
+    model.eval()
+    described, texts, owner = encode_split(model, regions, split, images)
+    first = torch.searchsorted(owner, torch.arange(images))
+    texts = {key: value[first] for key, value in texts.items()}
+    scores = {"cosine": described["image_features"] @ texts["text_features"].T}
+    if "fusion" in model.coder.heads:
+        head = model.coder.heads["fusion"]
+        scores["fused"] = head.scorer(head.image_item(described), head.text_item(texts)).all_pairs()
+    model.train()
+    out = {}
+    for name, score in scores.items():
+        others = score[~torch.eye(images, dtype=torch.bool)]
+        out[f"{name} rsum"] = round(recall(score, torch.arange(images))["rsum"], 1)
+        out[f"{name} gap"] = round(float(score.diagonal().mean() - others.mean()), 4)
+        out[f"{name} std"] = round(float(others.std()), 4)
+    return out
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    parsers = {
+        "cache": commands.add_parser("cache", help="encode captions, positives and noised copies once"),
+        "train": commands.add_parser("train", help="train rows on cached words"),
+    }
+    for command in parsers.values():
+        command.add_argument("cache", help="file of cached words")
+        command.add_argument("--text", required=True, help="folder or hub name of the text encoder")
+        command.add_argument("--train-data", required=True, help="training data")
+        command.add_argument("--val-data", required=True, help="validation data")
+        command.add_argument("--threads", type=int, default=1, help="CPU threads [1]")
+    train_command = parsers["train"]
+    train_command.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="rows to train [all]")
+    train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
+    train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
+                               help="options of terms and heads; a row without the owner ignores them")
+    train_command.add_argument("--temperature", type=float, default=0.05, help="of ascl [0.05]")
+    train_command.add_argument("--embed-dim", type=int, default=128, help="dimensions of the joint space [128]")
+    train_command.add_argument("--epochs", type=int, default=5, help="epochs [5]")
+    train_command.add_argument("--batch-size", type=int, default=32, help="pairs of a step [32]")
+    train_command.add_argument("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
+    train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
+    train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    train_command.add_argument("--eval-images", type=int, default=500, help="validation images scored in pairs [500]")
+    train_command.add_argument("--json", help="append results to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

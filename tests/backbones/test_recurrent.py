@@ -1,0 +1,115 @@
+"""GRUs under autocast on a CPU: in float32 where bfloat16 is emulated, with the gradients; and every GRU of the package."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import coder_plugin
+from coder_plugin.backbones.base import BackboneInfo
+from coder_plugin.backbones.gpo import GPO
+from coder_plugin.backbones.recurrent import GRU, GRUCell
+from coder_plugin.backbones.tokenizers import build_vocabulary
+from coder_plugin.heads.captioner import Captioner
+
+
+def pair(kind: type[nn.Module], plain: type[nn.Module], *sizes: int, **options: bool) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    ours, theirs = kind(*sizes, **options), plain(*sizes, **options)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+@pytest.fixture(params=["AVX2", "DEFAULT"])
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_a_gru_is_that_of_float32(packed: bool, dtype: torch.dtype) -> None:
+    ours, theirs = pair(GRU, nn.GRU, 4, 3, batch_first=True, bidirectional=True)
+    rows = torch.randn(3, 5, 4).to(dtype)
+    given = pack_padded_sequence(rows, torch.tensor([5, 2, 4]), batch_first=True, enforce_sorted=False) if packed else rows
+    alike = given.to(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        states, last = ours(given)
+    want, want_last = theirs(alike)
+    if packed:
+        states, want = (pad_packed_sequence(each, batch_first=True)[0] for each in (states, want))
+    assert states.dtype == last.dtype == torch.float32
+    torch.testing.assert_close(states, want, rtol=0, atol=0)
+    torch.testing.assert_close(last, want_last, rtol=0, atol=0)
+    for got, expected in zip(
+        torch.autograd.grad(states.square().sum(), list(ours.parameters())),
+        torch.autograd.grad(want.square().sum(), list(theirs.parameters())),
+        strict=True,
+    ):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "rounds"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_avx512_multiplies_bfloat16_and_not_float16(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rounds: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    (gru, plain), (cell, plain_cell) = pair(GRU, nn.GRU, 4, 3), pair(GRUCell, nn.GRUCell, 4, 3)
+    rows, start = torch.randn(5, 4), torch.zeros(5, 3)
+    exact = plain(rows)[0], plain_cell(rows, start)
+    with torch.autocast("cpu", dtype):
+        got = gru(rows)[0], cell(rows, start)
+        autocast = plain(rows)[0], plain_cell(rows, start)
+    for one, without, within in zip(got, exact, autocast, strict=True):
+        torch.testing.assert_close(one, within if rounds else without, rtol=0, atol=0)
+        assert torch.equal(one.float(), without) != rounds
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_first_state_in_half_precision() -> None:
+    ours, theirs = pair(GRU, nn.GRU, 4, 3, batch_first=True)
+    rows, start = torch.randn(2, 5, 4), torch.randn(1, 2, 3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ours(rows, start)[0]
+    torch.testing.assert_close(got, theirs(rows, start.float())[0], rtol=0, atol=0)
+    ours, theirs = pair(GRUCell, nn.GRUCell, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ours(rows[:, 0].bfloat16(), start[0])
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, theirs(rows[:, 0].bfloat16().float(), start[0].float()), rtol=0, atol=0)
+
+
+def test_without_autocast_it_is_torchs_in_every_precision() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        for ours, theirs in (pair(GRU, nn.GRU, 4, 3), pair(GRUCell, nn.GRUCell, 4, 3)):
+            rows = torch.randn(5, 4, dtype=dtype)
+            got, want = ours.to(dtype)(rows), theirs.to(dtype)(rows)
+            got, want = (each[0] if isinstance(each, tuple) else each for each in (got, want))
+            assert got.dtype == dtype
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_autocast_goes_on_after_it() -> None:
+    layer = GRU(4, 3, batch_first=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        states, _ = layer(torch.randn(2, 5, 4))
+        assert torch.is_autocast_enabled("cpu") and nn.Linear(3, 2)(states).dtype == torch.bfloat16
+
+
+def test_every_gru_of_the_package() -> None:
+    words = build_vocabulary(["a cat", "a dog"] * 4)
+    sizes = {"region_dim": 4, "embed_dim": 8, "word_dim": 4, "vocabulary": words}
+    models = [coder_plugin.create_model(name, loss="dcl", **sizes) for name in ("region-bigru", "region-bigru-vsrn")]
+    models.append(Captioner(BackboneInfo(embed_dim=4, image_tokens=4, vocabulary=9), hidden=5, word_dim=3))
+    found = 0
+    for model in models:
+        aggregators = {id(module.gru) for module in model.modules() if isinstance(module, GPO)}  # GPO turns autocast off itself
+        for module in model.modules():
+            if isinstance(module, (nn.GRU, nn.GRUCell)) and id(module) not in aggregators:
+                assert isinstance(module, (GRU, GRUCell))
+                found += 1
+    assert found == 5

@@ -18,6 +18,7 @@ from coder_plugin.functional.lca_loss import correspondence, prototype_scores
 from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import KeepsState, ReadsTags
+from coder_plugin.memory.rows import replace_rows
 
 Init = Literal["random", "regions"]
 #: Values of the option ``words`` -> codes in ``text_tags``.
@@ -199,17 +200,13 @@ class Alignment(KeepsState, ReadsTags):
     @torch.no_grad()
     def _place(self, regions: Tensor) -> None:
         """Let regions [m, C], the same on every rank, replace the next prototypes."""
-        start = int(self.placed)
-        regions = regions[: len(self.prototypes) - start]
-        if distributed.is_sharded(self.prototypes):
-            from torch.distributed.tensor import distribute_tensor
-
-            sharded: Any = self.prototypes
-            full = sharded.full_tensor()
-            full[start : start + len(regions)] = regions
-            sharded.copy_(distribute_tensor(full, sharded.device_mesh, sharded.placements))
-        else:
-            self.prototypes[start : start + len(regions)] = regions
+        start, count = int(self.placed), len(self.prototypes)
+        regions = regions[: count - start]
+        number = torch.arange(count, device=regions.device)
+        rows = (number >= start) & (number < start + len(regions))
+        values = regions.new_zeros(count, regions.shape[1]).masked_scatter(rows[:, None], regions)
+        replace_rows(self.prototypes, rows, values)
+        self.replaced_rows = [(self.prototypes, rows)]
         self.placed += len(regions)
 
     def _counted(self, mask: Tensor, tags: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import compare, metrics, recall, recall_from_embeddings, rerank
 from coder_plugin.evaluation.evaluate import ensemble, evaluate
 from coder_plugin.evaluation.sweep import sweep
-from coder_plugin.evaluation.two_stage import measure
+from coder_plugin.evaluation.two_stage import measure, positive_scores
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 from coder_plugin.pretrained.encode import Encoded, Encoder, Items
@@ -256,6 +256,13 @@ def test_a_long_shortlist_is_read_off_all_pairs(data: str, encoded: Encoded, mon
     assert figures(evaluate(encoder, source, rerank=21)) == figures(by_pairs[21]) and 1 in asked
     with pytest.raises(TypeError, match="not callable"):
         evaluate(encoder, source, rerank=19)
+
+
+def test_positive_scores_are_of_each_caption_with_its_image(encoded: Encoded) -> None:
+    scores = MeansScorer(encoded.items.images, encoded.items.texts).all_pairs()
+    want = torch.stack([scores[image, text] for text, image in enumerate(encoded.image_of_text.tolist())])
+    torch.testing.assert_close(positive_scores(encoded), want)
+    assert encoded.items.head.training  # as it was
 
 
 def test_the_commands_analyses(opened: None, data: str, tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def test_regions_replace_random_prototypes():
     head.post_step()
     matches = (head.prototypes @ units.T > 1 - 1e-12).nonzero()
     assert matches[:, 0].tolist() == list(range(9)) and len(set(matches[:, 1].tolist())) == 9  # 9 of the 12, each once
+    ((parameter, rows),) = head.take_replaced_rows()  # whose moments in the optimizer are reset
+    assert parameter is head.prototypes and rows.all()
     assert matches[:, 1].tolist() != list(range(9)) and head.health() == {"placed": 1.0}
     placed = head.prototypes.detach().clone()
     head(**towers)
@@ -214,6 +216,7 @@ def test_regions_replace_random_prototypes():
     few.post_step()
     assert few.placed == 12 and torch.equal(few.prototypes[12:], before[12:])
     assert not torch.isclose(few.prototypes[:12], before[:12]).all(1).any()
+    assert few.take_replaced_rows()[0][1].tolist() == 12 * [True] + 8 * [False]
     first = few.prototypes[:12].detach().clone()
     copy = alignment(init="regions", prototypes=20)
     copy.load_state_dict(few.state_dict())

@@ -31,7 +31,7 @@ class GRU(nn.GRU):
         if not stays_float32(data):
             return super().forward(input, hx)
         with without_autocast():
-            dtype = self.weight_ih_l0.dtype
+            dtype = next(self.parameters()).dtype
             return super().forward(input.to(dtype), None if hx is None else hx.to(dtype))
 
 
@@ -50,7 +50,7 @@ class GRUCell(nn.GRUCell):
         if not stays_float32(input):
             return super().forward(input, hx)
         with without_autocast():
-            dtype = self.weight_ih.dtype
+            dtype = next(self.parameters()).dtype
             return super().forward(input.to(dtype), None if hx is None else hx.to(dtype))
 
 

@@ -86,7 +86,7 @@ class ModelVectors:
         if "{}" not in template:
             raise CoderError(f"the template {template!r} has no {{}}, the place of the word")
         self.encode, self.name, self.template, self.center = encode, name, template, center
-        self.settings = {"template": template, "center": center}
+        self.settings: Mapping[str, Any] = {"template": template, "center": center}
 
     def read(self, words: Collection[str]) -> FileVectors:
         """The vectors of all words. ``sigma`` is the standard deviation of their values."""

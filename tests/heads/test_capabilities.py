@@ -8,7 +8,7 @@ import pytest
 import coder_plugin
 from coder_plugin import registry
 from coder_plugin.errors import CoderError
-from coder_plugin.heads.base import Head, TrainingFacts
+from coder_plugin.heads.base import BackboneInfo, Head, TrainingFacts
 from coder_plugin.heads.capabilities import (
     AddsTexts,
     FollowsModel,
@@ -89,6 +89,19 @@ def test_options_from_data():
     for name, head in heads.items():
         if name not in ("prototypes", "momentum", "alignment", "concepts", "progress"):
             assert head.options_from_data({}, facts) == {} == Head.options_from_data({}, facts)
+
+
+@pytest.mark.parametrize("name", ["concepts", "progress"])
+def test_values_that_a_head_has_no_place_for_are_not_dropped(name):
+    """These count steps and write nothing else; a term that stashes with them hears of it."""
+    sizes = BackboneInfo(embed_dim=4, text_tokens=4)
+    head = registry.load("heads", name)(sizes, **({"steps_per_epoch": 2} if name == "progress" else {}))
+    head.post_step()
+    head.stash(pairs=3)
+    with pytest.raises(NotImplementedError, match=r"must override write\(\): pairs were stashed"):
+        head.post_step()
+    head.post_step()
+    assert int(head.steps) + 2 * int(getattr(head, "epoch", 0)) == 3, "steps are counted all the same"
 
 
 def test_the_vocabulary_from_data():

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from coder_plugin import registry
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import cosine, cra, dcl, lca, m_dcl, triplet
+from coder_plugin.functional import ascl, cosine, cra, dcl, lca, m_dcl, triplet
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.ids import Ids
 from coder_plugin.losses.clip import Clip
@@ -170,6 +170,27 @@ def test_triplet_needs_the_epoch_for_its_schedule_alone(options: dict, requires:
 def test_triplets_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Triplet(**options)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "fusion"])
+def test_ascl_reads_the_generated_texts_of_its_similarity_alone(similarity: str) -> None:
+    """The mean of the captions' and the positives' loss, each with its own noised texts (AsCL eq. 5-7)."""
+    model_output, generator = outputs(), torch.Generator().manual_seed(3)
+    texts = ("noised", "positive", "noised_positive")
+    keys = {f"coder_{text}_features": normalize(torch.randn(8, 6, generator=generator).double(), dim=1) for text in texts}
+    scores = {f"coder_fusion{text}": torch.rand(8, 8, generator=generator).double() for text in ("", *(f"_{t}" for t in texts))}
+    loss = make(expression("ascl", {"similarity": similarity, "temperature": 0.5}))
+    got = loss(**model_output, **keys, **scores, output_dict=False)
+    images, captions = features(model_output)
+    if similarity == "cosine":
+        noised, positive, noised_positive = (images @ value.T for value in keys.values())
+        pairs = [(images @ captions.T, noised), (positive, noised_positive)]
+        assert not any("fusion" in key for key in loss.bindings[0].values())
+    else:
+        caption, noised, positive, noised_positive = scores.values()
+        pairs = [(caption, noised), (positive, noised_positive)]
+    ids = model_output["coder_ids"]
+    same(got, sum(ascl(score, noise, temperature=0.5, image_ids=ids) for score, noise in pairs) / 2)
 
 
 @pytest.mark.parametrize("bias", [False, True])

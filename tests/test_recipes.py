@@ -127,7 +127,7 @@ def test_settings(name, settings):
 def test_clip_objectives():
     assert objective_of("coder-clip").terms == Objective.parse(
         "3*dcl(mu=0.05,gamma=0.6,effective_negatives=255,diversity_over='batch+bank') "
-        "+ m_dcl(mu=0.05,gamma=0.6,effective_negatives=255,warmup=4096) "
+        "+ m_dcl(mu=0.05,gamma=0.6,effective_negatives=255,reverse=none,warmup=4096) "
         "+ concept_dcl(positive_weight=2.0,effective_negatives=255) + pgc"
     ).terms  # fmt: skip
     heads = {name: dict(values) for name, values in objective_of("coder-clip").heads}

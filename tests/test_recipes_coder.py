@@ -47,7 +47,7 @@ _CLIP = {
     **{f"{term}.mu": 0.05 for term in ("dcl", "m_dcl")}, **{f"{term}.gamma": 0.6 for term in ("dcl", "m_dcl")},
     **{f"{term}.effective_negatives": 255 for term in ("dcl", "m_dcl", "concept_dcl")},
     "m_dcl.warmup": 4096, "concepts.warmup": 500,
-    "concept_dcl.positive_weight": 2.0, "concepts.tower_gradient": 0.0, "prototypes.scale": 4.0,
+    "concept_dcl.positive_weight": 2.0, "concepts.tower_gradient": 0.0, "prototypes.scale": 4.0, "m_dcl.reverse": "none",
 }  # fmt: skip
 _WITHOUT_M_DCL = {"m_dcl": None}
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from coder_plugin.backbones.word_embeddings import TextBatch, WordEmbeddings
 from coder_plugin.heads.base import Head
@@ -117,7 +117,7 @@ class KeepsState(Head):
         super().__init__()
         self._stashed: Mapping[str, Any] = {}
         #: Parameters [K, F] of which :meth:`write` has started rows anew, and which rows, bool [K].
-        self.replaced_rows: list[tuple[nn.Parameter, Tensor]] = []
+        self.replaced_rows: list[tuple[Tensor, Tensor]] = []
 
     def stash(self, **values: Any) -> None:
         """Keep what the next :meth:`post_step` writes. A later stash of the same step replaces it."""
@@ -141,7 +141,7 @@ class KeepsState(Head):
         """
         raise NotImplementedError(f"{type(self).__name__} must override write(): {', '.join(values)} were stashed")
 
-    def take_replaced_rows(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def take_replaced_rows(self) -> list[tuple[Tensor, Tensor]]:
         """:attr:`replaced_rows`, which are then forgotten: the optimizer's moments of these rows do not hold any more."""
         replaced, self.replaced_rows = self.replaced_rows, []
         return replaced

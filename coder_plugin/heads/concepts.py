@@ -219,11 +219,11 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         self._figures["score"] = (images * texts).sum(1).mean()
 
     def _image_concepts(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.image_query(self._scale_gradient(pooled).to(self.image_query[0].weight.dtype))
+        query = self.image_query(self._scale_gradient(pooled).to(self.image_weight.dtype))
         return concept_embedding(query, self.image_weight, concepts, scale=self.scale)
 
     def _text_concepts(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.text_query(self.text_pool(self._scale_gradient(tokens), mask).to(self.text_query[0].weight.dtype))
+        query = self.text_query(self.text_pool(self._scale_gradient(tokens), mask).to(self.text_weight.dtype))
         return concept_embedding(query, self.text_weight, concepts, scale=self.scale)
 
     def _scale_gradient(self, features: Tensor) -> Tensor:

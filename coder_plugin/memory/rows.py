@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coder_plugin import distributed
 
 
 @torch.no_grad()
-def replace_rows(parameter: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+def replace_rows(parameter: Tensor, rows: Tensor, values: Tensor) -> None:
     """Write ``values`` [K, F] into the rows of ``parameter`` [K, F] where ``rows``, bool [K], is true.
 
     Under FSDP2 the parameter may be sharded. Call it on all ranks with equal arguments then.
 
     Example:
-        >>> weight = nn.Parameter(torch.zeros(2, 3))
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
         >>> replace_rows(weight, torch.tensor([False, True]), torch.ones(2, 3))
         >>> weight.tolist()
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
@@ -31,7 +31,7 @@ def replace_rows(parameter: nn.Parameter, rows: Tensor, values: Tensor) -> None:
 
 
 @torch.no_grad()
-def reset_moments(optimizer: Any, parameter: nn.Parameter, rows: Tensor) -> None:
+def reset_moments(optimizer: Any, parameter: Tensor, rows: Tensor) -> None:
     """Set the optimizer's state of some rows to zero: every tensor of its state that has the parameter's shape.
 
     Args:
@@ -40,7 +40,7 @@ def reset_moments(optimizer: Any, parameter: nn.Parameter, rows: Tensor) -> None
         rows: bool [K].
 
     Example:
-        >>> weight = nn.Parameter(torch.ones(2, 1))
+        >>> weight = torch.nn.Parameter(torch.ones(2, 1))
         >>> optimizer = torch.optim.Adam([weight])
         >>> weight.grad = torch.ones(2, 1)
         >>> optimizer.step()

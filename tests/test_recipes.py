@@ -44,6 +44,7 @@ ASCL_TRAINING = {
 CAMERA = {
     "model": "region-bert-camera", "captions": "all", "batch_size": 128, "epochs": 30, "lr": 1e-4, "lr_scheduler": "step",
     "lr_step_epochs": 10, "lr_step_gamma": 0.1, "opt": "adam", "wd": 0.0, "grad_clip_norm": 2.0, "text_lr_scale": 1.0,
+    "warmup_epochs": 0.0,
 }  # fmt: skip
 VSRN = {
     **CAMERA, "model": "region-bigru-vsrn", "lr": 2e-4,
@@ -113,7 +114,7 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("selfalign-camera-coco", CAMERA | {"epochs": 40, "lr_step_epochs": 20}),
         ("selfalign-vsrn", VSRN),
         ("selfalign-vsrn-coco", VSRN | {"lr_step_epochs": 15, "model_kwargs": VSRN["model_kwargs"][:2]}),
-        ("selfalign-clip", {"lr": 1e-5, "wd": 0.1, "heads_lr_scale": 100.0}),
+        ("selfalign-clip", {"lr": 1e-5, "wd": 0.1, "warmup_epochs": 0.0, "heads_lr_scale": 100.0}),
         *((f"selfalign/table4-{row}", CAMERA) for row in range(12)),
     ],
 )

@@ -68,7 +68,7 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 77 and len({*names, *OBJECTIVES}) == 83
+    assert len(names) == 78 and len({*names, *OBJECTIVES}) == 84
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
     assert rows == {"coder": 29, "ascl": 20, "selfalign": 12}, rows
 

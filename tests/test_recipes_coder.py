@@ -49,6 +49,10 @@ _CLIP = {
     "m_dcl.warmup": 4096, "concepts.warmup": 500,
     "concept_dcl.positive_weight": 2.0, "concepts.tower_gradient": 0.0, "prototypes.scale": 4.0, "m_dcl.reverse": "none",
 }  # fmt: skip
+_FROZEN = {
+    **{f"{term}.mu": 0.05 for term in ("dcl", "m_dcl")}, **{f"{term}.gamma": 0.5 for term in ("dcl", "m_dcl")},
+    "prototypes.scale": 8.0,
+}  # fmt: skip
 _WITHOUT_M_DCL = {"m_dcl": None}
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -57,6 +61,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "coder-f30k-printed": _PRINTED,
     "coder-coco-printed": {**_PRINTED, "prototypes.clusters": 20_000},
     "coder-clip": _CLIP,
+    "coder-frozen": _FROZEN,
     "coder/table2-2": {**_NO_BANKS, **_NO_CONCEPTS, "dcl.diversity_over": "batch"},
     "coder/table2-3": _NO_CONCEPTS,
     "coder/table2-4": {"pgc": None, "prototypes": None},
@@ -107,7 +112,7 @@ def test_the_objective_in_numbers(name):
     absent = {owner for owner, value in changes.items() if value is None}
     wanted = {**FULL, **changes}
     wanted = {key: value for key, value in wanted.items() if key.partition(".")[0] not in absent}
-    if name == "coder-clip":  # its number of prototypes follows from the data
+    if name in ("coder-clip", "coder-frozen"):  # their number of prototypes follows from the data
         wanted["prototypes.clusters"] = 10_000
     found = resolved(name)
     assert {key: found[key] for key in wanted} == wanted
@@ -132,6 +137,9 @@ def test_the_run_in_numbers(name):
     if name == "coder-clip":
         wanted = {"model": "ViT-B-32", "lr": 1e-5, "wd": 0.1, "opt": "adamw", "lr_scheduler": "cosine", "grad_clip_norm": None}
         wanted |= {"captions": "draw", "aggregator": "tower", "heads_lr_scale": 1.0}
+    if name == "coder-frozen":
+        wanted = {"model": "ViT-B-32", "lr": 5e-4, "wd": 0.05, "opt": "adamw", "lr_scheduler": "cosine", "epochs": 5}
+        wanted |= {"captions": "all", "batch_size": 128, "lock_image": True, "lock_text": True}
     flat = configuration(name).to_flat()
     assert {key: flat[key] for key in wanted} == wanted
 

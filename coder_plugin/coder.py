@@ -73,8 +73,6 @@ class Coder(nn.Module):
                     raise CoderError(f"head {name!r}: {error}") from error
             head.requested_keys = resolution.reads
             self.heads[name] = head
-            for note in head.notes():
-                logging.info("%s: %s", name, note)
         if options:
             logging.warning("the loss does not need these heads, whose options are set: %s", ", ".join(options))
 

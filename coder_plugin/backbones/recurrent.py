@@ -1,8 +1,8 @@
 """GRUs for training under autocast on a CPU.
 
-A GRU's backward pass in bfloat16 is about ten times slower than in float32 on a processor without AVX-512, where PyTorch
-emulates bfloat16, and two to three times faster on one with AVX512-BF16 (docs/BENCHMARKS.md). So on the former, and under
-float16, a GRU stays in float32. On other devices autocast applies as everywhere.
+In bfloat16 a GRU takes half the time of float32 on a processor with AVX512-BF16, somewhat more on one with AVX-512 alone, and
+about eleven times as long on one without AVX-512 (docs/BENCHMARKS.md). So it follows autocast on the first, and stays in
+float32 on the others and under float16. On other devices autocast applies as everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class GRU(nn.GRU):
-    """:class:`torch.nn.GRU`, computed in float32 under autocast on a CPU that emulates bfloat16 (:func:`stays_float32`).
+    """:class:`torch.nn.GRU`, computed in float32 under autocast on a CPU without AVX512-BF16 (:func:`stays_float32`).
 
     Example:
         >>> layer = GRU(4, 3, batch_first=True)
@@ -55,10 +55,19 @@ class GRUCell(nn.GRUCell):
 
 
 def stays_float32(tensor: Tensor) -> bool:
-    """Whether a GRU over the tensor ignores autocast: on a CPU, unless it multiplies bfloat16 with AVX-512."""
+    """Whether a GRU over the tensor ignores autocast: on a CPU, unless autocast is to bfloat16 and the CPU has AVX512-BF16.
+
+    PyTorch must use AVX-512 as well: the variable ``ATEN_CPU_CAPABILITY`` may forbid it.
+    """
     if tensor.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return False
-    return torch.get_autocast_dtype("cpu") != torch.bfloat16 or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return torch.get_autocast_dtype("cpu") != torch.bfloat16 or not _multiplies_bfloat16()
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether PyTorch says that the CPU has AVX512-BF16. A version that cannot say so counts as a CPU without it."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return supported is not None and torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(supported())
 
 
 def without_autocast() -> AbstractContextManager[Any]:

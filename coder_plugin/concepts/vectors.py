@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class FileVectors:
+class FoundVectors:
     """The vectors (float32 [d]) of the words that a source has, and ``sigma``, the standard deviation of its values."""
 
     vectors: dict[str, Tensor]
@@ -51,7 +51,7 @@ class VectorSource(Protocol):
         """What settings and messages call it."""
         ...
 
-    def read(self, words: Collection[str]) -> FileVectors:
+    def read(self, words: Collection[str]) -> FoundVectors:
         """The vectors of those of the words that it has."""
         ...
 
@@ -88,7 +88,7 @@ class ModelVectors:
         self.encode, self.name, self.template, self.center = encode, name, template, center
         self.settings: Mapping[str, Any] = {"template": template, "center": center}
 
-    def read(self, words: Collection[str]) -> FileVectors:
+    def read(self, words: Collection[str]) -> FoundVectors:
         """The vectors of all words. ``sigma`` is the standard deviation of their values."""
         ordered = sorted(set(words))
         with torch.no_grad():
@@ -101,7 +101,7 @@ class ModelVectors:
         table = F.normalize(embeddings, dim=1)
         if self.center and len(ordered) > 1:
             table = F.normalize(table - table.mean(0), dim=1)
-        return FileVectors(dict(zip(ordered, table, strict=True)), table.shape[1], float(table.std(correction=0)))
+        return FoundVectors(dict(zip(ordered, table, strict=True)), table.shape[1], float(table.std(correction=0)))
 
 
 class WordVectors:
@@ -133,7 +133,7 @@ class WordVectors:
     def name(self) -> str:
         return self.path.name
 
-    def read(self, words: Collection[str]) -> FileVectors:
+    def read(self, words: Collection[str]) -> FoundVectors:
         """The vectors of those of ``words`` that the file has; of repeated rows the first counts.
 
         ``sigma`` is computed from the first 100,000 rows, the most frequent words in GloVe and word2vec files. Later rows
@@ -163,7 +163,7 @@ class WordVectors:
         if announced is not None and announced != rows:
             log.warning("%s: its first line says %d words, but it has %d", self.path, announced, rows)
         number_of, total, squares = moments
-        return FileVectors(vectors, dim, math.sqrt(max(squares / number_of - (total / number_of) ** 2, 0.0)))
+        return FoundVectors(vectors, dim, math.sqrt(max(squares / number_of - (total / number_of) ** 2, 0.0)))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Numbered lines that are not blank, as bytes: some files have words that are not valid UTF-8, or contain characters

@@ -45,7 +45,7 @@ class Alignment(KeepsState, ReadsTags):
             authors' code for CAMERA; a trainer puts its number of steps there.
         init: ``random``: the prototypes start as random directions, as in the authors' code. ``regions`` (our choice): after
             the first optimizer step K regions of its batch, drawn at random over all ranks, replace them; a batch with fewer
-            leaves the rest to the next steps.
+            leaves the rest to the next steps. Of accumulated batches they come from the last alone.
 
     Raises:
         ValueError: options out of range, or words and regions of different numbers of channels.
@@ -102,6 +102,8 @@ class Alignment(KeepsState, ReadsTags):
         self.words, self.freeze_steps, self.init = words, freeze_steps, init
         self.prototypes = nn.Parameter(F.normalize(torch.randn(prototypes, backbone.image_locals), dim=-1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        #: Whether no region is needed any more. Reading ``placed`` in every step would wait for the device.
+        self._complete = init != "regions"
         if init == "regions":
             self.register_buffer("placed", torch.zeros((), dtype=torch.int64))
         for name in ("loss", "entropy"):
@@ -120,7 +122,7 @@ class Alignment(KeepsState, ReadsTags):
         counted = self._counted(text_context_mask, text_tags)
         with torch.no_grad():
             similarity = correspondence(text_locals, counted, image_locals, image_context_mask)
-        if self.init == "regions" and self.training and torch.is_grad_enabled() and int(self.placed) < len(self.prototypes):
+        if not self._complete and self.training and torch.is_grad_enabled():
             self._stash_regions(image_locals, image_context_mask)
         prototypes = self._trained_prototypes()
         # the assignment gets no gradient: regions' scores need one where regions predict
@@ -176,9 +178,10 @@ class Alignment(KeepsState, ReadsTags):
     def health(self) -> dict[str, float]:
         """The parts of LCA in the last step, in nats, once there was one.
 
-        ``entropy``: of the words' targets, at most log K, where they are uniform and teach nothing. ``divergence``: how far the
-        words' predictions are from them, LCA less the entropy; 0 if they agree. ``placed``, with ``init="regions"``: share of
-        the prototypes that regions have replaced.
+        ``entropy``: of the targets, at most log K, where they are uniform and teach nothing. ``divergence``: how far the
+        predictions are from them, LCA less the entropy; 0 if they agree. Words predict, or regions, or both, as
+        ``lca.direction`` says; of both the figures are the mean. ``placed``, with ``init="regions"``: share of the prototypes
+        that regions have replaced.
         """
         figures = {}
         if float(self.loss) > 0:
@@ -208,6 +211,11 @@ class Alignment(KeepsState, ReadsTags):
         replace_rows(self.prototypes, rows, values)
         self.replaced_rows = [(self.prototypes, rows)]
         self.placed += len(regions)
+        self._complete = start + len(regions) == count
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._complete = self.init != "regions" or int(self.placed) == len(self.prototypes)
 
     def _counted(self, mask: Tensor, tags: Tensor | None) -> Tensor:
         if not self.tag_classes():

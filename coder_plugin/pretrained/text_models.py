@@ -19,12 +19,15 @@ from coder_plugin.pretrained.open import open_pretrained
 
 TextEncoder = Callable[[list[str]], Tensor]
 
-#: Modules of a sentence-transformers folder that :func:`open_text_model` reproduces. A length is irrelevant to cosines.
+#: Modules of a sentence-transformers folder that :func:`open_text_model` accepts. Normalize is left out: it changes no cosine.
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def open_text_model(spec: str, *, device: torch.device | str | None = None) -> TextEncoder:
-    """A function from n texts to their vectors [n, D], float32, on the CPU: those that the model retrieves by.
+    """A function from n texts to their vectors [n, D], float32, on the CPU.
+
+    An export, a run and an open_clip model give their retrieval vectors; a transformers encoder gives its pooled tokens, and a
+    transformers model of two towers its text features, neither of unit length.
 
     Args:
         spec: an export's folder, a run's, or ``hf-hub:OWNER/NAME``; an open_clip model with its weights,

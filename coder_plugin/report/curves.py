@@ -16,7 +16,7 @@ _HEALTH = {
     "momentum/image_spread": "variance of the image keys about their mean: 0 if they have collapsed, at most 1",
     "momentum/text_spread": "variance of the text keys about their mean: 0 if they have collapsed, at most 1",
     "momentum/drift": "distance of the momentum towers from the model, over the model's norm",
-    "alignment/divergence": "LCA less the entropy of its targets, nats: 0 if the words predict their regions' assignments",
+    "alignment/divergence": "LCA less the entropy of its targets, nats: 0 if all predictions equal their targets",
     "alignment/entropy": "entropy of LCA's targets, nats: log K if they are uniform and teach nothing",
     "alignment/placed": "share of LCA's prototypes that regions have replaced",
     "concepts/image_spread": "1 - mean cosine between the concept embeddings of a batch's images: 0 if they have collapsed",
@@ -26,7 +26,7 @@ _HEALTH = {
     "concepts/score": "mean cosine of a pair's two concept embeddings",
     "prototypes/idle": "share of the centres that no pair chose in and since the last clustering",
     "prototypes/changed": "share of the pairs whose label the last clustering changed",
-    "prototypes/restarted": "clusters that had become empty and started anew so far, over all",
+    "prototypes/restarted": "clusters that had become empty and started anew so far, divided by the number of clusters",
     "prototypes/used": "perplexity of the centres' sizes over their number: 1 if all are of the same size",
 }
 _DIRECTIONS = {"i2t": "Image to text", "t2i": "Text to image"}

@@ -206,7 +206,8 @@ class Run:
             log.info("frozen, because no term reads them: %s", ", ".join(model.coder_unread))
 
     def start(self, data: Any, epoch: int, writer: Any) -> None:
-        """Before the first step: raise :class:`CoderError` if a head cannot work with this batch size or length of run."""
+        """Before the first step: log the heads' notes, and raise :class:`CoderError` if a head cannot work with this batch size
+        or length of run."""
         args = self.args
         pairs = args.batch_size * args.accum_freq * args.world_size
         steps = data["train"].dataloader.num_batches // args.accum_freq
@@ -216,6 +217,9 @@ class Run:
                 f"{args.batch_size}, --accum-freq {args.accum_freq}, {args.world_size} processes)"
             )
         self.model.coder.check(batch=pairs, samples=pairs * steps * args.epochs)
+        for name, head in self.model.coder.heads.items():
+            for note in head.notes() if distributed.rank() == 0 else ():
+                log.info("%s: %s", name, note)
         self.started, self.writer, self.step = True, writer, steps * epoch
 
     def at_step(self, schedule: Callable[[int], Any], step: int) -> Any:

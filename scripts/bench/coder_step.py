@@ -111,7 +111,7 @@ class Step:
         sum(self.loss(**outputs).values()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.model.coder.post_step()
+        self.model.coder.post_step(self.optimizer)
 
     def parts(self, repeats: int) -> dict[str, float]:
         """Median seconds of each head and loss and of the whole step (key ``step``)."""

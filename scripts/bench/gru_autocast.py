@@ -5,6 +5,9 @@
     python scripts/bench/gru_autocast.py --threads 1 --gru-alone --batch-size 32 --dim 512
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python scripts/bench/gru_autocast.py --threads 1    as without AVX-512
 
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI` leaves AVX-512 without bfloat16. The GRU of the package goes by what the CPU has, so the
+third way, PyTorch's GRU, shows the effect.
+
 A step is forward, `dcl`, backward and AdamW; with `--gru-alone` the forward and backward pass of a bidirectional GRU over
 words of 300 channels. The ways take turns in one process, so that other load on the machine slows all alike. Ratios are
 medians over repetitions of CPU time.

@@ -263,7 +263,7 @@ def train(
             nn.utils.clip_grad_norm_(trainable, options.clip)
             optimizer.step()
             schedule.step()
-            model.coder.post_step()
+            model.coder.post_step(optimizer)
             with torch.no_grad():
                 model.logit_scale.clamp_(0, math.log(100))
             for name, value in losses.items():

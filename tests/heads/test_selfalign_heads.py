@@ -226,6 +226,39 @@ def test_regions_replace_random_prototypes():
     assert (copy.prototypes @ units.T).amax(1).min() > 1 - 1e-12
 
 
+def test_once_all_are_placed_no_step_waits_for_the_device():
+    full, part, towers = alignment(init="regions", prototypes=9), alignment(init="regions", prototypes=20), given("locals")
+    for head in (full, part):
+        head(**towers)
+        head.post_step()
+    state = {"prototypes": torch.zeros(9, D), "placed": torch.tensor(3)}
+    loaded = alignment(init="regions", prototypes=9)
+    loaded.load_state_dict(full.state_dict())
+    for head in (full, loaded):
+        start, placed = head.prototypes.detach().clone(), head.placed
+        head.placed = placed.to("meta")  # whose value cannot be read
+        head(**towers)
+        head.post_step()
+        assert torch.equal(head.prototypes, start)
+        head.placed = placed
+        head.load_state_dict(head.state_dict() | state)  # back to an earlier step
+        head(**towers)
+        head.post_step()
+        assert head.placed == 9 and not head.prototypes[:3].any() and head.prototypes[3:].any(1).all()
+    part(**towers)
+    part.post_step()
+    assert part.placed == 20
+
+
+def test_of_accumulated_batches_the_last_gives_regions():
+    head, first, last = alignment(init="regions", prototypes=9), given("locals"), given("locals")
+    last["image_locals"] = torch.ones_like(last["image_locals"])
+    head(**first)
+    head(**last)
+    head.post_step()
+    torch.testing.assert_close(head.prototypes.detach(), torch.full_like(head.prototypes, D**-0.5))
+
+
 def test_a_step_that_is_skipped_places_nothing():
     head = alignment(init="regions", prototypes=9)
     start = head.prototypes.detach().clone()

@@ -1,5 +1,6 @@
 """What goes over from one run of open_clip's trainer to the next, and what of its flags an objective changes."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import coder_plugin
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import rates
 from coder_plugin.integrations.open_clip.adapter import Adapter
@@ -55,6 +57,15 @@ def test_weights_bring_their_normalisation(weights: str, trained: runs.Ran, rele
     assert tuple(made[0][0].visual.preprocess_cfg["mean"]) == (0.5, 0.4, 0.3)
     assert tuple(made[0][2].transforms[-1].mean) == (0.5, 0.4, 0.3)
     assert tuple(made[1][2].transforms[-1].mean) == (0.1, 0.1, 0.1)  # a flag wins
+
+
+def test_heads_notes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    args = SimpleNamespace(batch_size=4, accum_freq=1, world_size=1, epochs=1)
+    data = {"train": SimpleNamespace(dataloader=SimpleNamespace(num_batches=2, num_samples=8))}
+    with caplog.at_level(logging.INFO):
+        model = coder_plugin.create_model("coder-tiny", loss="ascl(similarity=fusion)", context_blocks=1)
+        Run.start(SimpleNamespace(args=args, model=model), data, 0, None)  # type: ignore[arg-type]
+    assert caplog.text.count("fusion: no feature of the whole image") == 1
 
 
 def test_evaluation_wants_the_heads_that_score(trained: runs.Ran, released: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_flags_set_the_recipe_and_go_into_the_plan(tmp_path, made, capsys):  # n
     assert plan["notes"] == {"fusion": ["no feature of the whole image: V_g = V_g1 alone (AsCL eq. 3)"]}
 
 
-def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, made, capsys):  # noqa: F811
+def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, made, capsys, caplog):  # noqa: F811
     from coder_plugin.data.regions.precomp import PRECOMP
 
     folder = tmp_path / "data"
@@ -160,10 +161,13 @@ def test_a_feature_of_the_whole_image_is_read_where_the_data_have_it(tmp_path, m
     assert without.model.options.global_dim == 0
     # a run that left it out is evaluated without it
     kwargs = [*config(made, tmp_path)["model_kwargs"], "global_dim=0"]
-    without = Trainer.from_config(config(made, tmp_path, "left out", loss=FUSED, **given, model_kwargs=kwargs))
-    assert "V_g = V_g1 alone" in make_plan(without)["notes"]["fusion"][0]
     capsys.readouterr()
-    assert without.run()["last"]["rsum"] == pytest.approx(
+    with caplog.at_level(logging.INFO):
+        without = Trainer.from_config(config(made, tmp_path, "left out", loss=FUSED, **given, model_kwargs=kwargs))
+        assert "V_g = V_g1 alone" in make_plan(without)["notes"]["fusion"][0]
+        found = without.run()
+    assert (capsys.readouterr().out + caplog.text).count("V_g = V_g1 alone") == 1
+    assert found["last"]["rsum"] == pytest.approx(
         result(tmp_path, str(tmp_path / "left out"), "--export", "last")["rsum"], abs=0.01
     )
 

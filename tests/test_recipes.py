@@ -305,7 +305,7 @@ def test_a_file_is_one_recipe(tmp_path):
     recipe = recipes.load(write(tmp_path, 'base = "coder-f30k"\nbatch_size = 64\noptions = { dcl.mu = 0.2 }'))
     assert (recipe.name, recipe.loss) == ("mine", "coder-paper")
     assert recipe.settings == CODER | {"batch_size": 64}
-    assert recipe.options == {"prototypes.clusters": 10_000, "momentum.bank_size": 4096, "dcl.mu": 0.2}
+    assert recipe.options == {"prototypes.clusters": 10_000, "dcl.mu": 0.2}
     recipe = recipes.load(write(tmp_path, '[recipes.other]\nbase = "ascl-f30k"\nloss = "clip"\n"options" = {}'))
     assert (recipe.name, recipe.loss, recipe.options) == ("other", "clip", {}), "a new loss starts without the base's options"
     two = recipes.load(write(tmp_path, "\n".join(["[recipes.one]", 'loss = "clip"', "lr = 0.5"])))
@@ -418,7 +418,7 @@ def test_flags_win_over_a_recipe():
     config = resolve_config({"recipe": "coder-f30k", "train_data": "x.tar", "lr": 0.5, "set": ["dcl.mu=0.2"]})
     assert (config.model.name, config.loss.expression) == ("region-bert", "coder-paper")
     assert (config.optim.lr, config.optim.epochs) == (0.5, 30)
-    assert config.loss.set == ["prototypes.clusters=10000", "momentum.bank_size=4096", "dcl.mu=0.2"]
+    assert config.loss.set == ["prototypes.clusters=10000", "dcl.mu=0.2"]
     assert config.origins["lr"] == "flag" and config.origins["epochs"] == "recipe coder-f30k"
     objective = make_objective(config)
     assert objective == objective_of("coder-f30k").with_options({"dcl.mu": 0.2})

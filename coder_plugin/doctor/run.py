@@ -16,7 +16,6 @@ from coder_plugin.training.run_folder import Record, RunFolder, describe
 #: Variance of a bank's keys below which they have collapsed to nearly one point.
 SPREAD = 0.05
 DRIFT = 0.5
-IDLE = 0.5
 USED = 0.1
 _CHANCE = 3  # times the R@sum of chance, below which a model retrieves nothing
 _EARLY = 10  # log lines before figures mean anything: fresh towers give nearly equal keys and fill prototypes unevenly
@@ -184,7 +183,7 @@ def _losses(records: Records) -> Iterator[Finding]:
 
 
 def _term_started(first: Records, last: Records) -> bool:
-    """Whether a term was 0 at first and is not any more, as that of prototypes until all are filled: the sums differ then."""
+    """Whether a term was 0 at first and is not any more, as ``pgc`` before the first clustering: the sums differ then."""
 
     def zero(records: Records) -> set[str]:
         return {key for key in records[0] if key.endswith("_loss") and all(each.get(key) == 0 for each in records)}
@@ -235,17 +234,14 @@ def _alarm(head: str, metric: str, value: float) -> Finding | None:
     if metric.endswith("_spread") and value < SPREAD:
         side = metric.removesuffix("_spread")
         text = f"{head}: the {side} embeddings have collapsed to nearly one point: spread {value:.3g}"
-        return problem("run.health.collapse", text, "a lower --lr and a longer --warmup; start from --pretrained")
+        do = "a lower --lr and a longer --warmup, or start from --pretrained; for concepts: concept_dcl.positive_weight=2"
+        return problem("run.health.collapse", text, do)
     if metric == "drift" and value > DRIFT:
         text = f"{head}: the momentum towers differ from the model by {value:.2g} of its norm: the bank's keys are outdated"
         return warning("run.health.drift", text, "a lower --lr, or a lower momentum: --set momentum.momentum=0.99")
     if metric == "images" and value < 0.5:
         text = f"{head}: {100 * value:.0f} % of the bank's entries are of different images: the bank is larger than the data"
         return note("run.health.bank", text, "--set momentum.bank_size= at most the number of training images")
-    if metric == "idle" and value > IDLE:
-        return warning(
-            "run.health.idle", f"{head}: recent pairs choose none of {100 * value:.0f} % of the prototypes", fewer
-        )
     if metric == "used" and value < USED:
         text = f"{head}: nearly all pairs choose a few prototypes, in effect {100 * value:.1f} % of them"
         return warning("run.health.crowded", text, fewer)

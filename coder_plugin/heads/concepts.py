@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coder_plugin import distributed
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.errors import CoderError
@@ -56,8 +57,8 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         beta: weight of the instance level in the score, in [0, 1].
         decoder: what scores positions in the text query's GPO: ``linear``, as released for VSE-infinity, or ``mlp``, the
             two-layer perceptron that the paper prints.
-        tower_gradient: factor on the gradient that enters the towers, in [0, 1]; 0: the head learns from the towers'
-            features and does not change them.
+        tower_gradient: factor on the gradient that enters the towers, in [0, 1]. By default the head learns from the towers'
+            features and does not change them; in the paper it does, that is 1.
         warmup: number of steps, >= 0, over which the gradient into the towers grows from zero to its full size, and the
             weight 1 - beta from zero to its value.
 
@@ -94,7 +95,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         norm: Literal["batch", "none"] = "batch",
         beta: float = 0.9,
         decoder: Decoder = "linear",
-        tower_gradient: float = 1.0,
+        tower_gradient: float = 0.0,
         warmup: int = 0,
     ) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         concepts = self.concepts()
         images, image_attention = self._image_concepts(image_pooled, concepts)
         texts, text_attention = self._text_concepts(text_tokens, text_mask, concepts)
-        if self.training:
+        if self.training and len(images) > 1:
             self._measure(images, texts, image_attention, text_attention)
         return {"coder_image_concepts": images, "coder_text_concepts": texts}
 
@@ -192,26 +193,30 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         super().post_step()
 
     def health(self) -> dict[str, float]:
-        """Figures of the last training batch; empty before the first step.
+        """Figures of the last training batch, means over ranks; empty before the first step. Call it on all ranks.
 
         ``image_spread``, ``text_spread``: 1 - mean cosine between the concept embeddings of different samples; near 0 they
         have collapsed. ``image_concepts``, ``text_concepts``: number of concepts that share a sample's attention, the mean
         over samples of the exponential of its entropy, in [1, g]. ``score``: mean cosine of a pair's two embeddings.
         """
-        figures = {name: float(value) for name, value in self._figures.items()}
-        if not self._warned and int(self.steps) >= _STEPS_TO_SPREAD and figures.get("image_spread", 1.0) < _COLLAPSED:
+        if not self._figures:
+            return {}
+        means = distributed.all_mean(torch.stack(list(self._figures.values())))
+        figures = dict(zip(self._figures, means.tolist(), strict=True))
+        collapsed = [side for side in ("image", "text") if figures[f"{side}_spread"] < _COLLAPSED]
+        if collapsed and not self._warned and int(self.steps) >= _STEPS_TO_SPREAD and distributed.rank() == 0:
             self._warned = True
             log.warning(
-                "concepts: after %d steps the concept embeddings of different images still have a mean cosine of %.3f: the "
-                "concept level has collapsed (try concepts.norm=batch, concept_dcl.positive_weight=2, a larger "
+                "concepts: after %d steps the concept embeddings of different samples still have a mean cosine of %.3f "
+                "(%s): the concept level has collapsed (try concepts.norm=batch, concept_dcl.positive_weight=2, a larger "
                 "concepts.scale, or more words with vectors)",
-                int(self.steps), 1 - figures["image_spread"],
+                int(self.steps), 1 - min(figures[f"{side}_spread"] for side in collapsed), " and ".join(collapsed),
             )  # fmt: skip
         return figures
 
     @torch.no_grad()
     def _measure(self, images: Tensor, texts: Tensor, image_attention: Tensor, text_attention: Tensor) -> None:
-        number = max(2, len(images))
+        number = len(images)
         for side, embeddings, attention in (("image", images, image_attention), ("text", texts, text_attention)):
             cosines = (embeddings.sum(0).square().sum() - number) / (number * (number - 1))
             self._figures[f"{side}_spread"] = 1 - cosines

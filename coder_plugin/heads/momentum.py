@@ -66,13 +66,12 @@ class Momentum(KeepsState, FollowsModel):
 
     @classmethod
     def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
-        """``bank_size``: a seventh of the images, in whole batches, at least one and at most 4,096 entries. Where all
-        captions are pairs, five pairs count as an image."""
+        """``bank_size``: a seventh of the images, at most 4,096 and at least one batch. Where all captions are pairs, five
+        pairs count as an image."""
         if "bank_size" in options:
             return {}
-        step = facts.pairs_per_step or 1
         images = facts.samples_per_epoch // (5 if facts.captions == "all" else 1)
-        return {"bank_size": max(step, min(4096, images // 7 // step * step))}
+        return {"bank_size": max(facts.pairs_per_step or 1, min(4096, images // 7))}
 
     def attach(self, model: Any) -> None:
         self.towers.copy_from(model)

@@ -93,9 +93,7 @@ class Prototypes(KeepsState):
             pairs = facts.samples_per_epoch * (5 if facts.captions == "draw" else 1)
             values["clusters"] = clusters = max(2, min(10_000, pairs // 15))
         if options.get("recluster") is None:
-            step = facts.pairs_per_step or 1
-            epoch = max(1, facts.samples_per_epoch // step) * step  # an incomplete last batch is dropped
-            values["recluster"] = max(clusters, min(epoch, _PAIRS_PER_CLUSTER * clusters))
+            values["recluster"] = max(clusters, min(facts.samples_per_epoch, _PAIRS_PER_CLUSTER * clusters))
         return values
 
     def check(self, *, batch: int, samples: int) -> None:
@@ -120,10 +118,9 @@ class Prototypes(KeepsState):
     def health(self) -> dict[str, float]:
         """Figures of the centres; none before the first clustering.
 
-        ``used``: perplexity of the cluster sizes, divided by K: 1 if all clusters have the same size. ``idle``: share of
-        the centres that no pair chose since, and in, the last clustering. ``changed``: share of the clustered pairs that
-        got another label by the last clustering than they had in their step. ``restarted``: clusters that had become empty
-        and started anew so far, divided by K.
+        ``used``: perplexity of the cluster sizes, divided by K: 1 if all clusters have the same size. ``changed``: share of
+        the clustered pairs that got another label by the last clustering than they had in their step. ``restarted``:
+        clusters that had become empty and started anew so far, divided by K.
         """
         centres = self.centres
         if not bool(centres.ready):
@@ -131,7 +128,6 @@ class Prototypes(KeepsState):
         share = centres.counts.double() / centres.counts.sum().clamp(min=1)
         return {
             "used": float(torch.special.entr(share).sum().exp()) / centres.clusters,
-            "idle": float((centres.counts == 0).double().mean()),
             "changed": float(self.changed),
             "restarted": int(self.restarted) / centres.clusters,
         }

@@ -15,7 +15,7 @@ class PGC(Term):
     """:func:`coder_plugin.functional.pgc` with the prototypes to which the online clustering assigns the pairs.
 
     A pair is ``image_features + text_features``, detached and normalised. Labels come from the centres before this
-    step's update. Until all centres are filled the loss is zero.
+    step's update. Until the first clustering the loss is zero.
 
     Example:
         >>> from types import SimpleNamespace

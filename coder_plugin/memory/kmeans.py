@@ -66,7 +66,7 @@ class OnlineKMeans(nn.Module):
             ValueError: a shape other than [n, D].
         """
         samples, _ = self._unit(samples)
-        return self._nearest(samples, self.centres)[0]
+        return self._nearest(samples, self.centres)
 
     @torch.no_grad()
     def update(self, samples: Tensor, labels: Tensor | None = None) -> None:
@@ -85,7 +85,7 @@ class OnlineKMeans(nn.Module):
         """
         samples, norms = self._unit(samples)
         if labels is None:
-            labels = self._nearest(samples, self.centres)[0]
+            labels = self._nearest(samples, self.centres)
         if labels.shape != norms.shape or labels.is_floating_point():
             raise ValueError(f"labels must be integers ({len(norms)},), got {labels.dtype} {tuple(labels.shape)}")
         if not len(samples):
@@ -142,35 +142,42 @@ class OnlineKMeans(nn.Module):
         if len(samples) < self.clusters:
             raise ValueError(f"{len(samples)} samples that are not zero cannot make {self.clusters} clusters")
         new = torch.zeros_like(self.counts, dtype=torch.bool)
+        failure = None
         if distributed.rank() == 0:
-            generator = torch.Generator().manual_seed(seed)
-            if bool(self.ready):
-                centres = self.centres.clone()
-            else:
-                centres = samples[torch.randperm(len(samples), generator=generator)[: self.clusters].to(samples.device)]
-                new.fill_(True)
-            for _ in range(iterations):
-                labels, _ = self._nearest(samples, centres)
-                sums = torch.zeros_like(centres).index_add_(0, labels, samples)
-                centres = torch.where(sums.norm(dim=1, keepdim=True) > 0, normalize(sums, dim=1), centres)
-                empty = (torch.bincount(labels, minlength=self.clusters) == 0).nonzero().flatten()
-                drawn = torch.randperm(len(samples), generator=generator)[: len(empty)]
-                centres[empty] = samples[drawn.to(samples.device)]
-                new[empty] = True
-            self.centres.copy_(centres)
-            self.counts.copy_(torch.bincount(self._nearest(samples, centres)[0], minlength=self.clusters))
+            try:
+                self._lloyd(samples, new, iterations, torch.Generator().manual_seed(seed))
+            except Exception as error:  # the other ranks wait and must fail too
+                failure = error
+        if distributed.any_rank(failure is not None, samples.device):
+            raise failure or RuntimeError("the clustering failed on rank 0; its own error says why")
         for buffer in (self.centres, self.counts, new):
             distributed.broadcast(buffer)
         self.ready.fill_(True)
         return new
 
-    def _nearest(self, samples: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-        """The centre with the highest cosine to each unit sample, int64 [n], and that cosine [n]."""
+    def _lloyd(self, samples: Tensor, new: Tensor, iterations: int, generator: torch.Generator) -> None:
+        """Cluster unit samples [m, D]; mark in ``new``, bool [K], the ids whose cluster is new."""
+        if bool(self.ready):
+            centres = self.centres.clone()
+        else:
+            centres = samples[torch.randperm(len(samples), generator=generator)[: self.clusters].to(samples.device)]
+            new.fill_(True)
+        for _ in range(iterations):
+            labels = self._nearest(samples, centres)
+            sums = torch.zeros_like(centres).index_add_(0, labels, samples)
+            centres = torch.where(sums.norm(dim=1, keepdim=True) > 0, normalize(sums, dim=1), centres)
+            empty = (torch.bincount(labels, minlength=self.clusters) == 0).nonzero().flatten()
+            drawn = torch.randperm(len(samples), generator=generator)[: len(empty)]
+            centres[empty] = samples[drawn.to(samples.device)]
+            new[empty] = True
+        self.centres.copy_(centres)
+        self.counts.copy_(torch.bincount(self._nearest(samples, centres), minlength=self.clusters))
+
+    def _nearest(self, samples: Tensor, centres: Tensor) -> Tensor:
+        """The centre with the highest cosine to each unit sample, int64 [n]."""
         with torch.autocast(samples.device.type, enabled=False):
-            parts = [(rows @ centres.T).max(1) for rows in samples.split(max(1, _SIMILARITIES // self.clusters))]
-        if not parts:
-            return torch.zeros(0, dtype=torch.int64, device=samples.device), samples.new_zeros(0)
-        return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+            rows = samples.split(max(1, _SIMILARITIES // self.clusters))
+            return torch.cat([(part @ centres.T).argmax(1) for part in rows])
 
     def _unit(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Checked samples in float32, divided by their norms, and the norms [n]."""

@@ -32,28 +32,42 @@ def replace_rows(parameter: Tensor, rows: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def reset_moments(optimizer: Any, parameter: Tensor, rows: Tensor) -> None:
-    """Set the optimizer's state of some rows to zero: every tensor of its state that has the parameter's shape.
+    """Let the optimizer forget some rows.
+
+    If all rows are new, its whole state of the parameter is dropped, the number of steps included, and begins anew. Else
+    averages of gradients become zero. Averages of squared gradients become the mean of the other rows: at zero, and with
+    the number of steps that the parameter has, Adam would divide by almost nothing, and take steps of several times the
+    learning rate.
 
     Args:
-        optimizer: a torch optimizer, or a wrapper with its ``state``.
+        optimizer: a torch optimizer, or a wrapper with its ``state``. Squares are known by ``sq`` or ``square`` in their names.
         parameter: [K, F]. A parameter that the optimizer has not stepped yet has no state.
         rows: bool [K].
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 1))
         >>> optimizer = torch.optim.Adam([weight])
-        >>> weight.grad = torch.ones(2, 1)
+        >>> weight.grad = torch.tensor([[1.0], [3.0]])
         >>> optimizer.step()
         >>> reset_moments(optimizer, weight, torch.tensor([False, True]))
-        >>> [round(value, 4) for value in optimizer.state[weight]["exp_avg"].flatten().tolist()]
-        [0.1, 0.0]
+        >>> [optimizer.state[weight][name].flatten().round(decimals=4).tolist() for name in ("exp_avg", "exp_avg_sq")]
+        [[0.10000000149011612, 0.0], [0.0010000000474974513, 0.0010000000474974513]]
     """
-    if parameter not in optimizer.state:
+    if parameter not in optimizer.state or not rows.any():
+        return
+    if rows.all():
+        optimizer.state.pop(parameter)
         return
     mask = _part_of(rows[:, None].expand(parameter.shape), parameter)
-    for value in optimizer.state[parameter].values():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            distributed.local(value).masked_fill_(mask, 0)
+    for name, value in optimizer.state[parameter].items():
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            continue
+        fresh = torch.zeros((), dtype=value.dtype, device=mask.device)
+        if "sq" in name:
+            full = value.full_tensor() if distributed.is_sharded(value) else value  # type: ignore[attr-defined]
+            fresh = _part_of(full[~rows.to(full.device)].mean(0).expand(full.shape), value)
+        state = distributed.local(value)
+        state.copy_(torch.where(mask.to(state.device), fresh.to(state.device), state))
 
 
 def _part_of(full: Tensor, parameter: Tensor) -> Tensor:

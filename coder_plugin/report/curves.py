@@ -24,7 +24,6 @@ _HEALTH = {
     "concepts/image_concepts": "number of concepts that share an image's attention",
     "concepts/text_concepts": "number of concepts that share a text's attention",
     "concepts/score": "mean cosine of a pair's two concept embeddings",
-    "prototypes/idle": "share of the centres that no pair chose in and since the last clustering",
     "prototypes/changed": "share of the pairs whose label the last clustering changed",
     "prototypes/restarted": "clusters that had become empty and started anew so far, divided by the number of clusters",
     "prototypes/used": "perplexity of the centres' sizes over their number: 1 if all are of the same size",

@@ -51,7 +51,7 @@ class Centres:
     """The prototypes of one head.
 
     Args:
-        clusters: K. ready: whether the pairs have been clustered. idle: number of centres without a pair.
+        clusters: K. ready: whether the pairs have been clustered.
         passed: pairs so far. changed, restarted: as in :meth:`coder_plugin.heads.prototypes.Prototypes.health`, restarted as a
             number. sizes: pairs that chose each centre in and since the last clustering. norms: of the centres.
     """
@@ -59,7 +59,6 @@ class Centres:
     head: str
     clusters: int
     ready: bool
-    idle: int
     passed: int
     changed: float
     restarted: int
@@ -203,7 +202,6 @@ def _centres(file: Any, owner: str, head: str) -> Centres:
         head,
         len(counts),
         bool(file.get_tensor(f"{owner}.ready")),
-        int((counts == 0).sum()),
         int(file.get_tensor(f"{above}.passed")),
         float(file.get_tensor(f"{above}.changed")),
         int(file.get_tensor(f"{above}.restarted")),
@@ -237,7 +235,6 @@ def _centres_block(centres: Centres) -> dict[str, Any]:
     figures = []
     if centres.ready:
         tiles += [
-            (f"{centres.idle:,}", "chosen by no pair in and since the last clustering"),
             (f"{100 * centres.changed:.0f} %", "of the pairs changed their label in the last clustering"),
             (f"{centres.restarted:,}", "clusters had become empty and started anew so far"),
         ]

@@ -35,6 +35,7 @@ from coder_plugin.backbones.feature_capture import FeatureCapture
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
 from coder_plugin.expression import parse_value
+from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
@@ -164,20 +165,18 @@ def make_model(objective: Objective, seed: int, path: str, initial: dict[str, Te
 def train(
     text: str, lr: float, seed: int, data: dict[str, Any], options: argparse.Namespace, initial: dict[str, Tensor] | None
 ) -> tuple[dict[int, dict[str, float]], Any, dict[str, tuple[float, float]]]:
-    settings: dict[str, Any] = dict(setting.split("=", 1) for setting in options.set)
+    settings = {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in options.set)}
     objective = Objective.parse(text)
-    heads = coder_plugin.model.required_heads(objective)
-    pairs = len(data["train"]["images" if options.captions == "draw" else "ids"])
-    if "concepts" in heads:
-        settings.setdefault("concepts.vocabulary", options.concepts)
-    if "prototypes" in heads:
-        settings.setdefault("prototypes.clusters", len(data["train"]["ids"]) // 15)
-        settings.setdefault("prototypes.recluster", pairs // options.batch_size * options.batch_size)
-    if "progress" in heads:
-        settings.setdefault("progress.steps_per_epoch", pairs // options.batch_size)
-    settings = {key: parse_value(str(value)) for key, value in settings.items() if key.split(".")[0] in
-                {*heads, *(term.name for term in objective.terms)}}  # fmt: skip
-    objective = objective.with_options(settings)
+    heads = coder_plugin.model.required_heads_with(objective, Head)
+    owners = {*heads, *(term.name for term in objective.terms)}
+    objective = objective.with_options({key: value for key, value in settings.items() if key.split(".")[0] in owners})
+    facts = TrainingFacts(
+        loss=text, samples_per_epoch=len(data["train"]["images" if options.captions == "draw" else "ids"]),
+        captions=options.captions, pairs_per_step=options.batch_size, concepts=options.concepts,
+    )  # fmt: skip
+    chosen = {name: dict(values) for name, values in objective.heads}
+    derived = {name: head.options_from_data(chosen.get(name, {}), facts) for name, head in heads.items()}
+    objective = objective.with_options({f"{name}.{key}": v for name, values in derived.items() for key, v in values.items()})
     model = make_model(objective, seed, options.model, initial)
     loss = coder_plugin.create_loss(objective, model=model)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -271,7 +270,8 @@ def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float]) ->
     vectors = images, torch.cat(texts)
     result = recall_from_embeddings(*vectors, split["image_of_caption"])
     figures = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
-    if "concepts" in model.coder.heads:  # the vectors are [sqrt(beta) v, sqrt(1 - beta) v_C]
+    scoring = "concepts" in model.coder.heads and model.coder.heads["concepts"].score_weights()[1] > 0
+    if scoring:  # the vectors are [sqrt(beta) v, sqrt(1 - beta) v_C]
         dim = model.coder.heads["concepts"].block_dim
         levels = slice(-dim), slice(-dim, None)
         instance, concept = ([F.normalize(v[:, columns], dim=1) for v in vectors] for columns in levels)

@@ -152,7 +152,7 @@ def test_a_sound_log(tmp_path: Path) -> None:
         ({"coder__momentum__text_spread": 0.01}, "run.health.collapse"),
         ({"coder__momentum__drift": 0.8}, "run.health.drift"),
         ({"coder__momentum__images": 0.3}, "run.health.bank"),
-        ({"coder__prototypes__idle": 0.7}, "run.health.idle"),
+        ({"coder__concepts__text_spread": 0.01}, "run.health.collapse"),
         ({"coder__prototypes__used": 0.05}, "run.health.crowded"),
     ],
 )

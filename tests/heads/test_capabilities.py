@@ -72,7 +72,7 @@ def test_options_from_data():
     assert heads["prototypes"].options_from_data({}, facts)["clusters"] == 333  # 1,000 images, five captions each
     assert heads["prototypes"].options_from_data({"clusters": 9, "recluster": 9}, facts) == {}
     every = TrainingFacts(loss="x", samples_per_epoch=1000, captions="all")
-    assert heads["momentum"].options_from_data({}, facts) == {"bank_size": 128}  # a seventh of 1,000, in batches of 64
+    assert heads["momentum"].options_from_data({}, facts) == {"bank_size": 142}  # a seventh of 1,000
     assert heads["momentum"].options_from_data({"bank_size": 9}, facts) == {}
     assert heads["momentum"].options_from_data({}, every) == {"bank_size": 28}  # 200 images
     f30k = TrainingFacts(loss="x", samples_per_epoch=145_000, captions="all", pairs_per_step=128)

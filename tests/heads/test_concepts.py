@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import leaky_relu, linear, normalize
+from torch.nn.functional import leaky_relu, linear
 
 from coder_plugin import distributed
 from coder_plugin.functional import dcl
@@ -92,7 +92,7 @@ def test_the_second_layer_has_no_activation():
 ])  # fmt: skip
 def test_the_gradient_into_the_towers_is_scaled_and_values_are_not(tower_gradient, warmup, steps, factor):
     results = []
-    for module in (head(), head(tower_gradient=tower_gradient, warmup=warmup)):
+    for module in (head(tower_gradient=1.0), head(tower_gradient=tower_gradient, warmup=warmup)):
         module.train().steps.fill_(steps)
         batch = inputs(6)
         leaves = [batch[key].requires_grad_() for key in ("image_pooled", "text_tokens")]
@@ -165,9 +165,14 @@ def test_health_by_hand():
     assert module.health() == figures, "evaluation leaves the figures of training"
 
 
-def test_a_collapse_is_said_once(caplog):
-    module = head(norm="none").train()
-    module(image_pooled=torch.ones(4, 8), text_tokens=torch.ones(4, 5, 6), text_mask=torch.ones(4, 5, dtype=torch.bool))
+@pytest.mark.parametrize("side", ["image", "text"])
+def test_a_collapse_of_one_side_is_said_once(caplog, side):
+    module = head(norm="none", scale=50.0).train()
+    batch = inputs(6)
+    spread = {"image_pooled": 9 * torch.randn(6, 8), "text_tokens": 9 * torch.randn(6, 1, 6).expand(6, 5, 6)}
+    batch |= {key: torch.ones_like(value) if key.startswith(side) else value for key, value in spread.items()}
+    batch["text_mask"] = torch.ones_like(batch["text_mask"])
+    module(**batch)
     with caplog.at_level(logging.WARNING):
         module.steps.fill_(99)
         module.health()
@@ -175,7 +180,7 @@ def test_a_collapse_is_said_once(caplog):
         module.steps.fill_(100)
         module.health()
         module.health()
-    assert len(caplog.records) == 1 and "the concept level has collapsed" in caplog.text
+    assert len(caplog.records) == 1 and f"({side}): the concept level has collapsed" in caplog.text
     module = head().train()
     module(**inputs(6))
     module.steps.fill_(100)
@@ -183,20 +188,27 @@ def test_a_collapse_is_said_once(caplog):
     assert len(caplog.records) == 1
 
 
-def over_ranks() -> tuple[Tensor, Tensor, Tensor]:
+def test_one_sample_has_no_spread():
+    module = head(norm="none").train()
+    module(**inputs(1))
+    assert module.health() == {}
+
+
+def over_ranks() -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
     module = head().train()
     rank, batch = distributed.rank(), inputs(8)
     rows = slice(4 * rank, 4 * rank + 4) if distributed.world_size() > 1 else slice(None)
     out = module(**{key: value[rows] for key, value in batch.items()})
     norm = module.image_query[1]
-    return out["coder_image_concepts"].detach(), out["coder_text_concepts"].detach(), norm.running_mean
+    return out["coder_image_concepts"].detach(), out["coder_text_concepts"].detach(), norm.running_mean, module.health()
 
 
 def test_batch_statistics_are_those_of_all_ranks():
-    (images, texts, mean), (more_images, more_texts, same_mean) = gloo.run(over_ranks)
-    want_images, want_texts, want_mean = over_ranks()
+    (images, texts, mean, figures), (more_images, more_texts, same_mean, same_figures) = gloo.run(over_ranks)
+    want_images, want_texts, want_mean, want_figures = over_ranks()
     torch.testing.assert_close(torch.cat([images, more_images]), want_images)
     torch.testing.assert_close(torch.cat([texts, more_texts]), want_texts)
     torch.testing.assert_close(mean, want_mean)
     torch.testing.assert_close(same_mean, want_mean)
-    assert normalize(want_images, dim=1).std(0).max() > 1e-3
+    assert figures == same_figures, "means over ranks"
+    assert figures["score"] == pytest.approx(want_figures["score"], abs=1e-5)

@@ -44,9 +44,9 @@ def test_prototype_figures():
     head.centres.counts.copy_(torch.tensor([5, 5, 5, 5]))
     head.changed.fill_(0.25)
     head.restarted.fill_(2)
-    assert head.health() == {"used": pytest.approx(1.0), "idle": 0.0, "changed": 0.25, "restarted": 0.5}
+    assert head.health() == {"used": pytest.approx(1.0), "changed": 0.25, "restarted": 0.5}
     head.centres.counts.copy_(torch.tensor([20, 0, 0, 0]))
-    assert head.health() == {"used": pytest.approx(1 / 4), "idle": 0.75, "changed": 0.25, "restarted": 0.5}
+    assert head.health() == {"used": pytest.approx(1 / 4), "changed": 0.25, "restarted": 0.5}
 
 
 def test_alignment_figures():

@@ -124,7 +124,9 @@ def test_the_first_clustering_starts_from_samples_and_all_ids_are_new() -> None:
     assert means.ready and means.counts.sum() == 400 and (means.counts > 0).all()
     other.recluster(samples, seed=1)
     assert equal(means, other)
-    assert not torch.equal(OnlineKMeans(8, 8).recluster(samples, seed=2), means.centres)
+    third = OnlineKMeans(8, 8)
+    third.recluster(samples, seed=2)
+    assert not torch.equal(third.centres, means.centres)
     once = OnlineKMeans(8, 8)
     once.recluster(samples, iterations=1, seed=1)
     assert mean_cosine(means, samples) >= mean_cosine(once, samples)
@@ -218,6 +220,20 @@ def test_two_processes_follow_rank_0() -> None:
     want, want_new = updates(False)
     assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], want[name]) for name in want)
     assert torch.equal(first_new, second_new) and torch.equal(first_new, want_new) and want_new.any()
+
+
+def fails_on_rank_0() -> str:
+    means = OnlineKMeans(2, 2)
+    means._lloyd = lambda *_: 1 / 0  # type: ignore[method-assign]
+    try:
+        means.recluster(torch.eye(2))
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
+
+
+def test_a_failure_on_rank_0_ends_the_others_too() -> None:
+    assert gloo.run(fails_on_rank_0) == ["ZeroDivisionError", "RuntimeError"]
 
 
 def test_what_is_broadcast_does_not_grow_with_the_clusters(monkeypatch) -> None:

@@ -174,7 +174,7 @@ def test_state_is_the_checkpoints(tmp_path: Path) -> None:
     assert one.norms["image"] == pytest.approx([1.0] * 18) and one.norms["text"] == pytest.approx([2.0] * 18)
     assert one.ages.tolist() == [2] * 6 + [1] * 6 + [0] * 6
     assert (other.head, other.clusters, other.ready, other.passed) == ("prototypes", 8, True, 18)
-    assert other.sizes == centres.counts.double().tolist() and other.idle == int((centres.counts == 0).sum())
+    assert other.sizes == centres.counts.double().tolist()
     assert other.norms == pytest.approx([1.0] * 8, abs=1e-6) and (other.changed, other.restarted) == (0.25, 3)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CoderError, match="cannot be read"):

@@ -157,7 +157,7 @@ class Coder(nn.Module):
 
         Args:
             optimizer: where a head starts rows of a parameter anew, such as the classifier rows of new prototypes, the
-                optimizer's moments of these rows are set to zero. None: they stay.
+                optimizer forgets these rows (:func:`coder_plugin.memory.rows.reset_moments`). None: it keeps its moments.
         """
         for head in heads_with(self.heads, KeepsState).values():
             head.post_step()

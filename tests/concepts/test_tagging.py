@@ -83,7 +83,7 @@ def test_damaged_and_ambiguous_folders(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.cfg").write_text("[nonsense")
-    with pytest.raises(CoderError, match="holds 2 pipelines"):
+    with pytest.raises(CoderError, match="has 2 pipelines"):
         spacy_tagger(str(tmp_path))
     with pytest.raises(CoderError, match="cannot be loaded"):
         spacy_tagger(str(tmp_path / "a"))

@@ -127,7 +127,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         # W^v and W^w start as the identity, the plain cosine: with random matrices the attention would be flat
         self.image_weight = nn.Parameter(torch.eye(dim))
         self.text_weight = nn.Parameter(torch.eye(dim))
-        self._figures: dict[str, Tensor] = {}
+        self._sums: Tensor | None = None
         self._warned = False
 
     @classmethod
@@ -148,7 +148,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         concepts = self.concepts()
         images, image_attention = self._image_concepts(image_pooled, concepts)
         texts, text_attention = self._text_concepts(text_tokens, text_mask, concepts)
-        if self.training and len(images) > 1:
+        if self.training:
             self._measure(images, texts, image_attention, text_attention)
         return {"coder_image_concepts": images, "coder_text_concepts": texts}
 
@@ -193,16 +193,22 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         super().post_step()
 
     def health(self) -> dict[str, float]:
-        """Figures of the last training batch, means over ranks; empty before the first step. Call it on all ranks.
+        """Figures of the last training batch of all ranks; empty before the first step. Call it on all ranks.
 
         ``image_spread``, ``text_spread``: 1 - mean cosine between the concept embeddings of different samples; near 0 they
         have collapsed. ``image_concepts``, ``text_concepts``: number of concepts that share a sample's attention, the mean
         over samples of the exponential of its entropy, in [1, g]. ``score``: mean cosine of a pair's two embeddings.
         """
-        if not self._figures:
+        if self._sums is None:
             return {}
-        means = distributed.all_mean(torch.stack(list(self._figures.values())))
-        figures = dict(zip(self._figures, means.tolist(), strict=True))
+        sums = distributed.all_sum(self._sums)
+        dim = self.block_dim
+        number, score, image_concepts, text_concepts = sums[2 * dim :].tolist()
+        if number < 2:
+            return {}
+        figures = {"image_concepts": image_concepts / number, "text_concepts": text_concepts / number, "score": score / number}
+        for side, total in (("image", sums[:dim]), ("text", sums[dim : 2 * dim])):
+            figures[f"{side}_spread"] = 1 - (float(total.square().sum()) - number) / (number * (number - 1))
         collapsed = [side for side in ("image", "text") if figures[f"{side}_spread"] < _COLLAPSED]
         if collapsed and not self._warned and int(self.steps) >= _STEPS_TO_SPREAD and distributed.rank() == 0:
             self._warned = True
@@ -216,12 +222,10 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
     @torch.no_grad()
     def _measure(self, images: Tensor, texts: Tensor, image_attention: Tensor, text_attention: Tensor) -> None:
-        number = len(images)
-        for side, embeddings, attention in (("image", images, image_attention), ("text", texts, text_attention)):
-            cosines = (embeddings.sum(0).square().sum() - number) / (number * (number - 1))
-            self._figures[f"{side}_spread"] = 1 - cosines
-            self._figures[f"{side}_concepts"] = torch.special.entr(attention).sum(1).exp().mean()
-        self._figures["score"] = (images * texts).sum(1).mean()
+        """Keep the sums over this rank's samples from which :meth:`health` computes its figures."""
+        effective = [torch.special.entr(attention).sum(1).exp().sum() for attention in (image_attention, text_attention)]
+        number = images.new_full((), len(images))
+        self._sums = torch.cat([images.sum(0), texts.sum(0), torch.stack([number, (images * texts).sum(), *effective])])
 
     def _image_concepts(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
         query = self.image_query(self._scale_gradient(pooled).to(self.image_weight.dtype))

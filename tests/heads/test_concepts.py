@@ -210,5 +210,4 @@ def test_batch_statistics_are_those_of_all_ranks():
     torch.testing.assert_close(torch.cat([texts, more_texts]), want_texts)
     torch.testing.assert_close(mean, want_mean)
     torch.testing.assert_close(same_mean, want_mean)
-    assert figures == same_figures, "means over ranks"
-    assert figures["score"] == pytest.approx(want_figures["score"], abs=1e-5)
+    assert figures == same_figures == pytest.approx(want_figures, abs=1e-4), "figures of the batch of all ranks"

@@ -146,7 +146,7 @@ def test_the_rate_that_main_logs_is_the_towers() -> None:
 
 def test_health_is_logged_at_upstreams_steps() -> None:
     logged: list[int] = []
-    coder = SimpleNamespace(post_step=lambda: None, health=lambda: {"x": 1.0})
+    coder = SimpleNamespace(post_step=lambda optimizer: None, health=lambda: {"x": 1.0})
     run: Any = Run.__new__(Run)
     run.args, run.model, run.step = SimpleNamespace(log_every_n_steps=2, skip_scheduler=False), SimpleNamespace(coder=coder), 0
     run.seen = 0

@@ -38,7 +38,7 @@ def gradients() -> Iterator[list[list[torch.Tensor]]]:
         ("siglip", "sigmoid", ["--siglip"]),
         ("vse-infinity", "vit", []),
         ("clip", "coca", []),
-        ("coder", "vit", CODER),
+        ("coder", "vit", [*CODER, "concepts.norm=none"]),  # no BatchNorm
         ("clip + lca + cra(ca_on='combined')", "vit", ["--coder-set", "contexts.branches=none"]),  # no BatchNorm
         ("clip + ascl", "vit", ["--coder-negatives", "none"]),  # no noise
     ],

@@ -69,7 +69,7 @@ def analyse(
         captions: the T captions as strings.
         t2i_ranks: [T] 0-based ranks of each caption's image, for example re-ranked ones; None: those of the
             embeddings' inner products as they are, which `recall_from_embeddings` gives.
-        ranked_by: what the ranks are of, in words, such as "fused score of all pairs"; with ``t2i_ranks``.
+        ranked_by: the score that gave the ranks, in words, such as "fused score of all pairs"; with ``t2i_ranks``.
         fused_scores: [T], of a model that scores pairs, the score of each caption with its image, in [-1, 1].
         edges, sample, seed: as in `recall_by_length`.
         chunk: as in `alignment` and `uniformity`.
@@ -227,7 +227,7 @@ def format_analyses(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Two plain text tables, of distances and of recall by query length (percent), with a line per model.
 
     T-T are captions of one image, T-T' of different images; W&I is Wang & Isola. "I-T fused" is the distance of an image and
-    its caption by a fused score; all other distances are of the embeddings. A name is followed by the score that ranked its
+    its caption by a fused score; all other distances compare embeddings. A name is followed by the score that ranked its
     recall. "-" stands where there is no pair, no caption or no fused score.
 
     Args:

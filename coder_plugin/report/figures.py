@@ -77,7 +77,7 @@ def plot_analyses(rows: Mapping[str, Mapping[str, Any]], folder: str | Path, *, 
     """Draw the analyses of one or several models.
 
     ``alignment`` (AsCL figure 4a) and ``uniformity`` (4b) are bars of mean distances, ``distances`` shows the histograms
-    behind them, ``recall_by_length`` (figure 5) is text-to-image recall by query length. Distances are of the embeddings, and
+    behind them, ``recall_by_length`` (figure 5) is text-to-image recall by query length. Distances compare embeddings, and
     of image-text pairs also by the fused score where a model has one; the legend of ``recall_by_length`` names the score that
     ranked. What a model has no pairs or no captions for is left blank.
 

@@ -36,19 +36,9 @@ def sinkhorn(scores: Sequence[Vector], *, epsilon: float, iterations: int) -> li
     return [[value * m for value in row] for row in share]
 
 
-def lca(
-    words: Sequence[Sequence[Vector]],
-    regions: Sequence[Sequence[Vector]],
-    prototypes: Sequence[Vector],
-    *,
-    temperature: float = 0.1,
-    assignment: str = "sinkhorn",
-    epsilon: float = 0.05,
-    iterations: int = 2,
-) -> float:
-    """Equations 1-4: each pair's words and regions. A pair without words adds zero; one without regions has no word to lose."""
-    options = {"temperature": temperature, "assignment": assignment, "epsilon": epsilon, "iterations": iterations}
-    return lca_parts(words, regions, prototypes, **options)[0]
+def lca(*tensors: Any, **options: Any) -> float:
+    """The loss of :func:`lca_parts`, which has the arguments."""
+    return lca_parts(*tensors, **options)[0]
 
 
 def lca_parts(
@@ -61,7 +51,10 @@ def lca_parts(
     epsilon: float = 0.05,
     iterations: int = 2,
 ) -> tuple[float, float]:
-    """The loss, and the entropy of the assignments that its words are to predict, with the same means."""
+    """Equations 1-4: each pair's words and regions. A pair without words adds zero; one without regions has no word to lose.
+
+    Returns the loss, and the entropy of the assignments that its words are to predict, with the same means.
+    """
     scores = [[[cosine(region, c) for c in prototypes] for region in of_image] for of_image in regions]
     rows = [row for of_image in scores for row in of_image]
     if assignment == "sinkhorn":

@@ -1,6 +1,6 @@
 """Batches for training and evaluation, decoded in workers, with a position from which training resumes bit for bit.
 
-A worker yields chunks: batches without their undecodable images. The main process yields full chunks unchanged and fills
+A worker yields chunks: batches without their bad samples. The main process yields full chunks unchanged and fills
 others with rows of the next chunk, so a batch always has its size. Workers keep no state: a position lists how many chunks of
 each worker were used, which is enough to continue after them.
 """
@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples
 from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
-from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
+from coder_plugin.data.source import Chunk, Plan, Source, decode, isolated_rng, map_tensors
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,10 @@ class TrainLoader:
 
     A batch is a dict of ``image`` (a tensor or a dict of them), ``image_id`` int64 [B] and ``text`` int64 [B, T].
 
-    Each rank has its own position (undecodable images fall on one rank), to be saved and restored by rank. A rank may end an
-    epoch before ``steps_per_epoch`` if shards are unequal or images undecodable, so ranks must agree on each step.
+    Bad samples are left out. ``bad``, a :class:`~coder_plugin.data.bad_samples.BadSamples`, counts the epoch's on this rank.
+
+    Each rank has its own position (bad samples fall on one rank), to be saved and restored by rank. A rank may end an
+    epoch before ``steps_per_epoch`` if shards are unequal or samples bad, so ranks must agree on each step.
 
     Args:
         source: the data.
@@ -74,7 +77,7 @@ class TrainLoader:
         seed: of order, drawn captions and augmentation.
         workers: decoding processes; 0 decodes in this process.
         captions: ``draw`` (each image once an epoch with one caption) or ``all`` (every caption is a sample).
-        max_bad: number of undecodable images allowed.
+        max_bad_samples: allowed fraction of bad samples of an epoch on this rank, judged once 1,000 are read.
         num_samples: samples of an epoch over all ranks, for data that cannot be counted.
         pin_memory: copy batches to pinned memory if CUDA is available.
         shuffle_buffer: samples from which a stream of shards is shuffled.
@@ -111,14 +114,14 @@ class TrainLoader:
         world_size: int = 1,
         workers: int = 0,
         captions: str = "draw",
-        max_bad: int = 100,
+        max_bad_samples: float = DEFAULT_RATE,
         num_samples: int | None = None,
         pin_memory: bool = False,
         shuffle_buffer: int = 2000,
         positives: MakePositive | None = None,
         tags: TagWords | None = None,
     ) -> None:
-        for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0), ("max_bad", max_bad, 0)):
+        for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0)):
             if number < least:
                 raise CoderError(f"{name} is {number}; it must be {least} or more")
         self.source = source
@@ -130,7 +133,7 @@ class TrainLoader:
                 f"{source.name}: batch of {batch_size}{ranks} is larger than the data ({self.samples_per_epoch} "
                 "samples); use a smaller --batch-size or more data"
             )
-        self.bad = BadImages(source.name, max_bad)
+        self.bad = BadSamples(source.name, max_bad_samples)
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
         self._transform, self._tokenizer, self._positives = transform, tokenizer, positives
         if tags is not None:
@@ -154,19 +157,21 @@ class TrainLoader:
         """The batches of an epoch, or those after ``position`` in it.
 
         Raises:
-            CoderError: a position of another epoch or, within an epoch, of another setting.
+            CoderError: a position of another epoch or, within an epoch, of another setting; too many bad samples.
         """
         start = _Position(epoch=epoch, consumed=[0] * self._plan.workers)
+        self.bad.restart()
         if position is not None:
             start = self._resume(epoch, position)
-            self.bad.restore(position["bad"])
+            if start.batches:
+                self.bad.restore(position["bad"])
         self._at = start
         return self._batches(start)
 
     def position(self) -> dict[str, Any]:
         """The position after the last batch, as JSON values, from which :meth:`epoch` of an equal loader continues."""
         at = asdict(self._at)
-        return {**at, "setting": self._setting(), "rank": self._plan.rank, "bad": list(self.bad.keys)}
+        return {**at, "setting": self._setting(), "rank": self._plan.rank, "bad": self.bad.state()}
 
     def _batches(self, start: _Position) -> Iterator[dict[str, Any]]:
         consumed, first = list(start.consumed), (start.last + 1) % self._plan.workers
@@ -182,8 +187,8 @@ class TrainLoader:
         if batches >= self.steps_per_epoch:
             return
         for chunk in _load(stream, self._workers, self._pin_memory):
-            for key, reason in chunk.bad:
-                self.bad.add(key, reason)
+            if not again:  # else it was counted before
+                self.bad.add(len(chunk) + len(chunk.bad), chunk.bad)
             self.positives_made.update(chunk.positives)
             if self._tags is not None and chunk.learned is not None:
                 self.tagged.update(chunk.learned.counts)
@@ -206,11 +211,13 @@ class TrainLoader:
                 left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
                 yield (chunk.rows(0, size) if rest else chunk).tensors
                 if batches == self.steps_per_epoch:
+                    self.bad.finish()
                     return
             else:
                 left = chunk.tensors
+        self.bad.finish()
         log.warning(
-            "%s: rank %d ended epoch %d after %d of %d batches (unequal shards, bad images or a larger num_samples)",
+            "%s: rank %d ended epoch %d after %d of %d batches (unequal shards, bad samples or a larger num_samples)",
             self.source.name,
             self._plan.rank,
             start.epoch,
@@ -257,24 +264,27 @@ def evaluation_batches(
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    max_bad: int = 100,
-    bad: BadImages | None = None,
+    bad: BadSamples | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Batches of every image once over all ranks, in order on each rank.
 
     A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
-    Undecodable images are left out and counted, in ``bad`` if it is not None.
+    Bad samples are left out and counted in ``bad``, whose rate is judged while reading; the caller judges the whole pass
+    (:meth:`~coder_plugin.data.bad_samples.BadSamples.finish`). None: they are counted by the default rate, and judged here.
 
     Raises:
-        CoderError: more than ``max_bad`` undecodable images.
+        CoderError: too many bad samples.
     """
-    bad = BadImages(source.name, max_bad) if bad is None else bad
+    counted = BadSamples(source.name) if bad is None else bad
     stream = _EvaluationStream(source, rank, world_size, batch_size, transform)
     for chunk in _load(stream, workers, False):
-        for key, reason in chunk.bad:
-            bad.add(key, reason)
+        counted.add(len(chunk) + len(chunk.bad), chunk.bad)
         if len(chunk):
             yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
+    if bad is None:
+        counted.finish()
+        if len(counted):
+            log.warning("%s: %s", source.name, counted)
 
 
 class _Stream(IterableDataset):

@@ -7,7 +7,6 @@ Shape letters: N images or captions, D dimensions, V embeddings of an image, q q
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,11 +84,14 @@ class Index:
 
     def thumbnail(self, key: str) -> Any | None:
         """The thumbnail (PIL) of an image by its key; None where there is none."""
-        from PIL import Image as pillow
+        from coder_plugin.data.decode import decode_image
 
         row = self.records.row_of(key)
         content = None if row is None else self.records.thumbnail(row)
-        return None if content is None else pillow.open(io.BytesIO(content))
+        try:
+            return None if content is None else decode_image(content)
+        except ValueError:  # damaged
+            return None
 
     def close(self) -> None:
         """Close the file of records."""
@@ -333,8 +335,8 @@ def load_image(path: str) -> Any:
     Raises:
         CoderError: the file cannot be read.
     """
+    from coder_plugin.data.decode import decode_image
     from coder_plugin.data.regions.arrays import decode_npz
-    from coder_plugin.data.source import decode_image
 
     try:
         return decode_npz(Path(path).read_bytes(), path) if path.lower().endswith(".npz") else decode_image(path)

@@ -5,7 +5,7 @@ one that has imported everything, so that a crash or a hang ends only that case.
 command that starts a program, connects somewhere, runs Python code of the case's folder, or opens a file for writing elsewhere
 is reported, whether or not it left traces.
 
-A file of cases defines ``CASES``, a list of :class:`Case`, and is listed in ``test_hostile_files.py``.
+A file ``hostile_NAME.py`` beside this one defines ``CASES``, a list of :class:`Case`; ``test_hostile_files.py`` finds it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _run(command: Command) -> int:
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 _NETWORK = ("socket.connect", "socket.getaddrinfo", "urllib.Request")
 #: Audit events whose first (and second) argument is a path that is changed.
-_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "shutil.rmtree")
+_CHANGES = {f"os.{name}" for name in "rename remove rmdir mkdir link symlink truncate chmod".split()} | {"shutil.rmtree"}
 #: Programs that libraries start to look at the machine, whatever the files.
 _HARMLESS = ("/sbin/ldconfig", "ldconfig", "gcc", "cc", "ld", "objdump", "nvidia-smi", "lscpu", "uname", "file")
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.hostile import Case, copy_export, copy_run
+from tests.reliability.hostile import Case, copy_run
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:

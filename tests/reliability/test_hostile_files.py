@@ -5,14 +5,15 @@ The cases are in ``hostile_*.py`` beside this file, the harness in ``hostile.py`
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
-from tests.reliability import hostile_openings
 from tests.reliability.hostile import Case, run, run_case
 
-CASES = [*hostile_openings.CASES]
+FILES = sorted(path.stem for path in Path(__file__).parent.glob("hostile_*.py"))
+CASES: list[Case] = [case for file in FILES for case in importlib.import_module(f"tests.reliability.{file}").CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

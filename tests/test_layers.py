@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 #: From the bottom to the top. A module may import from its own layer and from those before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "distributed"),
-    ("registry", "expression", "options", "config", "html"),
+    ("errors", "files", "distributed", "terminal"),
+    ("registry", "expression", "options", "config", "html", "locations"),
     ("functional",),
     ("data",),
     ("backbones",),

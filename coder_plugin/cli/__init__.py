@@ -12,6 +12,7 @@ from typing import NoReturn
 from coder_plugin import __version__
 from coder_plugin.cli import concepts, doctor, eval, index, plugins, recipes, regions, report, search, share, train
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import PrintableFormatter, echo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,16 +21,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         _report_unknown(getattr(arguments, "parser", parser), unknown)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
         return arguments.run(arguments)
     except CoderError as error:
-        print(f"coder-plugin: error: {' '.join(str(error).split())}", file=sys.stderr)
+        echo(f"coder-plugin: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 1
     except KeyboardInterrupt:
-        print("coder-plugin: interrupted", file=sys.stderr)
+        echo("coder-plugin: interrupted", file=sys.stderr)
         return 130
 
 
@@ -59,5 +62,5 @@ def _report_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     text = f"unrecognized arguments: {' '.join(unknown)}{hint}"
-    print(f"{parser.prog}: error: {text}; all flags: {parser.prog} --help", file=sys.stderr)
+    echo(f"{parser.prog}: error: {text}; all flags: {parser.prog} --help", file=sys.stderr)
     raise SystemExit(2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
 
 if TYPE_CHECKING:
     from coder_plugin.concepts.vectors import VectorSource
@@ -85,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(concepts_command(arguments))
+    echo(concepts_command(arguments))
     return 0
 
 

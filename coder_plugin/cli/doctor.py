@@ -10,6 +10,7 @@ from pathlib import Path
 from coder_plugin.cli.flags import read_options
 from coder_plugin.config import options_by_name
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
 
 
 def flags() -> list[str]:
@@ -58,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     text = json.dumps([asdict(each) for each in findings], indent=2)
     if arguments.json != "-":
-        print(format_findings(findings))
+        echo(format_findings(findings))
     if arguments.json == "-":
-        print(text)
+        echo(text)
     elif arguments.json:
         try:
             Path(arguments.json).write_text(text + "\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -125,11 +126,11 @@ def run(arguments: argparse.Namespace) -> int:
         single = len(rows) == 1 and not (arguments.beta or arguments.context_weight)
         text = json.dumps(rows[0] if single else rows, indent=2)
         if arguments.json == "-":
-            print(text)
+            echo(text)
             return 0
         with open(arguments.json, "w") as file:
             file.write(text + "\n")
-    print(_format(results, arguments))
+    echo(_format(results, arguments))
     return 0
 
 

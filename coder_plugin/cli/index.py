@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -50,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if told := index_command(arguments):
-        print(told)
+        echo(told)
     return 0
 
 

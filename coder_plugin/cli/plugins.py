@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from coder_plugin.terminal import echo
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("plugins", help="list losses, heads, readers … and where they come from")
@@ -16,5 +18,5 @@ def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.registry import format_plugins, list_plugins
 
     plugins = list_plugins(arguments.group, check=arguments.check)
-    print(format_plugins(plugins))
+    echo(format_plugins(plugins))
     return 1 if any(plugin.error for plugin in plugins) else 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from coder_plugin.terminal import echo
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
@@ -18,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(list_recipes() if arguments.name is None else print_recipe(arguments.name))
+    echo(list_recipes() if arguments.name is None else print_recipe(arguments.name))
     return 0
 
 

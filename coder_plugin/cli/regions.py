@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from coder_plugin.terminal import echo
+
 if TYPE_CHECKING:
     from coder_plugin.config import TrainConfig
 
@@ -94,7 +96,7 @@ def _extract(arguments: argparse.Namespace) -> int:
     config = _reading_config(arguments)
     bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
     reading = {} if bare else reading_options(config.data, arguments.images)
-    print(extract_command(arguments, **reading))
+    echo(extract_command(arguments, **reading))
     return 0
 
 
@@ -174,7 +176,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         extras=not arguments.without_extras,
         missing_ok=arguments.missing_ok,
     )
-    print(report)
+    echo(report)
     return 0
 
 

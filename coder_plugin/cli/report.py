@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from coder_plugin.terminal import echo
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.flags import add_flags
@@ -33,5 +35,5 @@ def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.report.run import report_run
 
     options = {name: getattr(arguments, name) for name in ("export", "split", "output", "images")}
-    print(report_run(arguments.run_folder, read_options(arguments), **options))
+    echo(report_run(arguments.run_folder, read_options(arguments), **options))
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -47,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(search_command(arguments))
+    echo(search_command(arguments))
     return 0
 
 
@@ -78,7 +79,7 @@ def search_command(arguments: argparse.Namespace) -> str:
             page.write_text(results_page(searcher.index, results), encoding="utf-8")
         except OSError as error:
             raise CoderError(f"--html {page} cannot be written: {error.strerror or error}") from error
-        print(f"page: {page}", file=sys.stderr)
+        echo(f"page: {page}", file=sys.stderr)
     if arguments.json:
         rows = [
             {"query": name, "results": [_row(rank, hit, records) for rank, hit in enumerate(hits, 1)]}
@@ -131,7 +132,7 @@ def _table(hits: Sequence[Any], records: Any) -> list[str]:
     for rank, hit in enumerate(hits, 1):
         caption = hit.text if hit.text is not None else next(iter(records.captions_of(hit.image.row)), "")
         scores = [f"{hit.score:.4f}", *(["" if hit.fused is None else f"{hit.fused:.4f}"] if fused else [])]
-        rows.append([str(rank), *scores, hit.image.key, " ".join(caption.split())])
+        rows.append([str(rank), *scores, " ".join(hit.image.key.split()), " ".join(caption.split())])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return [
         "  ".join([*(cell.rjust(width) if cell[:1].isdigit() or "score" in cell else cell.ljust(width)

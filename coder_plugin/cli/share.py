@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from coder_plugin.terminal import echo
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
@@ -31,5 +33,5 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.integrations.hub import share_command
 
-    print(share_command(arguments))
+    echo(share_command(arguments))
     return 0

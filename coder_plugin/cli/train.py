@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from coder_plugin.terminal import echo
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     from coder_plugin.cli.flags import add_flags
@@ -38,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows = {f"last (epoch {result['last']['epoch']})": result["last"]}
         if result["best"]:
             rows[f"best (epoch {result['best']['epoch']})"] = result["best"]
-        print(f"\n{format_table(rows)}")
-        print(f"chance R@1: {100 / result['last']['images']:.2f} %   images: {result['last']['images']}")
+        echo(f"\n{format_table(rows)}")
+        echo(f"chance R@1: {100 / result['last']['images']:.2f} %   images: {result['last']['images']}")
     if trainer.log.main:
-        print(f"checkpoints, exports and metrics: {result['folder']}")
+        echo(f"checkpoints, exports and metrics: {result['folder']}")
     return 0

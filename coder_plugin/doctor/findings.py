@@ -146,7 +146,7 @@ def format_findings(findings: Sequence[Finding]) -> str:
         lines.append(part)
         for each in findings:
             if each.name.partition(".")[0] == part:
-                lines.append(f"  {each.level:<8} {each.text}")
+                lines.append(f"  {each.level:<8} {' '.join(each.text.splitlines())}")
                 if each.do:
                     lines.append(f"  {'':<8}   -> {each.do}")
     counts = Counter(each.level for each in findings)

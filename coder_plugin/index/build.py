@@ -32,6 +32,7 @@ from coder_plugin.data.source import BadImages, ItemSource
 from coder_plugin.data.tars import is_local, local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, parts, vectors
+from coder_plugin.terminal import echo
 
 PARTS = "parts"
 LOCK = ".lock"
@@ -214,7 +215,7 @@ def _read_finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[
     if other:
         raise CoderError(f"{folder} is a finished index with other options ({other}): choose another folder, or remove it")
     if distributed.rank() == 0:
-        print(f"{folder} is already finished ({content.get('made', '')}): nothing to do", file=sys.stderr)
+        echo(f"{folder} is already finished ({content.get('made', '')}): nothing to do", file=sys.stderr)
         _remove_parts(folder)
     return content
 
@@ -308,7 +309,7 @@ class _Progress:
     def _print(self, start: str) -> None:
         self.printed_at = time.monotonic()
         total = f" of {self.total:,}" if self.total else ""
-        print(f"{start}{self.done:,}{total} images", file=sys.stderr, flush=True)
+        echo(f"{start}{self.done:,}{total} images", file=sys.stderr)
 
     def close(self) -> None:
         self.bar.close()

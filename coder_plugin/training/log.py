@@ -20,6 +20,7 @@ import torch
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig
 from coder_plugin.files import atomic_write
+from coder_plugin.terminal import echo
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         if self.main:
-            print(text, flush=True)
+            echo(text)
 
     def start(self, plan: Mapping[str, Any]) -> None:
         if self.main:
@@ -125,10 +126,9 @@ class Progress:
             self.bar.set_postfix_str(text)
         elif self.enabled:
             seconds = max(time.perf_counter() - self.since, 1e-9)
-            print(
+            echo(
                 f"epoch {self.epoch} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
-                f"{100 * self.waited / seconds:.0f} % waiting for data",
-                flush=True,
+                f"{100 * self.waited / seconds:.0f} % waiting for data"
             )
             self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
 

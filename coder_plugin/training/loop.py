@@ -36,6 +36,7 @@ from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.terminal import echo
 from coder_plugin.training import checkpoint, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
@@ -467,4 +468,4 @@ class Trainer:
         """Print the resolved plan as JSON, with every option and where it came from."""
         plan = {**make_plan(self), "settings": options_with_origins(self.config)}
         if distributed.rank() == 0:
-            print(json.dumps(plan, indent=2))
+            echo(json.dumps(plan, indent=2))

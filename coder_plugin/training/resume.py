@@ -19,6 +19,7 @@ from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.training import checkpoint
+from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
 
 if TYPE_CHECKING:
     from coder_plugin.training.loop import Trainer
@@ -55,6 +56,7 @@ def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
     return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()), path)
 
 
+@reading("the checkpoint")
 def restore_model(trainer: Trainer, state: SavedState) -> None:
     """Load the model's weights and state.
 
@@ -87,9 +89,15 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
         raise CoderError(f"the checkpoint is of another model: {str(error)[:300]}") from error
 
 
+@reading("the checkpoint")
 def restore_training(trainer: Trainer, state: SavedState) -> None:
     """Load optimizer, schedule, weight average and counters; data position and random states if the rank count is the same."""
     manifest, common = state.manifest, state.common
+    check_optimizer(common["optimizer"], trainer.optimizer)
+    check_like(common["schedule"], trainer.schedule.state_dict(), "schedule")
+    if trainer.average is not None:
+        check_like(common.get("average", {}), trainer.average.state_dict(), "average")
+    check_position(None if state.rank is None else state.rank["position"])
     try:
         trainer.optimizer.load_state_dict(common["optimizer"])
     except ValueError as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
 
 if TYPE_CHECKING:
     from coder_plugin.integrations.open_clip.adapter import Adapter
@@ -70,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with adapted() as adapter:
             status = adapter.trainer.main(argv)
     except CoderError as error:
-        print(f"coder-plugin: error: {' '.join(str(error).split())}", file=sys.stderr)
+        echo(f"coder-plugin: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("coder-plugin: interrupted", file=sys.stderr)
+        echo("coder-plugin: interrupted", file=sys.stderr)
         return 130
     return 0 if status is None else 2  # upstream returns -1 after printing its error
 
@@ -82,10 +83,10 @@ def _help() -> int:
     from coder_plugin.integrations.open_clip import flags
 
     flags.parser().print_help()
-    print("\nEvery flag of open_clip's own trainer:\n")
+    echo("\nEvery flag of open_clip's own trainer:\n")
     try:
         with adapted() as adapter, contextlib.suppress(SystemExit):
             adapter.own["parse_args"](["--help"])
     except CoderError as error:
-        print(error)
+        echo(error)
     return 0

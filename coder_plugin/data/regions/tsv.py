@@ -29,6 +29,7 @@ import numpy as np
 from coder_plugin.data.regions.base import IndexedRegions, RegionFormat, Regions, missing_file, read_at
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
+from coder_plugin.terminal import printable
 
 _BLOCK = 1 << 20
 _VERSION = 2  # of the index file
@@ -114,7 +115,8 @@ def _scan(path: str, layout: _Layout) -> dict[str, tuple[int, int, int]]:
     wrong: list[tuple[int, int]] = []  # (line, fields)
     duplicates: list[tuple[int, str]] = []
     number = offset = 0
-    bar = tqdm(total=os.path.getsize(path), desc=f"index of {os.path.basename(path)}", unit="B", unit_scale=True, disable=None)
+    name = printable(f"index of {os.path.basename(path)}")
+    bar = tqdm(total=os.path.getsize(path), desc=name, unit="B", unit_scale=True, disable=None)
     with open(path, "rb", buffering=_BLOCK) as file, bar:
         while block := file.readline(_BLOCK):
             number += 1

@@ -129,6 +129,11 @@ def load(path: StrPath, *, rank: int = 0, verify: bool = True) -> tuple[State, S
     return manifest, common, own if rank < manifest["world_size"] else None
 
 
+def read_part(path: StrPath, part: str) -> Any:
+    """One part of a checkpoint that :func:`load` has checked; a rank's own part is named ``{part}-rank{rank}``."""
+    return _read(Path(path), part)
+
+
 def verify(path: StrPath) -> State:
     """The manifest of a checkpoint, after comparing all files with their checksums; CoderError if one is damaged."""
     manifest = _read_manifest(Path(path))

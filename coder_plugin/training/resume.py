@@ -32,11 +32,13 @@ FIXED = (
 
 
 class SavedState(NamedTuple):
-    """A checkpoint's content: its manifest, the state of all ranks, and this rank's (None with another number of ranks)."""
+    """A checkpoint's content: its manifest, the state of all ranks, this rank's (None with another number of ranks), and its
+    folder."""
 
     manifest: dict[str, Any]
     common: dict[str, Any]
     rank: dict[str, Any] | None
+    path: Path
 
 
 def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
@@ -51,7 +53,7 @@ def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
             raise CoderError(f"{folder} holds a run already: resume it with --resume latest, or choose another --name")
         return None
     path = checkpoint.newest(directory) if config.run.resume == "latest" else Path(config.run.resume)
-    return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()))
+    return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()), path)
 
 
 @reading("the checkpoint")
@@ -107,13 +109,18 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
     trainer.best, trainer.last = manifest["best"], manifest["last"]
-    if manifest["world_size"] == distributed.world_size() and state.rank is not None:
+    same_ranks = manifest["world_size"] == distributed.world_size()
+    if same_ranks and state.rank is not None and flatten(manifest["config"])["batch_size"] == trainer.config.optim.batch_size:
         trainer.position = state.rank["position"]
+    else:  # what all ranks have left of the epoch is dealt anew
+        positions = [checkpoint.read_part(state.path, f"position-rank{rank}") for rank in range(manifest["world_size"])]
+        trainer.position = None if None in positions else positions
+    if same_ranks and state.rank is not None:
         _set_rng_states(state.rank["rng"])
     else:
         trainer.log.say(
             f"the checkpoint was written by {manifest['world_size']} processes, this run has {distributed.world_size()}: "
-            f"epoch {trainer.epoch} starts from its beginning, with fresh random states"
+            f"the samples left of epoch {trainer.epoch} are dealt anew, with fresh random states"
         )
         seed_everything(trainer.config.run.seed + 1 + distributed.rank())
     trainer.log.say(f"resumed at step {trainer.step}, epoch {trainer.epoch}")

@@ -245,7 +245,7 @@ def open_array(path: Path, count: int) -> np.ndarray:
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError) as error:
+    except Exception as error:  # the header is parsed as Python, so an error of any kind may come
         raise CoderError(f"{path} is not an array for re-ranking: {str(error)[:200]}") from error
     if not isinstance(array, np.ndarray) or array.dtype.newbyteorder("=").name not in _DTYPES or array.shape[:1] != (count,):
         shown = f"{array.dtype} of {array.shape}" if isinstance(array, np.ndarray) else "no array"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
+from coder_plugin.locations import local_only
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -494,18 +495,20 @@ def nest(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_file(path: str | Path) -> dict[str, Any]:
     """Options by flat name from a JSON or TOML file, flat or nested by subject; a run's ``config.json`` is one.
 
+    Locations of data that run a command or fetch are marked, and refused when they are opened.
+
     Raises:
         CoderError: the file cannot be read, or holds an unknown option.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         options = tomllib.loads(text) if str(path).endswith(".toml") else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CoderError(f"--config {path}: {error}") from error
     if not isinstance(options, dict):
         raise CoderError(f"--config {path}: it must hold an object of options, not a {type(options).__name__}")
     try:
-        return flatten(options)
+        return local_only(flatten(options))
     except CoderError as error:
         raise CoderError(f"--config {path}: {error}") from error
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from coder_plugin.errors import CoderError
+
 
 def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file, hexadecimal."""
@@ -22,6 +24,40 @@ def sha256_file(path: str | Path) -> str:
         while block := file.read(1 << 20):
             checksum.update(block)
     return checksum.hexdigest()
+
+
+def read_json(path: str | Path, *, most: int = 1 << 26) -> Any:
+    """The value in a JSON file that others may have written.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        CoderError: it cannot be read, is larger, is no JSON, or is nested too deeply.
+
+    Example:
+        >>> read_json("nowhere.json")
+        Traceback (most recent call last):
+        coder_plugin.errors.CoderError: nowhere.json cannot be read: No such file or directory
+    """
+    path = Path(path)
+    try:
+        if not path.is_file() and path.exists():
+            raise CoderError(f"{path} cannot be read: it is not a file")
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise CoderError(f"{path} cannot be read: it has over {most:,} bytes")
+        return json.loads(content)
+    except OSError as error:
+        raise CoderError(f"{path} cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise CoderError(f"{path} cannot be read: it is nested too deeply") from error
+    except ValueError as error:
+        if isinstance(error, CoderError):
+            raise
+        raise CoderError(f"{path} cannot be read: {error}") from error
 
 
 def sha256_json(value: Any) -> str:

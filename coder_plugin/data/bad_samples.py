@@ -141,7 +141,9 @@ class BadSamples:
         return {"read": self.read, "kinds": dict(self.kinds)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.read, self.kinds = state["read"], Counter(state["kinds"])
+        """Add what another pass, which was interrupted, had counted."""
+        self.read += state["read"]
+        self.kinds.update(state["kinds"])
 
     def _log(self, kind: str, key: str, reason: str) -> None:
         named = self._named.setdefault(kind, set())

@@ -14,6 +14,7 @@ from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import Joined, RegionSource
 from coder_plugin.errors import CoderError
+from coder_plugin.locations import check_local
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | N
     """
     spec = config.train if split == "train" else config.val
     if spec is not None and spec.startswith("<"):
+        check_local(spec)
         flag = "--train-data" if split == "train" else "--val-data"
         raise CoderError(f"the run's data were a Python object ({spec}), which no configuration holds: name data with {flag}")
     kind = config.dataset_type
@@ -95,7 +97,11 @@ def reading_options(config: DataConfig, spec: str, *, pictures: bool = True) -> 
         config: how it is read.
         spec: its name or path, from which the reader is guessed where the configuration says "auto".
         pictures: whether picture files are needed.
+
+    Raises:
+        CoderError: a location from a file that runs a command or fetches.
     """
+    check_local(spec)
     kind = guess_kind(spec) if config.dataset_type == "auto" else config.dataset_type
     names = _READER_OPTIONS.get(kind, {name: key for options in _READER_OPTIONS.values() for name, key in options.items()})
     options = {key: getattr(config, name) or None for name, key in names.items()}
@@ -107,6 +113,7 @@ def reading_options(config: DataConfig, spec: str, *, pictures: bool = True) -> 
 def make_regions(config: DataConfig, *, split: str) -> RegionFile:
     """The region files that ``--regions`` names, as one."""
     assert config.regions is not None
+    check_local(config.regions)
     files = [(part, open_regions(part, config.regions_type, split=split)) for part in config.regions.split("::")]
     return files[0][1] if len(files) == 1 else Joined(files)
 

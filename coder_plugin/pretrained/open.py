@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_option, resolve
 from coder_plugin.data.decode import decode_image
 from coder_plugin.errors import CoderError
+from coder_plugin.files import read_json
+from coder_plugin.locations import local_only
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model, make_tokenizer, make_transform
 from coder_plugin.pretrained.device import default_device, make_autocast
@@ -37,13 +40,14 @@ from coder_plugin.pretrained.export import (
 from coder_plugin.pretrained.hub_cache import fetch, shared_options
 
 #: Options of a run's ``config.json`` that opening its folder takes over.
-RUN_OPTIONS = ("batch_size", "workers", "max_bad_samples", "cache_dir")
+RUN_OPTIONS = ("batch_size", "workers", "max_bad_samples")
 #: Options that opening reads, by flat name; others, such as those of training, are ignored.
 _OPTIONS = (
     "model_kwargs",
     "pretrained",
     "aggregator",
     "context_blocks",
+    "cache_dir",
     *RUN_OPTIONS,
     *CONFIGURATION_OPTIONS,
     *INFERENCE_OPTIONS,
@@ -286,9 +290,11 @@ def _resolve(
     options = {key: value for key, value in flatten(options).items() if key in _OPTIONS}
     saved = saved_options(spec)
     run = {name: saved[name] for name in RUN_OPTIONS if name in saved}
+    if type(run.get("workers")) is int:
+        run["workers"] = min(run["workers"], os.cpu_count() or 1)  # of another machine, or of somebody who means ill
     stored: dict[str, Any] = {}
     if spec is not None:
-        folder = export_folder(spec, export=export, cache_dir=options.get("cache_dir", run.get("cache_dir")))
+        folder = export_folder(spec, export=export, cache_dir=options.get("cache_dir"))
         stored = {**shared_options(folder), **read_inference_options(folder)}
         weights, configuration = export_files(folder)
         options["pretrained"] = str(weights)
@@ -339,14 +345,20 @@ def model_name(spec: str | Path | None, options: Mapping[str, Any], *, export: s
 def saved_options(spec: str | Path | None) -> dict[str, Any]:
     """The options of a run's ``config.json`` by flat name; empty if ``spec`` is not a run's folder.
 
+    Somebody else may have written the file: its locations of data that run a command or fetch are marked, and refused when they
+    are opened (:mod:`coder_plugin.locations`).
+
     Raises:
         CoderError: the file is damaged, or holds an unknown option.
     """
     if spec is None or export_files(Path(spec))[0] is not None or not (file := Path(spec) / "config.json").is_file():
         return {}
+    options = read_json(file)
     try:
-        return flatten(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError, CoderError) as error:
+        return local_only(flatten(options))
+    except AttributeError as error:
+        raise CoderError(f"{file} cannot be read: it is not an object") from error
+    except CoderError as error:
         raise CoderError(f"{file} cannot be read: {error}") from error
 
 

@@ -30,6 +30,7 @@ from typing import Any
 from coder_plugin import registry
 from coder_plugin.config import SUBJECTS, flatten, get_option, options_by_name
 from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.locations import local_only
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -300,7 +301,8 @@ def _checked_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]
             hint = did_you_mean(name, [*_RECIPE_FIELDS, *known])
             raise CoderError(f"{where}: unknown field {name!r}{hint}; known: {', '.join([*_RECIPE_FIELDS, *known])}")
     try:
-        return {name: get_option(name).check(value, "recipe") for name, value in flatten(settings).items()}
+        checked = {name: get_option(name).check(value, "recipe") for name, value in flatten(settings).items()}
+        return local_only(checked)
     except CoderError as error:
         raise CoderError(f"{where}: {error}") from error
 

@@ -197,7 +197,7 @@ def _read_metrics(path: Path, problems: list[Problem]) -> tuple[list[Record], li
         try:
             numbers = {key: value for key, value in json.loads(line).items() if _is_number(value)}
             step = numbers["step"]
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, RecursionError):
             unread += 1
             continue
         validation = {key.removeprefix("val/"): value for key, value in numbers.items() if key.startswith("val/")}
@@ -234,7 +234,7 @@ def _read_object(path: Path, problems: list[Problem]) -> Record | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         problems.append(Problem(path.name, str(error.strerror or error)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(Problem(path.name, f"damaged: {error}"))
     else:
         if isinstance(value, dict):

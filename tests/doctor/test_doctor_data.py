@@ -169,7 +169,7 @@ def test_no_leak_is_said_only_where_there_is_none(tmp_path: Path) -> None:
 def test_many_unreadable_pictures_are_a_problem(tmp_path: Path) -> None:
     train = made.write_split(tmp_path, "train", 0, a=sample(50, jpg=b"x"), b=sample(51, jpg=b"y"))
     levels = [
-        amiss(examine(train_data=train, max_bad_images=most))["train.pictures.unreadable"].level for most in (1, 2)
+        amiss(examine(train_data=train, max_bad_samples=most))["train.pictures.unreadable"].level for most in (0.001, 0.002)
     ]
     assert levels == ["problem", "warning"]
 

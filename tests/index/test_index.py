@@ -369,7 +369,7 @@ def failing_on_a_rank(data: str, folder: str) -> str:
     build.PART_SIZE = 5
     encoder, source = make_encoder(data)
     if distributed.rank() == 1:
-        encoder.max_bad, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
+        encoder.max_bad_samples, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
         source = ItemSource(broken, name=source.name)
     try:
         build_index(folder, encoder, source, model=MODEL)

@@ -1,0 +1,67 @@
+"""Locations of data in files that others may have written: what runs a command or fetches is taken from the user alone.
+
+``--val-data "pipe:…"`` runs a command, and a URL starts ``curl`` or ``gsutil``. On the command line the user has typed it. In a
+run's ``config.json``, a file of ``--config`` or a recipe somebody else may have: :func:`local_only` marks such a location, and
+:func:`check_local` refuses the mark where the data would be opened, so that a flag can replace it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from coder_plugin.errors import CoderError
+
+#: The options that name data, by flat name; others name no more than files below these.
+LOCATIONS = ("train_data", "val_data", "regions")
+#: A pattern of shards in a file may stand for at most so many.
+MOST_SHARDS = 1_000_000
+_MARK = "<from a file: "
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
+_LOCAL = re.compile(r"(file:(//)?/|[A-Za-z]:[\\/])")  # a file's URL, or a drive of Windows
+
+
+def is_local(location: str) -> bool:
+    """Whether a location of data names local files only, also after its braces are expanded.
+
+    Example:
+        >>> [is_local(each) for each in ("shards/{0..9}.tar", "a.tar::pipe:cat b.tar", "{s3:,gs:}//x.tar", "file:/x.tar")]
+        [True, False, False, True]
+    """
+    from braceexpand import UnbalancedBracesError, braceexpand
+
+    for part in location.split("::"):
+        patterns = [part]
+        try:
+            patterns += islice(braceexpand(part), MOST_SHARDS + 1)
+        except UnbalancedBracesError:
+            pass  # the reader reports it; it expands nothing
+        if len(patterns) > MOST_SHARDS:
+            return False
+        if any(_SCHEME.match(each) and not _LOCAL.match(each) for each in patterns):
+            return False
+    return True
+
+
+def local_only(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by flat name from a file, their locations that are not local marked for :func:`check_local`."""
+    return {
+        name: f"{_MARK}{value}>" if name in LOCATIONS and isinstance(value, str) and not is_local(value) else value
+        for name, value in options.items()
+    }
+
+
+def check_local(location: str) -> None:
+    """Refuse a location that :func:`local_only` has marked.
+
+    Raises:
+        CoderError: it is marked; names it, and the flags that open it all the same.
+    """
+    if location.startswith(_MARK):
+        named = location.removeprefix(_MARK).removesuffix(">")
+        raise CoderError(
+            f"a configuration file reads data from {named[:200]!r}, which runs a command, fetches, or stands for more than "
+            f"{MOST_SHARDS:,} files: if you trust it, give it again on the command line (--train-data, --val-data, --regions)"
+        )

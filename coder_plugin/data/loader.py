@@ -162,6 +162,7 @@ class TrainLoader:
             shuffle_buffer=shuffle_buffer,
         )
         self._at = _Position(epoch=0, consumed=[0] * self._plan.workers)
+        self._again: dict[str, Any] = {"read": 0, "kinds": {}}
 
     def epoch(self, epoch: int, position: dict[str, Any] | Sequence[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
         """The batches of an epoch, or those after ``position`` in it.
@@ -183,6 +184,8 @@ class TrainLoader:
             for each in positions[self._plan.rank :: self._plan.world_size] if len(positions) > 1 else positions:
                 if each["batches"] or each["before"]:
                     self.bad.restore(each["bad"])
+                    if start.rest:  # the unused rows of the last chunk are counted when they are read again
+                        self.bad.forget(each["again"])
         self._at = start
         return self._batches(start)
 
@@ -198,6 +201,7 @@ class TrainLoader:
             "setting": self._setting(),
             "rank": self._plan.rank,
             "bad": self.bad.state(),
+            "again": self._again,
         }
 
     def _batches_of(self, position: _Position) -> int:
@@ -243,6 +247,7 @@ class TrainLoader:
                     leftover=rest,
                     offset=chunk.good[-rest] if rest else 0,
                 )
+                self._again = _read_again(chunk, rest)
                 # Cloned, so that it does not keep the whole batch in memory.
                 left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
                 yield (chunk.rows(0, size) if rest else chunk).tensors
@@ -305,8 +310,17 @@ class TrainLoader:
         rest = [own] if own is not None and same_batches else positions
         # ranks take their steps together: all have used as many samples as this one
         before = rest[0]["before"] + rest[0]["batches"] * then["batch size"] * then["ranks"]
-        rest = [{name: value for name, value in each.items() if name != "bad"} for each in rest]
+        rest = [{name: value for name, value in each.items() if name not in ("bad", "again")} for each in rest]
         return _Position(epoch=epoch, consumed=[0] * self._plan.workers, before=before, rest=rest)
+
+
+def _read_again(chunk: Chunk, rows: int) -> dict[str, Any]:
+    """What of a chunk another setting reads again if the last ``rows`` rows are unused: its samples, the bad ones by kind."""
+    if not rows:
+        return {"read": 0, "kinds": {}}
+    read = len(chunk.good) + len(chunk.bad) - chunk.good[-rows]
+    bad = chunk.bad[len(chunk.bad) - (read - rows) :]
+    return {"read": read, "kinds": dict(Counter(kind for kind, _, _ in bad))}
 
 
 def evaluation_batches(

@@ -259,7 +259,7 @@ class Trainer:
             while True:
                 started = time.perf_counter()
                 group = [] if self.stop else list(itertools.islice(batches, accum_freq))
-                # a rank with undecodable images may run out of batches first: then all ranks stop
+                # a rank with bad samples may run out of batches first: then all ranks stop
                 if distributed.any_rank(self.stop or len(group) < accum_freq, self.device):
                     break
                 waited = time.perf_counter() - started

@@ -37,7 +37,7 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, prepare, resume
+from coder_plugin.training import checkpoint, failures, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.log import RunLog, versions
@@ -82,6 +82,7 @@ class Trainer:
         2
     """
 
+    @failures.ends_all_ranks
     def __init__(
         self,
         *,
@@ -101,6 +102,7 @@ class Trainer:
         objective = prepare.make_objective(config, loss, model)
         prepare.check_objects(config, objective, model=model, loss=loss)
         self.accelerator = prepare.make_accelerator(config)
+        failures.start(config.run.rank_timeout)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
         self.log = RunLog(self.folder, self.accelerator, config)
@@ -197,9 +199,11 @@ class Trainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
+    @failures.ends_all_ranks
     def run(self) -> dict[str, Any]:
         """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``."""
         config = self.config
+        failures.start(config.run.rank_timeout)
         state = resume.find_state(config, self.folder)
         if state is not None:
             resume.restore_model(self, state)

@@ -91,6 +91,10 @@ class RunLog:
         if self.config.run.report_to:
             self.accelerator.log(numbers, step=step)
 
+    def warn(self, text: str | None) -> None:
+        if self.main and text is not None:
+            _log.warning("%s", text)
+
     def bad_images(self, bad: Any) -> None:
         if len(bad):
             _log.warning("%d images could not be decoded and were skipped, such as %s", len(bad), ", ".join(bad.keys[:3]))

@@ -40,8 +40,10 @@ from coder_plugin.terminal import echo
 from coder_plugin.training import checkpoint, failures, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
+from coder_plugin.training.collapse import CollapseWatch
 from coder_plugin.training.log import RunLog, versions
-from coder_plugin.training.optim import create_optimizer, create_schedule
+from coder_plugin.training.memory_advice import with_memory_advice
+from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
 from coder_plugin.training.plan import make_plan, options_with_origins
 from coder_plugin.training.step import NonFiniteError, StepResult, explain_gradient, forward_backward
 
@@ -83,6 +85,7 @@ class Trainer:
     """
 
     @failures.ends_all_ranks
+    @with_memory_advice
     def __init__(
         self,
         *,
@@ -200,6 +203,7 @@ class Trainer:
     # -- the run -------------------------------------------------------------------------------------------------
 
     @failures.ends_all_ranks
+    @with_memory_advice
     def run(self) -> dict[str, Any]:
         """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``."""
         config = self.config
@@ -243,6 +247,7 @@ class Trainer:
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, state_names)
         optimizer = create_optimizer(model, self.config)
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
+        self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
@@ -271,6 +276,7 @@ class Trainer:
                 self.position = self.loader.position()
                 progress.update(metrics, waited)
                 if logged:
+                    self.log.warn(self.collapse.update(self.step - 1, metrics))
                     health = {f"coder/{name}": value for name, value in model.coder.health().items()}
                     rate = max(self.schedule.get_last_lr())
                     self.log.write({**metrics, **health, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
@@ -347,7 +353,7 @@ class Trainer:
 
     def forward_backward(self, batches: Sequence[Mapping[str, Any]]) -> StepResult:
         """Forward pass, loss and backward pass: gradients of all micro-batches are in ``.grad`` afterwards."""
-        return forward_backward(self.wrapped, self.loss, batches, self.accelerator, shares=self.is_logging_step)
+        return forward_backward(self.wrapped, self.loss, batches, self.accelerator, measure=self.is_logging_step)
 
     def clip_gradients(self, result: StepResult) -> float:
         """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping."""

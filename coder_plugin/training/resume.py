@@ -18,7 +18,7 @@ from coder_plugin.config import TrainConfig, flatten, get_option
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
-from coder_plugin.training import checkpoint
+from coder_plugin.training import checkpoint, finite
 from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
             "training captions: name the one it had with --model-kwargs vocabulary=FILE)"
         )
     _check_fixed_buffers(trainer.model, weights)
+    finite.check_loaded(weights)
     try:
         trainer.model.load_state_dict(weights)
     except RuntimeError as error:
@@ -127,9 +128,15 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
 
 
 def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint keeps: the state that all ranks share, and this rank's."""
+    """What a checkpoint keeps: the state that all ranks share, and this rank's.
+
+    Raises:
+        NonFiniteError: weights or the heads' state hold NaN or infinity.
+    """
+    weights = trainer.model.state_dict()
+    finite.check_before_saving(weights, trainer.step)
     common = {
-        "model": trainer.model.state_dict(),
+        "model": weights,
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.schedule.state_dict(),
     }

@@ -110,7 +110,7 @@ PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no model": (lambda path: (path / "model.json").write_text("{}"), "does not mention the tensor"),
     "a model that is a list": (edit_json("model.json", **{"$": "list"}), "malformed|uses 'list'"),
     "weights of another shape": (edit_tensor("model.safetensors", "proj", lambda t: t[:1]), "of another model"),
-    "no groups of parameters": (edit_json("optimizer.json", param_groups=REMOVED), "does not fit this run: other groups"),
+    "no groups of parameters": (edit_json("optimizer.json", param_groups=REMOVED), "does not mention the tensor"),
     "a rate that is a text": (edit_json("optimizer.json", param_groups__0__lr="fast"), r"param_groups\[0\].lr is a str"),
     "a group with another name": (edit_json("optimizer.json", param_groups__0__x=1), r"param_groups\[0\] has \['x'\]"),
     "a moment of another shape": (

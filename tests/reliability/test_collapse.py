@@ -87,7 +87,7 @@ def test_a_run_that_collapses_says_so(tmp_path, tiny_model, caplog) -> None:
     assert sum("the model has collapsed" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("loss", ["dcl", "clip", "triplet(reduction=mean)"])
+@pytest.mark.parametrize("loss", ["clip", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("dcl", "vse-infinity"))])
 def test_a_run_that_learns_does_not(tmp_path, tiny_model, caplog, loss) -> None:
     with caplog.at_level(logging.WARNING):
         train(tmp_path, tiny_model, loss=loss, lr=1e-3)

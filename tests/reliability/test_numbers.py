@@ -58,6 +58,7 @@ def every_kind(folder: Path, model: str, rank: int | None, said: dict[str, str])
     print("every kind was caught")
 
 
+@pytest.mark.slow
 def test_on_one_process(tmp_path, tiny_model) -> None:
     every_kind(tmp_path, tiny_model, None, {kind: said.replace(" on rank 1", "") for kind, said in SAID.items()})
 

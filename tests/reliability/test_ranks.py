@@ -45,7 +45,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "refuses" else k for k in REASONS])
 def test_all_ranks_end_with_the_reason_of_the_one_that_failed(kind, tmp_path) -> None:
     workers = 1 if kind == "stalls" else 0  # a loading process must not survive its rank either
     more = {"save_every_steps": 2, "workers": workers, **({"rank_timeout": STALL} if kind == "stalls" else {})}

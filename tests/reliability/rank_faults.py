@@ -1,4 +1,4 @@
-"""A training run in which rank 1 fails. As a program: ``python -m tests.reliability.rank_faults KIND FOLDER``."""
+"""A training run in which rank 1 fails. As a program: ``python -m tests.reliability.rank_faults KIND FOLDER MODEL``."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def options(folder: Path, **more: object) -> dict[str, object]:
     return {**base, "val_frequency": 0, "report": False, **more}
 
 
-def train(folder: Path, kind: str, **more: object) -> None:
+def train(folder: Path, kind: str, model: str, **more: object) -> None:
     Trainer(
-        model="coder-tiny", loss="dcl", train="scenes", config=options(folder, **more), callbacks=[Fault(kind, folder)]
+        model=model, loss="dcl", train="scenes", config=options(folder, model=model, **more), callbacks=[Fault(kind, folder)]
     ).run()
 
 
 if __name__ == "__main__":
-    kind, folder = sys.argv[1], Path(sys.argv[2])
+    kind, folder, model = sys.argv[1], Path(sys.argv[2]), (sys.argv[3:] or ["coder-tiny"])[0]
     try:
-        train(folder, kind, save_every_steps=2, workers=1, rank_timeout=40.0 if kind == "stalls" else 3600.0)
+        train(folder, kind, model, save_every_steps=2, workers=1, rank_timeout=40.0 if kind == "stalls" else 3600.0)
     except CoderError as error:
         print(f"coder-plugin: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

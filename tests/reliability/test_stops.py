@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import assert_same_run, checkpoints, differences, in_child, options, rows, trainer
+from tiny_run import assert_same_run, differences, in_child, options, rows, state, trainer
 
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
@@ -98,8 +98,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_ends_as_without_da
         trainer(options(folder, epochs=3, resume="latest")).run()
         assert "skipped a checkpoint" in caplog.text and "step_00000008" in caplog.text
         assert content(run / "set-aside/step_00000008") == damaged
-        whole, found = checkpoints(finished / "longer"), checkpoints(run)
-        assert not differences(whole["step_00000012"], found["step_00000012"])
+        assert not differences(state(finished / "longer", "step_00000012"), state(run, "step_00000012"))
         assert rows(run) == rows(finished / "longer")
 
 
@@ -151,8 +150,7 @@ def bit_flips(finished: Path, folder: Path, draws: int) -> dict[str, int]:
             assert checkpoint.verify(folder / "checkpoints" / name)["step"] == int(name[5:])
             if name != "step_00000008":
                 assert content(folder / "checkpoints" / name) == files
-        state, other = checkpoints(finished / "run"), checkpoints(folder)
-        assert not differences(state["step_00000008"], other["step_00000008"])
+        assert not differences(state(finished / "run", "step_00000008"), state(folder, "step_00000008"))
     return counts
 
 

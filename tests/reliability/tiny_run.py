@@ -31,8 +31,9 @@ MODEL = {
     "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 4, "heads": 1, "layers": 1},
 }
 #: Of the model and the vocabulary: a run is resumed with the same path, wherever its own folder is copied to.
-FILES = Path(tempfile.mkdtemp(prefix="tiny-run-"))
-atexit.register(shutil.rmtree, FILES, ignore_errors=True)
+FILES = Path(os.environ.get("TINY_RUN_FILES") or tempfile.mkdtemp(prefix="tiny-run-"))
+if "TINY_RUN_FILES" not in os.environ:  # the first process of several
+    atexit.register(shutil.rmtree, FILES, ignore_errors=True)
 COLOURS = ("red", "green", "blue", "yellow")
 SHAPES = ("circle", "square", "triangle")
 
@@ -58,7 +59,8 @@ def items(count: int, first: int = 0) -> list[Item]:
 def options(folder: Path, **changes: Any) -> dict[str, Any]:
     """Eight steps in two epochs, saved after every second, evaluated after each epoch."""
     model = FILES / "tiny.json"
-    model.write_text(json.dumps(MODEL))
+    if not model.exists():
+        model.write_text(json.dumps(MODEL))
     defaults = {
         "model": str(model),
         "logs": str(folder),
@@ -119,15 +121,16 @@ def in_child(work: Callable[[], object], *, quiet: bool = True) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def checkpoints(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of each checkpoint of a run, by name."""
+def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint."""
     found = {}
-    for path in sorted((folder / "checkpoints").glob("step_*")):
-        tensors = {}
-        for file in sorted(path.glob("*.safetensors")):
-            tensors |= {f"{file.stem}/{name}": value for name, value in load_file(file).items()}
-        found[path.name] = tensors
+    for file in sorted((folder / "checkpoints" / name).glob("*.safetensors")):
+        found |= {f"{file.stem}/{key}": value for key, value in load_file(file).items()}
     return found
+
+
+def last_checkpoint(folder: Path) -> str:
+    return max(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def exports(folder: Path) -> dict[str, Any]:
@@ -159,8 +162,8 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def assert_same_run(whole: Path, other: Path) -> None:
     """The newest checkpoint's state, the exports' content and the rows of the log are the same."""
-    state, found = checkpoints(whole), checkpoints(other)
-    assert max(found) == max(state)
-    assert not differences(state[max(state)], found[max(found)])
+    name = last_checkpoint(whole)
+    assert last_checkpoint(other) == name
+    assert not differences(state(whole, name), state(other, name))
     assert not differences(exports(whole), exports(other))
     assert rows(other) == rows(whole)

@@ -23,6 +23,7 @@ from tiny_run import assert_same_run, differences, in_child, options, rows, stat
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.training import checkpoint
+from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.metrics_file import append_line, cut_back
 from coder_plugin.training.run_folder import RunFolder
 from coder_plugin.training.run_lock import run_lock
@@ -454,9 +455,9 @@ def test_a_signal_during_evaluation_ends_it_and_the_resumed_run_repeats_it(finis
     def run() -> None:
         def call(self: Any, source: Any) -> Any:
             if made.step == 4:
-                with torch.no_grad():  # in the middle of what has averaged weights
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(1)
+                torch.rand(1)  # random numbers of an evaluation that is repeated must not count
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
             return encode(self, source)
 
         made.encoder.__class__.__call__ = call
@@ -467,6 +468,27 @@ def test_a_signal_during_evaluation_ends_it_and_the_resumed_run_repeats_it(finis
     assert not (tmp_path / "stopped/export/best").exists()
     trainer(options(tmp_path, name="stopped", resume="latest", save_every_steps=0)).run()
     assert_same_run(tmp_path / "run", tmp_path / "stopped")
+
+
+def test_a_signal_while_averaged_weights_are_put_in_place(monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    average = WeightAverage(model, 0.5)
+    for value in average.weights.values():
+        value.add_(1)
+    copy, calls = WeightAverage._copy, []
+
+    def interrupted(target: Any, weights: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            copy(target, dict(list(weights.items())[:1]))
+            raise StoppedBySignal
+        copy(target, weights)
+
+    monkeypatch.setattr(WeightAverage, "_copy", staticmethod(interrupted))
+    with pytest.raises(StoppedBySignal), average.applied(model):
+        pass
+    assert not differences(before, model.state_dict())
 
 
 def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path):

@@ -148,7 +148,7 @@ class BadSamples:
     def forget(self, state: dict[str, Any]) -> None:
         """Take away samples that will be read and counted again."""
         self.read -= state["read"]
-        self.kinds.subtract(state["kinds"])
+        self.kinds -= Counter(state["kinds"])
 
     def _log(self, kind: str, key: str, reason: str) -> None:
         named = self._named.setdefault(kind, set())

@@ -401,15 +401,15 @@ def test_an_image_of_nan_is_skipped_named_and_counted(tmp_path, made, caplog):
         trainer = Trainer.from_config(config(made, tmp_path, **options))
         trainer.run()
     assert trainer.loader.bad.kinds == {"regions": 1} and trainer.step == 5  # 47 images fill five batches of eight
-    told = [record.getMessage() for record in caplog.records if "skipped image" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "skipped sample" in record.getMessage()]
     assert len(told) == 1 and "'train_000'" in told[0] and "1 of 72 numbers in the features are NaN" in told[0]
     assert all(np.isfinite(losses(tmp_path)))
 
 
 def test_too_few_left_for_a_batch_end_the_run(tmp_path, made):
     path = damaged(made, tmp_path / "data", "train", *range(1, 44))
-    with pytest.raises(CoderError, match="epoch 0 gave no step on some rank: 43 images of rank 0 could not be used"):
-        Trainer.from_config(config(made, tmp_path, train_data=path, loss="triplet")).run()
+    with pytest.raises(CoderError, match="epoch 0 gave no step on some rank: 43 of 48 samples skipped"):
+        Trainer.from_config(config(made, tmp_path, train_data=path, loss="triplet", max_bad_samples=0.9)).run()
 
 
 def test_too_many_of_them_end_the_run(tmp_path, made):

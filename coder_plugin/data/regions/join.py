@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 class RegionSource:
     """Another :class:`~coder_plugin.data.source.Source` with regions instead of pictures: same keys, captions and batches.
 
-    An image without regions fails to load; it is skipped and counted like one that cannot be decoded.
+    An image without regions fails to load; it is skipped and counted as a bad sample.
 
     Args:
         captions: the source of the items. If it holds them in memory, all are looked up at once and missing ones are

@@ -240,7 +240,8 @@ class Trainer:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
         plan = make_plan(self)
         with writing("the run's files", self.folder, self.folder):
-            on_first_rank(lambda: (resume.begin_after(self, state), self.log.write_plan(plan)))
+            on_first_rank(lambda: resume.begin_after(self, state))
+            on_first_rank(lambda: self.log.write_plan(plan))
         self.log.start(plan)
         with self.log.closing():
             every = config.evaluation.val_frequency if self.val is not None else 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
-from coder_plugin.pretrained.export import export_heads, export_model, plain_state
+from coder_plugin.pretrained.export import export_model, plain_state
 from coder_plugin.pretrained.hub_cache import WISE_FT, is_on_hub
 from coder_plugin.pretrained.open import PretrainedModel, model_name, open_pretrained, saved_options
 
@@ -181,7 +181,6 @@ def save(pretrained: PretrainedModel, folder: Path, **origin: Any) -> None:
     try:
         options = pretrained.inference_options()
         export_model(pretrained.model, folder, tokenizer=pretrained.tokenizer, options=options)
-        export_heads(pretrained.model, folder)
         with atomic_write(folder / WISE_FT, "w") as file:
             file.write(json.dumps(origin, indent=1) + "\n")
     except (OSError, SafetensorError) as error:

@@ -30,11 +30,13 @@ from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import (
     CONFIGURATION_OPTIONS,
     INFERENCE_OPTIONS,
+    check_finite,
     export_files,
     heads_beside,
     load_heads,
     read_heads,
     read_inference_options,
+    verify,
     weights_named,
 )
 from coder_plugin.pretrained.hub_cache import fetch, shared_options
@@ -249,9 +251,11 @@ def open_pretrained(
         return_intermediates: as in :func:`coder_plugin.create_model`.
 
     Raises:
-        CoderError: no export there, or a damaged one; unknown options; data that the model cannot read.
+        CoderError: no export there, or a damaged or incomplete one; weights with NaN; a configuration that holds what it may
+            not, such as code or a name on the hub; unknown options; data that the model cannot read.
     """
     config, inference, objective_text = _resolve(spec, options or {}, export)
+    verify(config.pretrained)
     heads = heads_beside(config.pretrained)
     if heads is not None:
         settings = read_heads(heads)
@@ -272,6 +276,7 @@ def open_pretrained(
     )
     if heads is not None:
         load_heads(model, heads)
+    check_finite(model, str(config.pretrained or config.name))
     return PretrainedModel(
         name=name or str(config.pretrained or config.name),
         objective=str(objective) if heads is not None else objective_text,

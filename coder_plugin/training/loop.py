@@ -34,7 +34,7 @@ from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_heads, export_model, inference_options
+from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
 from coder_plugin.training import checkpoint, prepare, resume
@@ -455,8 +455,8 @@ class Trainer:
         if distributed.rank() == 0:
             with self.averaged_weights():
                 options = inference_options(self.config)
-                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer, options=options)
-                export_heads(self.model, self.folder / "export" / tag)
+                folder = self.folder / "export" / tag
+                export_model(self.model, folder, tokenizer=self.tokenizer, options=options, step=self.step)
         distributed.barrier()
 
     def print_plan(self) -> None:

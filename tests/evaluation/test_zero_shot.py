@@ -28,7 +28,7 @@ from coder_plugin.evaluation.zero_shot import format_zero_shot, read_classes, re
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.pretrained.export import WEIGHTS, export_heads, export_model
+from coder_plugin.pretrained.export import WEIGHTS, export_model
 from coder_plugin.pretrained.open import open_pretrained
 from tests import gloo
 from tests.training import region_data
@@ -193,7 +193,6 @@ def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     base.register_buffer("steps", torch.tensor(3))
     out = tmp_path_factory.mktemp("tuned")
     export_model(tuned.model, out, tokenizer=tuned.tokenizer)
-    export_heads(tuned.model, out)
     return {"base": base, "tuned": tuned, "file": str(out / WEIGHTS)}
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.terminal import echo
+from coder_plugin.terminal import echo, printable
+
+#: Characters of a caption or key in the table.
+_LONGEST = 500
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -125,6 +128,12 @@ def _row(rank: int, hit: Any, records: Any) -> Mapping[str, Any]:
     return {**row, "captions": list(records.captions_of(hit.image.row))}
 
 
+def _cell(text: str) -> str:
+    """A text of the index in one line that ends; ``--json`` has all of it."""
+    line = printable(" ".join(text[: 4 * _LONGEST].split()))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+
+
 def _table(hits: Sequence[Any], records: Any) -> list[str]:
     """The lines of a table; an image is shown with its first caption."""
     fused = any(hit.fused is not None for hit in hits)
@@ -132,7 +141,7 @@ def _table(hits: Sequence[Any], records: Any) -> list[str]:
     for rank, hit in enumerate(hits, 1):
         caption = hit.text if hit.text is not None else next(iter(records.captions_of(hit.image.row)), "")
         scores = [f"{hit.score:.4f}", *(["" if hit.fused is None else f"{hit.fused:.4f}"] if fused else [])]
-        rows.append([str(rank), *scores, " ".join(hit.image.key.split()), " ".join(caption.split())])
+        rows.append([str(rank), *scores, _cell(hit.image.key), _cell(caption)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return [
         "  ".join([*(cell.rjust(width) if cell[:1].isdigit() or "score" in cell else cell.ljust(width)

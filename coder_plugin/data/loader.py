@@ -2,15 +2,16 @@
 
 A worker yields chunks: batches without their undecodable images. The main process yields full chunks unchanged and fills
 others with rows of the next chunk, so a batch always has its size. Workers keep no state: a position lists how many chunks of
-each worker were used, which is enough to continue after them.
+each worker were used, which is enough to continue after them. An epoch may also be continued by another number of workers or
+ranks: then what is left of it is dealt anew (:mod:`coder_plugin.data.remainder`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
@@ -18,11 +19,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
+from coder_plugin.data.remainder import Remainder
 from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+#: Settings that may change within an epoch: what is left of it is then dealt anew.
+DEALT_ANEW = ("ranks", "workers", "batch size")
 
 #: ``positives(caption, others)`` -> a positive caption and its kind; see :class:`coder_plugin.negatives.positives.Positives`.
 MakePositive = Callable[[str, tuple[str, ...]], tuple[str, str]]
@@ -49,13 +54,18 @@ class TagWords(Protocol):
 @dataclass(kw_only=True)
 class _Position:
     """What decides which batch comes next. ``leftover`` counts the unused rows at the end of the last chunk, which worker
-    ``last`` made; a batch is never larger than a chunk, so there are none before it."""
+    ``last`` made; a batch is never larger than a chunk, so there are none before it. ``offset`` is the place in that chunk of
+    the first of them. ``before`` counts the samples of all ranks that other settings have used, whose positions ``rest`` holds:
+    everything else counts from there."""
 
     epoch: int
     batches: int = 0
     consumed: list[int] = field(default_factory=list)
     last: int = -1
     leftover: int = 0
+    offset: int = 0
+    before: int = 0
+    rest: list[dict[str, Any]] = field(default_factory=list)
 
 
 class TrainLoader:
@@ -150,23 +160,43 @@ class TrainLoader:
         )
         self._at = _Position(epoch=0, consumed=[0] * self._plan.workers)
 
-    def epoch(self, epoch: int, position: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    def epoch(self, epoch: int, position: dict[str, Any] | Sequence[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
         """The batches of an epoch, or those after ``position`` in it.
 
+        Args:
+            epoch: its number, which the order depends on.
+            position: of this rank; or, in the order of ranks, those of all the ranks that began the epoch, whose number may
+                be another. With another number of workers every rank continues with the same samples in the same batches;
+                with another number of ranks or another batch size, what all ranks have left is dealt anew.
+
         Raises:
-            CoderError: a position of another epoch or, within an epoch, of another setting.
+            CoderError: a position of another epoch or, within an epoch, of another order of samples.
         """
         start = _Position(epoch=epoch, consumed=[0] * self._plan.workers)
         if position is not None:
-            start = self._resume(epoch, position)
-            self.bad.restore(position["bad"])
+            positions = [position] if isinstance(position, dict) else list(position)
+            start = self._resume(epoch, positions)
+            for each in positions[self._plan.rank :: self._plan.world_size] if len(positions) > 1 else positions:
+                self.bad.restore(each["bad"])
         self._at = start
         return self._batches(start)
 
     def position(self) -> dict[str, Any]:
-        """The position after the last batch, as JSON values, from which :meth:`epoch` of an equal loader continues."""
+        """The position after the last batch, as JSON values, from which :meth:`epoch` continues.
+
+        ``batches`` of ``of`` have been used: of this epoch or, if it was continued by other ranks or workers, since then.
+        """
         at = asdict(self._at)
-        return {**at, "setting": self._setting(), "rank": self._plan.rank, "bad": list(self.bad.keys)}
+        return {
+            **at,
+            "of": self._batches_of(self._at),
+            "setting": self._setting(),
+            "rank": self._plan.rank,
+            "bad": list(self.bad.keys),
+        }
+
+    def _batches_of(self, position: _Position) -> int:
+        return (self.samples_per_epoch - position.before) // (self._plan.batch_size * self._plan.world_size)
 
     def _batches(self, start: _Position) -> Iterator[dict[str, Any]]:
         consumed, first = list(start.consumed), (start.last + 1) % self._plan.workers
@@ -174,12 +204,13 @@ class TrainLoader:
             first = start.last
             consumed[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
+        source = Remainder(self.source, start.rest) if start.rest else self.source
         stream = _TrainStream(
-            self.source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives, self._tags
+            source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives, self._tags
         )
         left: dict[str, Any] = {}
-        batches, again, size = start.batches, start.leftover, plan.batch_size
-        if batches >= self.steps_per_epoch:
+        batches, again, size, of = start.batches, start.leftover, plan.batch_size, self._batches_of(start)
+        if batches >= of:
             return
         for chunk in _load(stream, self._workers, self._pin_memory):
             for key, reason in chunk.bad:
@@ -199,13 +230,18 @@ class TrainLoader:
             rest = len(chunk) - size
             if rest >= 0:
                 batches += 1
-                self._at = _Position(
-                    epoch=start.epoch, batches=batches, consumed=list(consumed), last=chunk.worker, leftover=rest
+                self._at = replace(
+                    start,
+                    batches=batches,
+                    consumed=list(consumed),
+                    last=chunk.worker,
+                    leftover=rest,
+                    offset=chunk.good[-rest] if rest else 0,
                 )
                 # Cloned, so that it does not keep the whole batch in memory.
                 left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
                 yield (chunk.rows(0, size) if rest else chunk).tensors
-                if batches == self.steps_per_epoch:
+                if batches == of:
                     return
             else:
                 left = chunk.tensors
@@ -215,7 +251,7 @@ class TrainLoader:
             self._plan.rank,
             start.epoch,
             batches,
-            self.steps_per_epoch,
+            of,
         )
 
     def _setting(self) -> dict[str, Any]:
@@ -231,22 +267,39 @@ class TrainLoader:
             **({} if self._tags is None else {"tagger": self._tags.tagger}),
         }
 
-    def _resume(self, epoch: int, position: dict[str, Any]) -> _Position:
-        if position["epoch"] != epoch:
-            raise CoderError(f"the position to resume from is in epoch {position['epoch']}, not in epoch {epoch}")
-        if position["batches"]:
-            now = {**self._setting(), "rank": self._plan.rank}
-            then = {**position["setting"], "rank": position["rank"]}
-            wrong = [f"{name} was {then.get(name)} and is {now[name]}" for name in now if then.get(name) != now[name]]
-            if wrong:
-                raise CoderError(
-                    f"cannot resume in the middle of epoch {epoch}: {'; '.join(wrong)}; use the old value, "
-                    "or resume from the start of an epoch"
-                )
-        else:  # at the start of an epoch any setting may be used
-            return _Position(epoch=epoch, consumed=[0] * self._plan.workers)
-        names = ("epoch", "batches", "consumed", "last", "leftover")
-        return _Position(**{name: position[name] for name in names})
+    def _resume(self, epoch: int, positions: list[dict[str, Any]]) -> _Position:
+        rank, now = self._plan.rank, self._setting()
+        for position in positions:
+            if position["epoch"] != epoch:
+                raise CoderError(f"the position to resume from is in epoch {position['epoch']}, not in epoch {epoch}")
+        if not any(position["batches"] or position.get("rest") for position in positions):
+            return _Position(epoch=epoch, consumed=[0] * self._plan.workers)  # at the start any setting may be used
+        then = positions[0]["setting"]
+        wrong = [
+            f"{name} was {then.get(name)} and is {now[name]}"
+            for name in now
+            if name not in DEALT_ANEW and then.get(name) != now[name]
+        ]
+        if wrong:
+            raise CoderError(
+                f"cannot resume in the middle of epoch {epoch}: {'; '.join(wrong)}; use the old value, "
+                "or resume from the start of an epoch"
+            )
+        own = next((each for each in positions if each["rank"] == rank), None)
+        same_batches = own is not None and all(then[name] == now[name] for name in ("ranks", "batch size"))
+        if not same_batches and len(positions) != then["ranks"]:
+            changes = [f"{name} was {then[name]} and is {now[name]}" for name in DEALT_ANEW if then[name] != now[name]]
+            raise CoderError(
+                f"cannot resume in the middle of epoch {epoch} ({'; '.join(changes) or f'the position is not of rank {rank}'}) "
+                f"without the positions of all {then['ranks']} ranks"
+            )
+        if own is not None and same_batches and then["workers"] == now["workers"]:
+            return _Position(**{each.name: own[each.name] for each in fields(_Position) if each.name in own})
+        rest = [own] if own is not None and same_batches else positions
+        # ranks take their steps together: all have used as many samples as this one
+        before = rest[0]["before"] + rest[0]["batches"] * then["batch size"] * then["ranks"]
+        rest = [{name: value for name, value in each.items() if name != "bad"} for each in rest]
+        return _Position(epoch=epoch, consumed=[0] * self._plan.workers, before=before, rest=rest)
 
 
 def evaluation_batches(

@@ -216,6 +216,7 @@ class Chunk:
     worker: int
     bad: list[tuple[str, str]] = field(default_factory=list)
     tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and text_positive) or index
+    good: list[int] = field(default_factory=list)  # which items the rows were made of, by their place in the chunk
     captions: list[tuple[str, ...]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
@@ -263,7 +264,7 @@ def decode(
         return Chunk(worker, bad), good
     ids = torch.tensor([items[number].image_id for number in good])
     # default_collate, because inside a worker it stacks straight into shared memory
-    return Chunk(worker, bad, {"image": default_collate(images), "image_id": ids}), good
+    return Chunk(worker, bad, {"image": default_collate(images), "image_id": ids}, good), good
 
 
 class BadImages:

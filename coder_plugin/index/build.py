@@ -225,7 +225,8 @@ def _start(folder: Path, plan: Mapping[str, Any]) -> None:
     note, problem = folder / manifest.BUILDING, None
     if distributed.rank() == 0:
         if note.is_file():
-            other = _differences(manifest.read_json(note)["plan"], plan)
+            begun = manifest.read_json(note).get("plan")
+            other = _differences(begun, plan) if isinstance(begun, dict) else "its building.json has no plan"
             if other:
                 problem = f"{folder} was begun with other options ({other}): use the same options, or choose another folder"
         elif others := sorted(each.name for each in folder.iterdir() if not _is_ours(each.name)):
@@ -246,7 +247,7 @@ def _is_ours(name: str) -> bool:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     def shown(name: str, value: Any) -> Any:
-        return f"{value[:12]}…" if name == "model" else value
+        return f"{str(value)[:12]}…" if name == "model" else str(value)[:200]
 
     different = [name for name in now if before.get(name) != now[name]]
     return ", ".join(f"{name} was {shown(name, before.get(name))}, is {shown(name, now[name])}" for name in different)

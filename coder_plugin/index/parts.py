@@ -7,6 +7,7 @@ Shape letters: N images, T captions, n images of a part, t captions of a part, D
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_path
+from coder_plugin.files import atomic_path, atomic_replace, fsync_path
 from coder_plugin.index import manifest, records, vectors
 
 #: Folder of the arrays that re-ranking reads.
 RERANK = "rerank"
 #: Fields of a part that are tensors; the tensors of re-ranking are stored under these prefixes.
 _TENSORS = ("positions", "image_ids", "images", "texts")
+_DTYPES = ("float16", "float32", "float64", "int64", "int32", "bool")
 _IMAGE, _TEXT = "image_item.", "text_item."
 
 
@@ -90,8 +92,9 @@ def write(path: Path, part: Part) -> None:
     # a tensor, not metadata: safetensors limits the size of its header, and captions may be long
     text = torch.from_numpy(np.frombuffer(names.encode("utf-8", "surrogatepass"), dtype=np.uint8).copy())
     tensors |= {"thumbnail_sizes": sizes, "thumbnails": torch.from_numpy(thumbnails), "names": text}
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
     with atomic_path(path) as temporary:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
+        save_file(tensors, temporary, {"digest": _digest(tensors)})
 
 
 def read(path: Path) -> Part:
@@ -100,11 +103,15 @@ def read(path: Path) -> Part:
     Raises:
         CoderError: the file is not a part, or is damaged.
     """
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     try:
-        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if (file.metadata() or {}).get("digest") != _digest(tensors):
+                raise ValueError("its content has changed since it was written")
         names = _names(tensors["names"])
+        _check(tensors, names)
         content = tensors["thumbnails"].numpy()
         ends = tensors["thumbnail_sizes"].cumsum(0).tolist()
         thumbnails = [content[start:end].tobytes() for start, end in zip([0, *ends], ends, strict=False)]
@@ -135,6 +142,7 @@ def summary(path: Path) -> PartSummary:
     try:
         with safe_open(path, "pt") as file:
             names = _names(file.get_tensor("names"))
+            _check({"positions": file.get_tensor("positions")}, names)
             counts = torch.tensor([len(captions) for captions in names["captions"]], dtype=torch.int64)
             return PartSummary(file.get_tensor("positions"), counts, names["bad"])
     except Exception as error:
@@ -143,6 +151,36 @@ def summary(path: Path) -> PartSummary:
 
 def _names(text: Tensor) -> dict[str, Any]:
     return json.loads(text.numpy().tobytes().decode("utf-8", "surrogatepass"))
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and bytes; of the content and not of the file, whose header it is stored in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _check(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> None:
+    """ValueError unless the types and lengths are those of :class:`Part`: somebody else may have written the file."""
+    keys, captions, bad = names["keys"], names["captions"], names["bad"]
+    lists = (keys, bad, captions, *(captions if isinstance(captions, list) else ()))
+    if not all(isinstance(each, list) for each in lists):
+        raise ValueError("its names are not lists")
+    if not all(isinstance(text, str) for texts in (keys, bad, *captions) for text in texts):
+        raise ValueError("its names are not texts")
+    images, texts = len(keys), sum(map(len, captions))
+    lengths = {"positions": images, "image_ids": images, "thumbnail_sizes": images, "images": images, "texts": texts}
+    for name, tensor in tensors.items():
+        kind = name.partition(".")[0] + "."
+        length = images if kind == _IMAGE else texts if kind == _TEXT else lengths.get(name)
+        if length is not None and (tensor.ndim < 1 or len(tensor) != length):
+            raise ValueError(f"{name} has the shape {list(tensor.shape)}, not {length} rows")
+        if name in ("positions", "image_ids", "thumbnail_sizes") and (tensor.ndim != 1 or tensor.dtype != torch.int64):
+            raise ValueError(f"{name} is {tensor.dtype} of {list(tensor.shape)}")
+    if len(captions) != images:
+        raise ValueError(f"it has captions of {len(captions)} images and {images} keys")
 
 
 def _damaged(path: Path, error: Exception) -> CoderError:
@@ -192,10 +230,27 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
         for name, array in arrays.items.items():
             array.flush()
             files.append(folder / RERANK / f"{name}.npy")
-            shutil.move(str(array.filename), files[-1])
+            atomic_replace(str(array.filename), files[-1])
+        fsync_path(folder)
     counts = {"images": order.images, "captions": order.captions, "unreadable": len(bad), "unreadable_keys": bad[:100]}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     manifest.write_manifest(folder, {**content, **counts, "vectors": sizes, "made": date}, files)
+
+
+def open_array(path: Path, count: int) -> np.ndarray:
+    """A memory map of an array of re-ranking, [count, …] of numbers or bools.
+
+    Raises:
+        CoderError: the file is something else.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # the header is parsed as Python, so an error of any kind may come
+        raise CoderError(f"{path} is not an array for re-ranking: {str(error)[:200]}") from error
+    if not isinstance(array, np.ndarray) or array.dtype.newbyteorder("=").name not in _DTYPES or array.shape[:1] != (count,):
+        shown = f"{array.dtype} of {array.shape}" if isinstance(array, np.ndarray) else "no array"
+        raise CoderError(f"{path} is not an array of numbers for {count} items to re-rank, but {shown[:200]}")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 class _RowOrder:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,11 @@ CREATE TABLE images (row INTEGER PRIMARY KEY, key TEXT NOT NULL, image_id INTEGE
 CREATE TABLE thumbnails (row INTEGER PRIMARY KEY, file BLOB NOT NULL);
 CREATE TABLE captions (row INTEGER PRIMARY KEY, image INTEGER NOT NULL, text TEXT NOT NULL);
 """
+_INDEXES = "CREATE INDEX of_image ON captions (image); CREATE INDEX of_key ON images (key);"
+#: The longest that a query may take: looking up some hundred rows takes milliseconds, and a damaged file may have loops.
+SECONDS = 20.0
+_MOST_LENGTH = 1 << 26  # of a caption, a key or a thumbnail
+_JPEG = b"\xff\xd8\xff"
 _MAX_PLACEHOLDERS = 500  # of one query: SQLite limits them
 
 
@@ -75,58 +82,115 @@ def storable(text: str) -> str:
 
 def finish(connection: sqlite3.Connection) -> None:
     """Create the indexes for look-ups, commit and close."""
-    connection.executescript("CREATE INDEX of_image ON captions (image); CREATE INDEX of_key ON images (key);")
+    connection.executescript(_INDEXES)
     connection.commit()
     connection.close()
 
 
 class Records:
-    """Reads the records, from the thread that opened them.
+    """Reads the records, from the thread that opened them. Somebody else may have written the file.
+
+    It is opened to be read only, and it is refused unless its tables and indexes are exactly those of :func:`create` and
+    :func:`finish`: no view, trigger or virtual table runs. Every query ends within :data:`SECONDS`, and every value is checked.
 
     Args:
         path: a file that :func:`create`, :func:`add` and :func:`finish` wrote.
+        images: how many it holds; None: any number.
+        captions: as ``images``.
 
     Raises:
-        CoderError: the file is something else.
+        CoderError: the file is something else, or does not hold so many. All methods raise it for a row that the file lacks or
+            that has a value of another type, and for a query that takes too long.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, images: int | None = None, captions: int | None = None) -> None:
+        self.path, self._deadline = path, float("inf")
         try:
             self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-            self._connection.execute("SELECT key FROM images LIMIT 1")
         except sqlite3.Error as error:
             raise CoderError(f"{path} is not a file of an index's records: {error}") from error
+        self._connection.set_progress_handler(lambda: time.monotonic() > self._deadline, 1000)
+        for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
+            self._query(f"PRAGMA {pragma}")
+        schema = {(kind, name, sql) for kind, name, sql in self._query("SELECT type, name, sql FROM sqlite_master LIMIT 100")}
+        if schema != _schema():
+            names = ", ".join(sorted(str(name)[:40] for _, name, _ in schema ^ _schema()))
+            raise CoderError(f"{path} is not a file of an index's records: its tables, views or indexes ({names}) are others")
+        for table, count in (("images", images), ("captions", captions)):
+            [(first, last)] = self._query(f"SELECT (SELECT MIN(row) FROM {table}), (SELECT MAX(row) FROM {table})")
+            if count is not None and (first, last) != ((0, count - 1) if count else (None, None)):
+                raise CoderError(f"{path} does not hold the rows of {count} {table}, but {first} to {last}")
 
     def images(self, rows: Sequence[int]) -> list[Image]:
         """The images of ``rows``, in that order."""
-        return [Image(*values) for values in self._select("SELECT row, key, image_id FROM images WHERE row IN ({})", rows)]
+        selected = self._select("images", "row, key, image_id", rows, (int, str, int))
+        return [Image(*values) for values in selected]
 
     def captions(self, rows: Sequence[int]) -> list[Caption]:
         """The captions of ``rows``, in that order."""
-        return [Caption(*values) for values in self._select("SELECT row, text, image FROM captions WHERE row IN ({})", rows)]
+        selected = self._select("captions", "row, text, image", rows, (int, str, int))
+        return [Caption(*values) for values in selected]
 
     def captions_of(self, row: int) -> tuple[str, ...]:
         """All captions of an image, in the data's order."""
-        rows = self._connection.execute("SELECT text FROM captions WHERE image = ? ORDER BY row", (row,))
-        return tuple(text for (text,) in rows)
+        rows = self._query("SELECT text FROM captions WHERE image = ? ORDER BY row", [row])
+        return tuple(self._checked(values, (str,), "captions", row)[0] for values in rows)
 
     def thumbnail(self, row: int) -> bytes | None:
         """The JPEG file of an image's thumbnail; None where there is none."""
-        values = self._connection.execute("SELECT file FROM thumbnails WHERE row = ?", (row,)).fetchone()
-        return None if values is None else values[0]
+        for values in self._query("SELECT file FROM thumbnails WHERE row = ?", [row]):
+            [file] = self._checked(values, (bytes,), "thumbnails", row)
+            if not file.startswith(_JPEG):
+                raise CoderError(f"{self.path} holds a thumbnail of image {row} that is not a JPEG file")
+            return file
+        return None
 
     def row_of(self, key: str) -> int | None:
         """The row of the first image with this key; None where there is none."""
-        return self._connection.execute("SELECT MIN(row) FROM images WHERE key = ?", (storable(key),)).fetchone()[0]
+        [(row,)] = self._query("SELECT MIN(row) FROM images WHERE key = ?", [storable(key)])
+        return row
 
     def close(self) -> None:
         self._connection.close()
 
-    def _select(self, query: str, rows: Sequence[int]) -> list[Any]:
+    def _select(self, table: str, columns: str, rows: Sequence[int], types: tuple[type, ...]) -> list[Any]:
         by_row = {}
         for start in range(0, len(rows), _MAX_PLACEHOLDERS):
             some = [int(row) for row in rows[start : start + _MAX_PLACEHOLDERS]]
-            selected = self._connection.execute(query.format(",".join("?" * len(some))), some)
-            by_row.update({values[0]: values for values in selected})
-        return [by_row[row] for row in rows]
+            query = f"SELECT {columns} FROM {table} WHERE row IN ({','.join('?' * len(some))})"
+            by_row.update({values[0]: values for values in self._query(query, some)})
+        if missing := [row for row in rows if row not in by_row]:
+            raise CoderError(f"{self.path} has no row {missing[0]} in its {table}: the index is damaged, build it again")
+        return [self._checked(by_row[row], types, table, row) for row in rows]
+
+    def _query(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
+        """All rows of a query, within :data:`SECONDS`."""
+        self._deadline = time.monotonic() + SECONDS
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except (sqlite3.Error, OverflowError) as error:  # a row beyond 2**63
+            if str(error) == "interrupted":
+                raise CoderError(f"{self.path} is not a file of an index's records: a query took over {SECONDS} s") from error
+            raise CoderError(f"{self.path} is damaged: {error}") from error
+
+    def _checked(self, values: tuple, types: tuple[type, ...], table: str, row: int) -> tuple:
+        """SQLite stores any type in any column."""
+        for value, kind in zip(values, types, strict=True):
+            if type(value) is not kind:
+                found = f"a {type(value).__name__}, not a {kind.__name__}"
+            elif kind in (str, bytes) and len(value) > _MOST_LENGTH:
+                found = f"{len(value):,} characters or bytes, over {_MOST_LENGTH:,}"
+            else:
+                continue
+            raise CoderError(f"{self.path} is not a file of an index's records: row {row} of its {table} holds {found}")
+        return values
+
+
+@lru_cache(maxsize=1)
+def _schema() -> frozenset[tuple[str, str, str]]:
+    """Type, name and definition of all that a file of records holds."""
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(_TABLES + _INDEXES)
+    rows = frozenset(connection.execute("SELECT type, name, sql FROM sqlite_master"))
+    connection.close()
+    return rows

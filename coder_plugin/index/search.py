@@ -16,15 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coder_plugin.config import OPENING
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
-from coder_plugin.index.manifest import KINDS, RECORDS, read_manifest
-from coder_plugin.index.parts import RERANK
+from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, read_manifest
+from coder_plugin.index.parts import RERANK, open_array
 from coder_plugin.index.records import Image, Records
 from coder_plugin.index.vectors import Vectors
 
 #: Pairs that a fusion score computes at once.
 _PAIRS = 512
+#: The most of a thumbnail.
+_PIXELS = 1 << 24
 
 
 class Index:
@@ -45,12 +48,21 @@ class Index:
     ) -> None:
         self.folder = Path(folder)
         self.manifest: Mapping[str, Any] = read_manifest(self.folder, verify=verify)
-        self.records = Records(self.folder / RECORDS)
+        counts = {kind: self.manifest[kind] for kind in KINDS}
+        self.records = Records(self.folder / RECORDS, **counts)
+        options: dict[str, Any] = {"flat": self.manifest["factory"] == "Flat", "parameters": parameters, "gpu": gpu}
         self.vectors = {
-            kind: Vectors(self.folder / f"{kind}.faiss", **self.manifest["vectors"][kind], parameters=parameters, gpu=gpu)
+            kind: Vectors(self.folder / f"{kind}.faiss", **self.manifest["vectors"][kind], **options)
             for kind in KINDS
             if kind in self.manifest["vectors"]
         }
+        self._arrays = {
+            name: open_array(self.folder / name, counts["images" if name.startswith(f"{RERANK}/image_") else "captions"])
+            for name in self.manifest["files"]
+            if name.startswith(f"{RERANK}/")
+        }
+        if self.manifest["plan"]["re-ranking"] and not self._arrays:
+            raise CoderError(f"{self.folder / MANIFEST} lists no files for re-ranking, which its plan names: build it again")
 
     def search(self, queries: np.ndarray | Tensor, k: int, *, kind: str = "images") -> tuple[np.ndarray, np.ndarray]:
         """The k best images or captions for each query, by inner product (the greatest over an image's embeddings).
@@ -77,11 +89,11 @@ class Index:
     def items(self, kind: str, rows: np.ndarray) -> dict[str, Tensor]:
         """What re-ranking needs of images or captions: tensors [n, …] by name; empty without a fusion score."""
         prefix = f"{RERANK}/{'image' if kind == 'images' else 'text'}_"
-        names = [name for name in self.manifest["files"] if name.startswith(prefix)]
-        arrays = {
-            name[len(prefix) : -len(".npy")]: np.load(self.folder / name, mmap_mode="r", allow_pickle=False) for name in names
+        return {
+            name[len(prefix) : -len(".npy")]: torch.from_numpy(np.ascontiguousarray(array[rows]))
+            for name, array in self._arrays.items()
+            if name.startswith(prefix)
         }
-        return {name: torch.from_numpy(np.ascontiguousarray(array[rows])) for name, array in arrays.items()}
 
     def thumbnail(self, key: str) -> Any | None:
         """The thumbnail (PIL) of an image by its key; None where there is none."""
@@ -89,7 +101,16 @@ class Index:
 
         row = self.records.row_of(key)
         content = None if row is None else self.records.thumbnail(row)
-        return None if content is None else pillow.open(io.BytesIO(content))
+        if content is None:
+            return None
+        try:
+            picture = pillow.open(io.BytesIO(content), formats=("JPEG",))
+            if picture.width * picture.height > _PIXELS:
+                raise ValueError(f"{picture.width} x {picture.height} pixels")
+            picture.load()
+        except (OSError, ValueError, pillow.DecompressionBombError) as error:
+            raise CoderError(f"{self.folder / RECORDS}: the thumbnail of {key!r} is not a small JPEG file: {error}") from error
+        return picture
 
     def close(self) -> None:
         """Close the file of records."""
@@ -264,6 +285,15 @@ class Searcher:
 
     def _fusion_scores(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
         """Fusion scores [n] of the query with the items of these rows; NaN becomes -inf."""
+        try:
+            return self._fuse(query, rows, among)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            detail, arrays = " ".join(f"{type(error).__name__}: {error}".split())[:200], self.index.folder / RERANK
+            raise CoderError(f"{arrays} does not fit the index's model ({detail}): build the index again") from error
+
+    def _fuse(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
         assert query.item is not None and self.head is not None
         scores = []
         for start in range(0, len(rows), _PAIRS):
@@ -317,14 +347,35 @@ def open_searcher(
     record = index.manifest["model"]
     if not need_model and not index.manifest["plan"]["re-ranking"]:
         return Searcher(index, None)
-    spec = model or record["spec"]
+    spec = model or record.get("spec")
     try:
-        pretrained = open_pretrained(
-            spec, record["options"], export=record["export"], name=str(spec or record["name"]), device=device
-        )
+        options = _checked_options(record, model)
+        name = str(spec or record.get("name", "the index's model"))
+        pretrained = open_pretrained(spec, options, export=record.get("export", "best"), name=name, device=device)
     except CoderError as error:
         raise CoderError(f"{folder}: its model cannot be opened (--model says where it is now): {error}") from error
     return Searcher(index, pretrained)
+
+
+def _checked_options(record: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    """The options that an index's manifest opens its model with. Somebody else may have written them, so they may only describe
+    a model, and what would be fetched from where they say is asked for on the command line.
+
+    Raises:
+        CoderError: other options, a model elsewhere, or no model at all.
+    """
+    options, spec = dict(record.get("options", {})), record.get("spec")
+    if other := sorted(options.keys() - set(OPENING)):
+        raise CoderError(f"its manifest sets {other[0][:60]!r}, which does not describe a model")
+    options.pop("cache_dir", None)  # where this machine stores downloads is not for the index to say
+    if model is not None:
+        return {name: value for name, value in options.items() if name not in ("model", "pretrained")}
+    for place in (spec, options.get("model"), options.get("pretrained")):
+        if isinstance(place, str) and (place.startswith("hf-hub:") or "://" in place):
+            raise CoderError(f"its manifest would fetch {place[:200]!r}: if you trust it, give it with --model")
+    if spec is None and not isinstance(options.get("model"), str):
+        raise CoderError("its manifest names no model")
+    return options
 
 
 def load_image(path: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 _ROWS = 4096  # items added to FAISS at once
 #: At most so many vectors train an index that needs training.
 TRAINING = 262_144
+#: A flat index's file: name, dimensions, vectors, two unused numbers, trained, metric, floats that follow.
+_FLAT, _FLAT_NAME = struct.Struct("<4siqqqBiQ"), b"IxFI"
+#: FAISS may always read vectors of so many bytes: constants of small indexes.
+_LEAST_LIMIT = 1 << 20
 #: The most results that FAISS's GPU indexes return.
 GPU_RESULTS = 2048
 
@@ -76,6 +81,55 @@ def _short(error: BaseException) -> str:
     return " ".join(str(error).split()).rpartition("failed: ")[2][:200]
 
 
+def _read(path: Path, count: int, dimensions: int, *, flat: bool) -> Any:
+    """The index in a file. A flat one is read here; of the others, whose files only FAISS can read, FAISS is kept to the file's
+    own size and folder."""
+    import faiss
+
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(_FLAT.size)
+    if head[:4] == _FLAT_NAME:
+        return _read_flat(path, head, size, count, dimensions)
+    if flat:
+        raise CoderError(f"{path} is not a flat index, as its manifest says: it was not written by coder-plugin index")
+    limits = ("deserialization_vector_byte_limit", "deserialization_loop_limit")
+    before = {name: getattr(faiss, f"get_{name}")() for name in limits if hasattr(faiss, f"set_{name}")}
+    try:
+        for name in before:
+            getattr(faiss, f"set_{name}")(max(size, _LEAST_LIMIT))
+        # lists that lie in another file are looked for in the index's folder only, and are not written to
+        return faiss.read_index(str(path), faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY)
+    except (RuntimeError, MemoryError) as error:
+        raise CoderError(f"{path} is not a FAISS index: {_short(error)}") from error
+    finally:
+        for name, value in before.items():
+            getattr(faiss, f"set_{name}")(value)
+
+
+def _read_flat(path: Path, head: bytes, size: int, count: int, dimensions: int) -> Any:
+    """A flat inner-product index, whose file is a header of fixed length and the vectors; each must be finite."""
+    import faiss
+
+    if len(head) < _FLAT.size:
+        raise CoderError(f"{path} is not a FAISS index: it ends in its header")
+    _, d, total, _, _, trained, metric, length = _FLAT.unpack(head)
+    if (d, total, length) != (dimensions, count, count * dimensions):
+        raise CoderError(f"{path} holds {total} vectors of {d} dimensions, expected {count} of {dimensions}")
+    if trained != 1 or metric != faiss.METRIC_INNER_PRODUCT:
+        raise CoderError(f"{path} does not compare by inner products: it was not written by coder-plugin index")
+    if size != _FLAT.size + 4 * length:
+        raise CoderError(f"{path} has {size} bytes, not the {_FLAT.size + 4 * length} of its {count} vectors")
+    index = faiss.IndexFlatIP(dimensions)
+    for start in range(0, count, _ROWS):
+        rows = min(_ROWS, count - start)
+        vectors = np.fromfile(path, "<f4", rows * dimensions, offset=_FLAT.size + 4 * start * dimensions)
+        if not math.isfinite(float(np.abs(vectors).max())):
+            raise CoderError(f"{path} holds vectors that are not finite, from row {start} on: build the index again")
+        index.add(np.ascontiguousarray(vectors.reshape(rows, dimensions), dtype=np.float32))
+    return index
+
+
 class Vectors:
     """One kind of an index's vectors.
 
@@ -84,6 +138,7 @@ class Vectors:
         items: N.
         views: V.
         dimensions: D.
+        flat: the file must be a flat index, which is read here and not by FAISS.
         parameters: of FAISS's parameter space, such as ``nprobe=16`` or ``efSearch=64``.
         gpu: search on the first GPU, where FAISS sees one and supports this kind of index on it.
 
@@ -92,18 +147,27 @@ class Vectors:
     """
 
     def __init__(
-        self, path: Path, *, items: int, views: int, dimensions: int, parameters: str | None = None, gpu: bool = True
+        self,
+        path: Path,
+        *,
+        items: int,
+        views: int,
+        dimensions: int,
+        flat: bool = False,
+        parameters: str | None = None,
+        gpu: bool = True,
     ) -> None:
         import faiss
 
-        try:
-            index = faiss.read_index(str(path))
-        except RuntimeError as error:
-            raise CoderError(f"{path} is not a FAISS index: {_short(error)}") from error
+        index = _read(path, items * views, dimensions, flat=flat)
         if (index.ntotal, index.d) != (items * views, dimensions):
             raise CoderError(
                 f"{path} holds {index.ntotal} vectors of {index.d} dimensions, expected {items * views} of {dimensions}"
             )
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise CoderError(f"{path} does not compare by inner products: it was not written by coder-plugin index")
+        if not index.is_trained:
+            raise CoderError(f"{path} is not trained: it was not written by coder-plugin index")
         if parameters:
             try:
                 faiss.ParameterSpace().set_index_parameters(index, parameters)  # type: ignore[arg-type]
@@ -116,7 +180,7 @@ class Vectors:
                 index = faiss.index_cpu_to_gpu(self._resources, 0, index)
             except RuntimeError as error:
                 log.warning("%s is searched on the CPU: FAISS does not support it on a GPU: %s", path.name, _short(error))
-        self.faiss, self.items, self.views, self.dimensions = index, items, views, dimensions
+        self.path, self.faiss, self.items, self.views, self.dimensions = path, index, items, views, dimensions
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k best items of each query.
@@ -132,7 +196,7 @@ class Vectors:
             Scores [q, k] float32 in descending order, and rows [q, k] int64.
 
         Raises:
-            CoderError: queries of another shape or not finite; k below 1.
+            CoderError: queries of another shape or not finite; k below 1; an index whose results are no rows of it.
         """
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         if queries.ndim != 2 or queries.shape[1] != self.dimensions:
@@ -143,7 +207,12 @@ class Vectors:
             raise CoderError("a query's vector is not finite")
         k = min(k, self.items)
         index = self.faiss if k * self.views <= GPU_RESULTS else self.cpu_index
-        scores, rows = index.search(queries, k * self.views)
+        try:
+            scores, rows = index.search(queries, k * self.views)
+        except RuntimeError as error:
+            raise CoderError(f"{self.path} cannot be searched: {_short(error)}") from error
+        if rows.max(initial=-1) >= self.items * self.views or np.isnan(scores).any():
+            raise CoderError(f"{self.path} is damaged: it has results that are no rows, or not numbers; build it again")
         if self.views > 1:
             return self._best(scores, rows, k)
         # count_nonzero is the fastest check: searching a few thousand vectors takes no longer than a dozen numpy calls
@@ -171,8 +240,10 @@ class Vectors:
         """The vectors [V, D] of an item, as the index stores them.
 
         Raises:
-            CoderError: this kind of index does not store them.
+            CoderError: this kind of index does not store them; no such row.
         """
+        if not 0 <= row < self.items:
+            raise CoderError(f"{self.path} has no row {row}, only {self.items}")
         try:
             return self.cpu_index.reconstruct_n(row * self.views, self.views)
         except RuntimeError as error:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import fsync_path, sha256_file, sha256_json
+from coder_plugin.training.saved_state import check_manifest
 from coder_plugin.training.serialization import pack, unpack
 
 State = dict[str, Any]
@@ -126,6 +127,11 @@ def load(path: StrPath, *, rank: int = 0, verify: bool = True) -> tuple[State, S
         elif int(ranked[2]) == rank:
             own[ranked[1]] = _read(path, part)
     return manifest, common, own if rank < manifest["world_size"] else None
+
+
+def read_part(path: StrPath, part: str) -> Any:
+    """One part of a checkpoint that :func:`load` has checked; a rank's own part is named ``{part}-rank{rank}``."""
+    return _read(Path(path), part)
 
 
 def verify(path: StrPath) -> State:
@@ -286,6 +292,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     content = {field: value for field, value in manifest.items() if field != "manifest_sha256"}
     if sha256_json(content) != manifest["manifest_sha256"]:
         raise CoderError(f"{file} was altered after it was written")
+    try:
+        check_manifest(manifest)
+    except CoderError as error:
+        raise CoderError(f"{file} is not the manifest of a coder_plugin checkpoint: {error}") from error
     return manifest
 
 

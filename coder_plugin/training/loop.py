@@ -158,7 +158,7 @@ class Trainer:
             raise CoderError("nothing is left to train: both towers are locked and the objective's heads have no parameters")
         self.step = self.epoch = self.skipped = 0
         self.stop = self.caption_stats_logged = False
-        self.position: dict[str, Any] | None = None
+        self.position: Any = None
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         self.encoded: Encoded | None = None
@@ -250,9 +250,10 @@ class Trainer:
         """Train to the end of the epoch, or to a stop. Returns whether the epoch is complete."""
         accum_freq, model = self.config.optim.accum_freq, self.model
         model.train()
-        batches = iter(self.loader.epoch(self.epoch, self.position))
-        steps_done = self.position["batches"] // accum_freq if self.position else 0
-        with self.log.progress(self.epoch, steps_done, self.steps_per_epoch) as progress:
+        batches = self.loader.epoch(self.epoch, self.position)
+        at = self.loader.position()
+        self.position = None if self.position is None else at
+        with self.log.progress(self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq) as progress:
             while True:
                 started = time.perf_counter()
                 group = [] if self.stop else list(itertools.islice(batches, accum_freq))
@@ -281,7 +282,11 @@ class Trainer:
                 f"epoch {self.epoch} gave no step on some rank: {len(self.loader.bad)} images of rank {distributed.rank()} "
                 "could not be used (see the warnings), and the rest is less than a batch"
             )
-        return not stopped or (self.position or {}).get("batches", 0) // accum_freq >= self.steps_per_epoch
+        return not stopped or (self.position is not None and self._is_epoch_over(self.position))
+
+    def _is_epoch_over(self, position: Mapping[str, Any]) -> bool:
+        accum_freq = self.config.optim.accum_freq
+        return position["batches"] // accum_freq >= position["of"] // accum_freq
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)

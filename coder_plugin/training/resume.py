@@ -19,6 +19,7 @@ from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.training import checkpoint
+from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
 
 if TYPE_CHECKING:
     from coder_plugin.training.loop import Trainer
@@ -31,11 +32,13 @@ FIXED = (
 
 
 class SavedState(NamedTuple):
-    """A checkpoint's content: its manifest, the state of all ranks, and this rank's (None with another number of ranks)."""
+    """A checkpoint's content: its manifest, the state of all ranks, this rank's (None with another number of ranks), and its
+    folder."""
 
     manifest: dict[str, Any]
     common: dict[str, Any]
     rank: dict[str, Any] | None
+    path: Path
 
 
 def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
@@ -50,9 +53,10 @@ def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
             raise CoderError(f"{folder} holds a run already: resume it with --resume latest, or choose another --name")
         return None
     path = checkpoint.newest(directory) if config.run.resume == "latest" else Path(config.run.resume)
-    return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()))
+    return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()), path)
 
 
+@reading("the checkpoint")
 def restore_model(trainer: Trainer, state: SavedState) -> None:
     """Load the model's weights and state.
 
@@ -85,9 +89,15 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
         raise CoderError(f"the checkpoint is of another model: {str(error)[:300]}") from error
 
 
+@reading("the checkpoint")
 def restore_training(trainer: Trainer, state: SavedState) -> None:
     """Load optimizer, schedule, weight average and counters; data position and random states if the rank count is the same."""
     manifest, common = state.manifest, state.common
+    check_optimizer(common["optimizer"], trainer.optimizer)
+    check_like(common["schedule"], trainer.schedule.state_dict(), "schedule")
+    if trainer.average is not None:
+        check_like(common.get("average", {}), trainer.average.state_dict(), "average")
+    check_position(None if state.rank is None else state.rank["position"])
     try:
         trainer.optimizer.load_state_dict(common["optimizer"])
     except ValueError as error:
@@ -99,13 +109,18 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
     trainer.best, trainer.last = manifest["best"], manifest["last"]
-    if manifest["world_size"] == distributed.world_size() and state.rank is not None:
+    same_ranks = manifest["world_size"] == distributed.world_size()
+    if same_ranks and state.rank is not None and flatten(manifest["config"])["batch_size"] == trainer.config.optim.batch_size:
         trainer.position = state.rank["position"]
+    else:  # what all ranks have left of the epoch is dealt anew
+        positions = [checkpoint.read_part(state.path, f"position-rank{rank}") for rank in range(manifest["world_size"])]
+        trainer.position = None if None in positions else positions
+    if same_ranks and state.rank is not None:
         _set_rng_states(state.rank["rng"])
     else:
         trainer.log.say(
             f"the checkpoint was written by {manifest['world_size']} processes, this run has {distributed.world_size()}: "
-            f"epoch {trainer.epoch} starts from its beginning, with fresh random states"
+            f"the samples left of epoch {trainer.epoch} are dealt anew, with fresh random states"
         )
         seed_everything(trainer.config.run.seed + 1 + distributed.rank())
     trainer.log.say(f"resumed at step {trainer.step}, epoch {trainer.epoch}")

@@ -1,0 +1,97 @@
+"""What an interrupted epoch has left, for other numbers of workers, ranks and samples a batch.
+
+The order of an epoch's samples follows from the seed, the epoch and the plan that began it. So the samples that are left follow
+from the positions of its ranks: each is read again as that rank's workers would have read it, without decoding, and the samples
+are dealt to the new ranks and workers. Whatever the new numbers are, no sample is left out and none is used twice, except that
+the last ones may not fill a batch. The price is that every worker reads all that is left for its ranks, until the epoch ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from coder_plugin.data.item import Item
+from coder_plugin.data.source import Plan, Source
+
+
+class Remainder:
+    """The chunks of the samples that are left, as of a source.
+
+    Args:
+        source: the data set.
+        positions: of all ranks of the interrupted loader; or one, whose samples this rank alone takes over.
+
+    Example:
+        >>> from coder_plugin.data.source import ItemSource
+        >>> source = ItemSource([Item(str(n), ("a dog",), lambda: None) for n in range(8)])
+        >>> [[item.key for item in chunk] for chunk in source.chunks(Plan(seed=0, epoch=0, batch_size=2))]
+        [['5', '2'], ['3', '0'], ['6', '1'], ['7', '4']]
+        >>> setting = {"ranks": 1, "workers": 1, "batch size": 2, "seed": 0, "captions": "draw", "shuffle buffer": 0}
+        >>> position = {"epoch": 0, "rank": 0, "consumed": [1], "last": 0, "leftover": 0, "setting": setting}
+        >>> plan = Plan(seed=0, epoch=0, batch_size=3)
+        >>> [[item.key for item in chunk] for chunk in Remainder(source, [position]).chunks(plan)]
+        [['3', '0', '6'], ['1', '7', '4']]
+    """
+
+    def __init__(self, source: Source, positions: Sequence[dict[str, Any]]) -> None:
+        self._source, self._positions = source, positions
+
+    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
+        """Chunks of ``plan.batch_size`` items for a worker of a rank; the last may be smaller."""
+        left = [_left(self._source, position) for position in self._positions]
+        mine = left[0] if len(left) == 1 and _ranks(self._positions[0]) == plan.world_size else _dealt(left, plan)
+        number = 0
+        while chunk := list(islice(mine, plan.batch_size)):
+            if number % plan.workers == plan.worker and number // plan.workers >= plan.skip:
+                yield chunk
+            number += 1
+
+
+def _ranks(position: dict[str, Any]) -> int:
+    return position["setting"]["ranks"]
+
+
+def _dealt(left: list[Iterator[Item]], plan: Plan) -> Iterator[Item]:
+    """A rank's samples of those that all ranks have left, taken from each in turn: the order in which they were dealt."""
+    return islice(_in_turn(left), plan.rank, None, plan.world_size)
+
+
+def _left(source: Source, position: dict[str, Any]) -> Iterator[Item]:
+    """The samples that a rank would have used after its position, in order."""
+    setting, consumed, workers = position["setting"], list(position["consumed"]), position["setting"]["workers"]
+    reader = Remainder(source, position["rest"]) if position.get("rest") else source
+    first = (position["last"] + 1) % workers
+    if position["leftover"]:  # the last chunk again, from its first unused row
+        first = position["last"]
+        consumed[first] -= 1
+    plans = [
+        Plan(
+            seed=setting["seed"],
+            epoch=position["epoch"],
+            batch_size=setting["batch size"],
+            rank=position["rank"],
+            world_size=setting["ranks"],
+            worker=worker,
+            workers=workers,
+            skip=consumed[worker],
+            captions=setting["captions"],
+            shuffle_buffer=setting["shuffle buffer"],
+        )
+        for worker in [*range(first, workers), *range(first)]
+    ]
+    samples = chain.from_iterable(_in_turn([reader.chunks(plan) for plan in plans]))
+    return islice(samples, position["offset"] if position["leftover"] else 0, None)
+
+
+def _in_turn(streams: list[Iterator[Any]]) -> Iterator[Any]:
+    """One of each in turn, as a DataLoader does with its workers, until all have ended."""
+    while streams:
+        ended = []
+        for stream in streams:
+            try:
+                yield next(stream)
+            except StopIteration:
+                ended.append(stream)
+        streams = [stream for stream in streams if stream not in ended]

@@ -1,0 +1,180 @@
+"""An epoch that is interrupted and continued by another number of workers, of ranks, or with another batch size."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from coder_plugin.data import open_source
+from coder_plugin.data.loader import TrainLoader
+from coder_plugin.errors import CoderError
+
+NUMBER, BATCH, EPOCH = 43, 4, 3
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (number, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make(kind: str, folder: Path, bad: tuple[int, ...] = ()) -> Any:
+    """43 pictures as a table or as four unequal shards; those of ``bad`` do not decode."""
+    content = [b"\x89PNG broken" if n in bad else png(n) for n in range(NUMBER)]
+    if kind == "table":
+        for n in range(NUMBER):
+            (folder / f"{n}.png").write_bytes(content[n])
+        (folder / "data.tsv").write_text("filepath\ttitle\n" + "".join(f"{n}.png\t{n}\n" for n in range(NUMBER)))
+        return open_source(str(folder / "data.tsv"))
+    for shard, (start, stop) in enumerate([(0, 13), (13, 20), (20, 32), (32, NUMBER)]):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for n in range(start, stop):
+                for extension, data in (("png", content[n]), ("txt", str(n).encode())):
+                    info = tarfile.TarInfo(f"{n:03d}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    return open_source(str(folder / "*.tar"))
+
+
+def transform(picture: Image.Image) -> torch.Tensor:
+    """The picture's number and a drawn one, as by augmentation."""
+    return torch.cat([torch.full((1,), float(picture.getpixel((0, 0))[0])), torch.rand(1)])
+
+
+def loader(source: Any, **options: Any) -> TrainLoader:
+    def tokenizer(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[int(text)] for text in texts])
+
+    given = {"batch_size": BATCH, "seed": 7, "shuffle_buffer": 8, **options}
+    return TrainLoader(source, transform=transform, tokenizer=tokenizer, **given)
+
+
+def take(
+    source: Any, position: Any, steps: int, **options: Any
+) -> tuple[list[list[torch.Tensor]], list[dict[str, Any]]]:
+    """At most ``steps`` steps of all ranks together: each rank's batches, and each rank's position as JSON gives it back."""
+    ranks = [loader(source, rank=rank, **options) for rank in range(options.get("world_size", 1))]
+    streams = [made.epoch(EPOCH, position) for made in ranks]
+    taken: list[list[torch.Tensor]] = [[] for _ in ranks]
+    positions = [made.position() for made in ranks]
+    for _ in range(steps):
+        batches = [next(stream, None) for stream in streams]
+        if any(batch is None for batch in batches):  # all ranks stop with the first
+            break
+        for rank, batch in enumerate(batches):
+            assert torch.equal(batch["image"][:, 0].long(), batch["text"][:, 0])
+            taken[rank].append(batch["image"])
+        positions = [made.position() for made in ranks]
+    for stream in streams:
+        stream.close()
+    return taken, json.loads(json.dumps(positions))
+
+
+def samples(taken: list[list[torch.Tensor]]) -> Counter[int]:
+    return Counter(int(number) for batches in taken for batch in batches for number in batch[:, 0])
+
+
+def check_exact(source: Any, settings: list[dict[str, Any]], steps: list[int], bad: tuple[int, ...]) -> None:
+    """No sample twice. None is missing but those that do not fill the last step of the last setting."""
+    position, used = None, Counter()
+    for setting, count in zip(settings, steps, strict=True):
+        taken, position = take(source, position, count, **setting)
+        used += samples(taken)
+    assert not [number for number, times in used.items() if times > 1], (settings, steps)
+    assert not used.keys() & set(bad)
+    last = settings[-1]
+    step = last.get("batch_size", BATCH) * last.get("world_size", 1)
+    # a rank whose samples run out, because its pictures are bad or its shards small, ends the epoch of all ranks
+    if not bad:
+        assert NUMBER - sum(used.values()) < step + (last.get("world_size", 1) - 1) * last.get("batch_size", BATCH), (
+            settings,
+            steps,
+        )
+
+
+@pytest.mark.parametrize("kind", ["table", "shards"])
+@pytest.mark.parametrize("bad", [(), (1, 8, 9, 20, 21, 30, 41)], ids=["whole", "bad"])
+def test_other_numbers_of_workers_give_the_same_batches(tmp_path, kind, bad):
+    """Bit for bit: pictures, augmentation and order; and again after a second change."""
+    source = make(kind, tmp_path, bad)
+    for world_size in (1, 2):
+        whole, _ = take(source, None, 99, workers=2, world_size=world_size)
+        for first, second in ((1, 1), (2, 3)) if world_size == 1 else ((2, 1),):
+            begun, position = take(source, None, first, workers=2, world_size=world_size)
+            more, position = take(source, position, second, workers=3, world_size=world_size)
+            rest, _ = take(source, position, 99, workers=0, world_size=world_size)
+            for rank in range(world_size):
+                found = [*begun[rank], *more[rank], *rest[rank]]
+                assert len(found) == len(whole[rank])
+                assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, whole[rank], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["table", "shards"])
+@pytest.mark.parametrize("bad", [(), (1, 8, 9, 20, 21, 30, 41)], ids=["whole", "bad"])
+def test_other_numbers_of_ranks_lose_no_sample_and_repeat_none(tmp_path, kind, bad):
+    source = make(kind, tmp_path, bad)
+    one, two, three = {"world_size": 1}, {"world_size": 2}, {"world_size": 3}
+    for settings, steps in [
+        ([one, two], [3, 99]),
+        ([two, one], [2, 99]),
+        ([three, two], [1, 99]),
+        ([one, two, three, one], [2, 1, 1, 99]),
+        ([two, {**two, "workers": 2}, three, {**one, "batch_size": 3}], [1, 1, 1, 99]),
+        ([two, two, two], [1, 1, 99]),
+    ]:
+        check_exact(source, settings, steps, bad)
+
+
+def test_steps_of_other_ranks_hold_the_samples_of_the_uninterrupted_steps(tmp_path):
+    """A table's order over all ranks is one permutation: with the same samples a step, each step has the same ones."""
+    source = make("table", tmp_path)
+    whole, _ = take(source, None, 99, world_size=1, batch_size=4)
+    begun, position = take(source, None, 3, world_size=1, batch_size=4)
+    rest, _ = take(source, position, 99, world_size=2, batch_size=2)
+    steps = [sorted(batch[:, 0].tolist()) for batch in whole[0][3:]]
+    assert [sorted([*one[:, 0].tolist(), *two[:, 0].tolist()]) for one, two in zip(*rest, strict=True)] == steps
+    again, _ = take(source, take(source, position, 4, world_size=2, batch_size=2)[1], 99, world_size=1, batch_size=4)
+    assert [sorted(batch[:, 0].tolist()) for batch in again[0]] == steps[4:]
+
+
+def test_the_positions_of_all_ranks_are_asked_for(tmp_path):
+    source = make("table", tmp_path)
+    _, positions = take(source, None, 2, world_size=2)
+    with pytest.raises(CoderError, match="ranks was 2 and is 1.*without the positions of all 2 ranks"):
+        loader(source).epoch(EPOCH, positions[0])
+    with pytest.raises(CoderError, match="not of rank 1"):
+        loader(source, rank=1, world_size=2).epoch(EPOCH, positions[0])
+
+
+@pytest.mark.slow
+def test_many_changes_lose_no_sample_and_repeat_none(tmp_path):
+    """300 chains of up to five settings, drawn at random."""
+    chains = changes = 0
+    for kind, bad in itertools.product(("table", "shards"), ((), (1, 8, 9, 20, 21, 30, 41))):
+        folder = tmp_path / f"{kind}{len(bad)}"
+        folder.mkdir()
+        source = make(kind, folder, bad)
+        draw = random.Random(f"{kind}{bad}")
+        for _ in range(75):
+            settings = [
+                {
+                    "world_size": draw.randint(1, 4),
+                    "workers": draw.choice([0, 0, 0, 2]),
+                    "batch_size": draw.randint(1, 5),
+                }
+                for _ in range(draw.randint(2, 5))
+            ]
+            steps = [draw.randint(0, 3) for _ in settings[1:]] + [99]
+            check_exact(source, settings, steps, bad)
+            chains, changes = chains + 1, changes + len(settings) - 1
+    print(f"{chains} interrupted epochs with {changes} changes of ranks, workers and batch size: 0 missing, 0 twice")

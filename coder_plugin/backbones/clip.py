@@ -168,6 +168,7 @@ def create_clip(
     if config and pretrained and Path(pretrained).is_file():
         check_size(config, Path(pretrained), name)
     trained = is_training_checkpoint(pretrained)
+    weights = Path(pretrained or Path(location) / "open_clip_model.safetensors") if schema == "local-dir" else None
     try:
         create = create or open_clip.create_model
         model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
@@ -179,12 +180,37 @@ def create_clip(
         raise
     except Exception as error:  # open_clip, timm, transformers and torch raise many types
         raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
+    if weights is not None and weights.is_file():
+        _check_positions(model, weights, options)
     if not (schema or pretrained):
         init_decoder(model)
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
     model.coder_config = effective_config(config, options) if config else None
     return model
+
+
+def _check_positions(model: Any, weights: Path, options: Mapping[str, Any]) -> None:
+    """Refuse an export whose positional embeddings open_clip has resized, unless another size was asked for.
+
+    Raises:
+        CoderError: names the tensor.
+    """
+    from safetensors import safe_open
+
+    if weights.suffix != ".safetensors":
+        return
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    with safe_open(weights, "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if name in expected}
+    asked = {"visual.": "force_image_size", "": "force_context_length"}
+    for name, shape in shapes.items():
+        option = asked["visual." if name.startswith("visual.") else ""]
+        if name.endswith(("positional_embedding", "pos_embed")) and shape != expected[name] and not options.get(option):
+            raise CoderError(
+                f"{weights}: {name} has shape {list(shape)}, and the configuration beside it describes {list(expected[name])}: "
+                f"one of the two is of another model (to resize it, set --{option.replace('_', '-')})"
+            )
 
 
 def exported_text_config(folder: Path, text_cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -308,6 +308,9 @@ def _resolve(
             options.update(model=str(configuration), model_kwargs=[])
         elif (folder / "open_clip_config.json").is_file() or not {"model"} & (options.keys() | stored.keys()):
             options["model"] = f"local-dir:{folder}"
+    elif str(options.get("model")).startswith("local-dir:") and options.get("pretrained") is None:
+        weights, _ = export_files(Path(options["model"].removeprefix("local-dir:")))
+        options["pretrained"] = None if weights is None else str(weights)  # with the heads beside them
     objective = stored.pop("objective", "")
     config = resolve([("run", run), ("export", stored), ("flag", options)])
     inference = InferenceConfig(
@@ -335,6 +338,8 @@ def export_folder(spec: str | Path, *, export: str = "best", cache_dir: str | No
     """
     folder = fetch(spec, cache_dir=cache_dir)
     place = folder if export_files(folder)[0] is not None else folder / "export" / export
+    if not place.exists() and (replaced := place.with_name(f".{place.name}.old")).is_dir():
+        place = replaced  # its replacement was killed between two renames
     if export_files(place)[0] is None:
         shared_options(folder)  # names the missing file of a shared folder
         others = [name for name in ("best", "last") if export_files(folder / "export" / name)[0] is not None]

@@ -37,7 +37,7 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, prepare, resume
+from coder_plugin.training import checkpoint, exports, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.log import RunLog, versions
@@ -208,6 +208,8 @@ class Trainer:
         self.setup_optimizer()
         if state is not None:
             resume.restore_training(self, state)
+            if exports.last_is_behind(self.folder, self.step):
+                self._export("last")
         else:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
         self.log.start(make_plan(self))

@@ -17,12 +17,13 @@ SAVED_OPTIONS = tuple(name for name in OPENING if name != "cache_dir")
 _EXPORTS = ("best", "last")
 
 
-def check_model_record(record: Any, where: str) -> dict[str, Any]:
+def check_model_record(record: Any, where: str, *, spec: str | None = None) -> dict[str, Any]:
     """The specification of a model in an index's manifest, which somebody else may have written.
 
     Args:
         record: the manifest's ``model``: ``spec``, ``export``, ``options``, ``name``, ``objective``, ``fingerprint``.
         where: the file, for messages.
+        spec: the model that the user has named instead, which may be anywhere; None: the record's.
 
     Returns:
         The record, its ``options`` without ``cache_dir``.
@@ -34,7 +35,7 @@ def check_model_record(record: Any, where: str) -> dict[str, Any]:
     Example:
         >>> check_model_record({"spec": "hf-hub:somebody/model", "options": {}}, "index.json")
         Traceback (most recent call last):
-        coder_plugin.errors.CoderError: index.json names the model 'hf-hub:somebody/model' on the hub, which is not fetched ...
+        coder_plugin.errors.CoderError: index.json would fetch 'hf-hub:somebody/model': if you trust it, give it yourself, with --model
     """
     if not isinstance(record, Mapping):
         raise CoderError(f"{where}: its model is not an object")
@@ -43,13 +44,15 @@ def check_model_record(record: Any, where: str) -> dict[str, Any]:
         if not isinstance(record.get(name, ""), (str, type(None))):
             raise CoderError(f"{where}: {name} of its model is not a text")
     checked = {**texts, **{name: value for name, value in record.items() if value is not None}}
-    spec, options = checked["spec"], checked.get("options", {})
+    options = checked.get("options", {})
     if not isinstance(options, Mapping):
         raise CoderError(f"{where}: the options of its model are not an object")
     if checked["export"] not in _EXPORTS:
         raise CoderError(f"{where}: export is {checked['export'][:80]!r}; it must be best or last")
     if spec is not None:
-        _check_place(spec, where)
+        checked["spec"] = spec
+    elif checked["spec"] is not None:
+        _check_place(checked["spec"], where)
     return {**checked, "options": check_saved_model(options, where)}
 
 
@@ -69,7 +72,7 @@ def check_saved_model(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     checked = {}
     for name, value in options.items():
         if name not in OPENING:
-            raise CoderError(f"{where}: {str(name)[:80]!r} is no option that opens a model")
+            raise CoderError(f"{where} sets {str(name)[:60]!r}, which does not describe a model")
         if value is not None and name != "cache_dir":
             checked[name] = get_option(name).check(value, where)
     for name in ("force_image_size", "force_context_length", "max_regions"):
@@ -79,6 +82,7 @@ def check_saved_model(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "model" in checked:
         _check_name(checked["model"], where)
     if (weights := checked.get("pretrained")) and not Path(weights).exists():
+        _check_place(weights, where)
         _check_tag(weights, checked.get("model", ""), where)
     for setting in checked.get("model_kwargs", ()):
         name, _, value = setting.partition("=")
@@ -89,10 +93,7 @@ def check_saved_model(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _check_place(spec: str, where: str) -> None:
     if "://" in spec or spec.startswith(("hf-hub:", "pipe:")):
-        raise CoderError(
-            f"{where} names the model {spec[:200]!r} on the hub, which is not fetched because a file says so: if you trust it, "
-            "name it yourself (--model)"
-        )
+        raise CoderError(f"{where} would fetch {spec[:200]!r}: if you trust it, give it yourself, with --model")
 
 
 def _check_name(name: str, where: str) -> None:

@@ -165,7 +165,7 @@ def create_clip(
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
     if schema == "local-dir" and "hf_model_name" in config.get("text_cfg", {}):
         options = {**exported_text_config(Path(location), config["text_cfg"]), **options}
-    if config and pretrained and Path(pretrained).is_file():
+    if schema == "local-dir" and config and pretrained and Path(pretrained).is_file():
         check_size(config, Path(pretrained), name)
     trained = is_training_checkpoint(pretrained)
     weights = Path(pretrained or Path(location) / "open_clip_model.safetensors") if schema == "local-dir" else None

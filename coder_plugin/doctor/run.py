@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from coder_plugin.doctor.findings import Finding, is_absent, note, ok, one_line, problem, warning
 from coder_plugin.errors import CoderError
@@ -107,6 +106,7 @@ def check_exports(folder: Path) -> Iterator[Finding]:
 def _check_export(export: Path) -> Iterator[Finding]:
     import torch
 
+    from coder_plugin.pretrained.export import NOT_FINITE
     from coder_plugin.pretrained.open import open_pretrained
 
     try:
@@ -118,22 +118,16 @@ def _check_export(export: Path) -> Iterator[Finding]:
                 "run.export.absent", text, "nothing, on a machine with a network; else run doctor where it was trained"
             )
             return
+        if NOT_FINITE in str(error):
+            do = "use an earlier checkpoint, and train with a lower --lr or with --grad-clip-norm"
+            yield problem("run.export.finite", one_line(error), do)
+            return
         yield problem("run.export", f"{export}: {one_line(error)}", "train or export it again, or use another export")
-        return
-    if bad := not_finite(trained.model.state_dict()):
-        text = f"{export}: {len(bad)} tensors hold NaN or infinity, such as {bad[0]}"
-        do = "use an earlier checkpoint, and train with a lower --lr or with --grad-clip-norm"
-        yield problem("run.export.finite", text, do)
         return
     with torch.no_grad():
         vector = trained.model.embed_text(trained.tokenizer(["a dog"]))
     count = sum(parameter.numel() for parameter in trained.model.parameters())
     yield ok("run.export", f"{export}: opens, {count:,} parameters, retrieval vectors of {vector.shape[1]} dimensions")
-
-
-def not_finite(state: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors that hold NaN or infinity. Attention masks may: they mask with -inf."""
-    return [name for name, value in state.items() if not (name.endswith("attn_mask") or value.isfinite().all())]
 
 
 def check_log(folder: Path) -> Iterator[Finding]:

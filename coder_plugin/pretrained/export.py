@@ -36,6 +36,8 @@ OLDER = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")  
 HEADS = "coder.safetensors"
 VOCABULARY = "concepts.safetensors"
 OPTIONS = "coder_options.json"
+#: What :func:`check_finite` says of a tensor.
+NOT_FINITE = "holds NaN or infinity"
 #: Files of tokenizers, where no manifest lists them.
 _TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.txt vocab.json merges.txt".split()
 #: Options that an export stores, because neither its weights nor its configuration hold them.
@@ -173,7 +175,7 @@ def check_finite(model: nn.Module, where: str) -> None:
         if value.is_floating_point():
             bad = ~value.isfinite() if name in parameters else value.isnan()
             if bad.any():
-                raise CoderError(f"{where}: {name} holds NaN or infinity; take an export from before, such as --export best")
+                raise CoderError(f"{where}: {name} {NOT_FINITE}; take an export from before, such as --export best")
 
 
 def _other_files(folder: Path) -> list[Path]:

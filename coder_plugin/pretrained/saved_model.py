@@ -35,7 +35,7 @@ def check_model_record(record: Any, where: str, *, spec: str | None = None) -> d
     Example:
         >>> check_model_record({"spec": "hf-hub:somebody/model", "options": {}}, "index.json")
         Traceback (most recent call last):
-        coder_plugin.errors.CoderError: index.json would fetch 'hf-hub:somebody/model': if you trust it, give it yourself, with --model
+        coder_plugin.errors.CoderError: index.json would fetch 'hf-hub:somebody/model': ...
     """
     if not isinstance(record, Mapping):
         raise CoderError(f"{where}: its model is not an object")

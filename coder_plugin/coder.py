@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.similarity import check_range
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, ReadsTags, Scores, heads_with
@@ -133,6 +134,14 @@ class Coder(nn.Module):
         for head in heads_with(self.heads, KeepsState).values():
             head.discard()
 
+    def stashed(self) -> dict[str, Tensor]:
+        """The floating-point values that the heads will write after this step, by name, to be checked before it."""
+        return {
+            f"{key} of head {name!r}": value
+            for name, head in heads_with(self.heads, KeepsState).items()
+            for key, value in head.stashed().items()
+        }
+
     def check(self, *, batch: int, samples: int) -> None:
         """Raise :class:`CoderError` where a head cannot work with a global batch, or a run, of so many samples."""
         for name, head in self.heads.items():
@@ -142,8 +151,14 @@ class Coder(nn.Module):
                 raise CoderError(f"head {name!r}: {error}") from error
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out."""
+        """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out.
+
+        Raises:
+            CoderError: values that are so large that heads and losses would overflow.
+        """
         pool = dict(features)
+        if self.heads:
+            check_range(**{key: value for key, value in pool.items() if isinstance(value, Tensor)})
         for name, head in self.heads.items():
             if all(key in pool for key in head.requires):
                 outputs = head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool})

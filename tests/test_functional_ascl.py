@@ -126,6 +126,13 @@ def test_bad_shapes(arguments, message):
         ascl(*arguments, temperature=0.1)
 
 
+def test_one_direction_refuses_a_mask_of_another_shape_or_type():
+    similarity, positive = torch.zeros(2, 3), torch.zeros(2)
+    for negatives in (torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match="negatives must (have one shape|be bool)"):
+            directed_ascl(similarity, positive, negatives, temperature=0.1)
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
 def test_bad_temperature(temperature):
     with pytest.raises(ValueError, match="temperature must be > 0"):

@@ -138,6 +138,7 @@ def test_effective_negatives_keep_the_scale(function):
 
     assert loss(None, True) > loss(None, False) + 0.01
     assert loss(5, True) == pytest.approx(loss(5, False), rel=1e-9)
+    assert loss(1, False) < loss(5, False)  # 1 is the smallest number
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import Plan, Source
+
+
+class Chunked(Protocol):
+    """What gives chunks by a plan: a source, or what is left of its epoch."""
+
+    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
+        """As of :class:`~coder_plugin.data.source.Source`."""
 
 
 class Remainder:
@@ -27,12 +34,12 @@ class Remainder:
         >>> from coder_plugin.data.source import ItemSource
         >>> source = ItemSource([Item(str(n), ("a dog",), lambda: None) for n in range(8)])
         >>> [[item.key for item in chunk] for chunk in source.chunks(Plan(seed=0, epoch=0, batch_size=2))]
-        [['5', '2'], ['3', '0'], ['6', '1'], ['7', '4']]
+        [['1', '6'], ['4', '0'], ['5', '3'], ['2', '7']]
         >>> setting = {"ranks": 1, "workers": 1, "batch size": 2, "seed": 0, "captions": "draw", "shuffle buffer": 0}
         >>> position = {"epoch": 0, "rank": 0, "consumed": [1], "last": 0, "leftover": 0, "setting": setting}
         >>> plan = Plan(seed=0, epoch=0, batch_size=3)
         >>> [[item.key for item in chunk] for chunk in Remainder(source, [position]).chunks(plan)]
-        [['3', '0', '6'], ['1', '7', '4']]
+        [['4', '0', '5'], ['3', '2', '7']]
     """
 
     def __init__(self, source: Source, positions: Sequence[dict[str, Any]]) -> None:
@@ -61,7 +68,7 @@ def _dealt(left: list[Iterator[Item]], plan: Plan) -> Iterator[Item]:
 def _left(source: Source, position: dict[str, Any]) -> Iterator[Item]:
     """The samples that a rank would have used after its position, in order."""
     setting, consumed, workers = position["setting"], list(position["consumed"]), position["setting"]["workers"]
-    reader = Remainder(source, position["rest"]) if position.get("rest") else source
+    reader: Chunked = Remainder(source, position["rest"]) if position.get("rest") else source
     first = (position["last"] + 1) % workers
     if position["leftover"]:  # the last chunk again, from its first unused row
         first = position["last"]

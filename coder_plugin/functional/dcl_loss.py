@@ -21,6 +21,7 @@ from coder_plugin.functional.similarity import (
     Gather,
     anchor_rows,
     batch_similarity,
+    check_range,
     check_rows,
     cosine,
     raise_precision,
@@ -84,6 +85,7 @@ def dcl(
         effective_negatives=effective_negatives,
     )
     _check_pairs(image_features, text_features)
+    check_range(image_features=image_features, text_features=text_features)
     similarity = cosine(anchor_rows(image_features, anchors), text_features)
     transposed = None if anchors is None else cosine(anchor_rows(text_features, anchors), image_features)
     image_to_text, text_to_image, positive, negatives = batch_similarity(similarity, transposed, image_ids, anchors)

@@ -16,6 +16,7 @@ from coder_plugin.functional.diversity_weights import Diversity, normalize_diver
 from coder_plugin.functional.similarity import (
     Gather,
     anchor_rows,
+    check_range,
     cosine,
     different_images,
     pair_similarity,
@@ -99,6 +100,8 @@ def m_dcl(
     )
     banks = image_keys, text_keys, image_bank, text_bank
     _check_shapes(image_features, text_features, *banks, image_ids, bank_ids, bank_valid)
+    check_range(image_features=image_features, text_features=text_features, image_keys=image_keys, text_keys=text_keys)
+    check_range(image_bank=image_bank, text_bank=text_bank)
     batch_negatives = different_images(image_ids, len(image_features), image_features.device)
     entry_negatives = bank_negatives(image_ids, bank_ids, bank_valid, len(image_features), image_bank)
     options: dict[str, Any] = {

@@ -210,7 +210,9 @@ def updates(corrupt: bool) -> tuple[dict[str, Tensor], Tensor]:
         labels: Tensor | None = means.assign(samples) if step % 5 else None
         if labels is not None and wrong:
             labels = torch.full_like(labels, 10**6 if step % 2 else -1)
+        passed = None if labels is None else labels.clone()
         means.update(samples, labels)
+        assert passed is None or labels is None or torch.equal(labels, passed), "the caller's labels were overwritten"
     new = means.recluster(noise(12, 5, 10 if wrong else 9))
     return means.state_dict(), new
 
@@ -279,6 +281,7 @@ def test_bad_arguments() -> None:
     for options in ({"clusters": 0, "dim": 2}, {"clusters": 2, "dim": 0}):
         with pytest.raises(ValueError, match="clusters and dim must be >= 1"):
             OnlineKMeans(**options)
+    assert OnlineKMeans(1, 1).centres.shape == (1, 1)
     means = with_centres(noise(4, 2, 0))
     before = {name: value.clone() for name, value in means.state_dict().items()}
     with pytest.raises(ValueError, match=r"\[n, 2\]"):

@@ -920,7 +920,7 @@ def test_model_configuration_mistakes(configs: Path, tmp_path: Path, make: Make)
     config = json.loads((configs / "test-vit.json").read_text())
     config["vision_cfg"]["no_such_field"] = 1
     (tmp_path / "field.json").write_text(json.dumps(config))
-    assert "'vision_cfg.no_such_field' is nothing that a model's configuration may hold" in refused(str(tmp_path / "field.json"))
+    assert "'vision_cfg.no_such_field' is nothing that a model" in refused(str(tmp_path / "field.json"))
     assert make("vit", "clip") is not None, "a bad file leaves nothing behind"
 
 

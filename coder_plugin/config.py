@@ -223,7 +223,7 @@ class RunConfig:
         "a file of --config and other flags win over it",
     )
     name: str | None = _option(None, "the run's folder in --logs [date and model]")
-    resume: str | None = _option(None, "a checkpoint's folder, or latest: the newest checkpoint of --name")
+    resume: str | None = _option(None, "a checkpoint's folder, or latest: the newest whole checkpoint of --name")
     save_frequency: int = _option(
         0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
     )
@@ -233,6 +233,11 @@ class RunConfig:
     report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
     wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")
     seed: int = _option(0, "seed of weights, data order and augmentation")
+    rank_timeout: float = _option(
+        3600.0,
+        "of several processes: end the run when one does nothing for so many seconds; more than the longest evaluation takes",
+        at_least=1,
+    )
     dry_run: bool = _option(False, "print the resolved plan and stop")
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
-from coder_plugin.data.remainder import Remainder
+from coder_plugin.data.remainder import Chunked, Remainder
 from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
 from coder_plugin.data.workers import ignore_stop_signals
 from coder_plugin.errors import CoderError
@@ -205,7 +205,7 @@ class TrainLoader:
             first = start.last
             consumed[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
-        source = Remainder(self.source, start.rest) if start.rest else self.source
+        source: Chunked = Remainder(self.source, start.rest) if start.rest else self.source
         stream = _TrainStream(
             source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives, self._tags
         )
@@ -349,7 +349,7 @@ class _Stream(IterableDataset):
 class _TrainStream(_Stream):
     """Physical worker 0 acts as logical worker ``first``, since a DataLoader always starts with worker 0."""
 
-    source: Source
+    source: Chunked
     plan: Plan
     skips: tuple[int, ...]
     first: int

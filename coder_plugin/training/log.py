@@ -108,6 +108,10 @@ class RunLog:
                 self.warned.add(what)
                 _log.warning("%s could not be written (%s): the run goes on; further ones are not reported", what, error)
 
+    def warn(self, text: str | None) -> None:
+        if self.main and text is not None:
+            _log.warning("%s", text)
+
     def bad_images(self, bad: Any) -> None:
         if len(bad):
             _log.warning("%d images could not be decoded and were skipped, such as %s", len(bad), ", ".join(bad.keys[:3]))

@@ -37,12 +37,14 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, prepare, resume
+from coder_plugin.training import checkpoint, failures, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
+from coder_plugin.training.collapse import CollapseWatch
 from coder_plugin.training.disk import on_first_rank, writing
 from coder_plugin.training.log import RunLog, versions
-from coder_plugin.training.optim import create_optimizer, create_schedule
+from coder_plugin.training.memory_advice import with_memory_advice
+from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
 from coder_plugin.training.plan import make_plan, options_with_origins
 from coder_plugin.training.run_lock import run_lock
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
@@ -85,6 +87,8 @@ class Trainer:
         2
     """
 
+    @failures.ends_all_ranks
+    @with_memory_advice
     def __init__(
         self,
         *,
@@ -104,6 +108,7 @@ class Trainer:
         objective = prepare.make_objective(config, loss, model)
         prepare.check_objects(config, objective, model=model, loss=loss)
         self.accelerator = prepare.make_accelerator(config)
+        failures.start(config.run.rank_timeout)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
         resume.check_run_exists(config, self.folder)
@@ -204,6 +209,8 @@ class Trainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
+    @failures.ends_all_ranks
+    @with_memory_advice
     def run(self) -> dict[str, Any]:
         """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``.
 
@@ -212,6 +219,7 @@ class Trainer:
                 the process with status 75; ``config={"resume": "latest"}`` continues the run.
             CoderError: another run writes into the folder; nothing whole can be resumed; the disk is full.
         """
+        failures.start(self.config.run.rank_timeout)
         with run_lock(self.folder), self.signals:
             return self._run()
 
@@ -260,6 +268,7 @@ class Trainer:
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, state_names)
         optimizer = create_optimizer(model, self.config)
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
+        self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
@@ -288,6 +297,7 @@ class Trainer:
                 self.position = self.loader.position()
                 progress.update(metrics, waited)
                 if logged:
+                    self.log.warn(self.collapse.update(self.step - 1, metrics))
                     health = {f"coder/{name}": value for name, value in model.coder.health().items()}
                     rate = max(self.schedule.get_last_lr())
                     self.log.write({**metrics, **health, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
@@ -390,7 +400,7 @@ class Trainer:
 
     def forward_backward(self, batches: Sequence[Mapping[str, Any]]) -> StepResult:
         """Forward pass, loss and backward pass: gradients of all micro-batches are in ``.grad`` afterwards."""
-        return forward_backward(self.wrapped, self.loss, batches, self.accelerator, shares=self.is_logging_step)
+        return forward_backward(self.wrapped, self.loss, batches, self.accelerator, measure=self.is_logging_step)
 
     def clip_gradients(self, result: StepResult) -> float:
         """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping."""

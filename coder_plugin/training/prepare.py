@@ -30,6 +30,7 @@ from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.training.failures import process_group_timeout
 from coder_plugin.training.optim import after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
@@ -402,7 +403,12 @@ def make_accelerator(config: TrainConfig) -> Any:
         raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
     # training_step accumulates (cached features); accelerate's own setting, from its environment, must not divide gradients
     accumulation = utils.GradientAccumulationPlugin(num_steps=1)
-    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.run.logs}
+    patience = utils.InitProcessGroupKwargs(timeout=process_group_timeout(config.run.rank_timeout))
+    options = {
+        "gradient_accumulation_plugin": accumulation,
+        "project_dir": config.run.logs,
+        "kwargs_handlers": [patience],
+    }
     try:
         return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
     except (ValueError, ImportError) as error:

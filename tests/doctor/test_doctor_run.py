@@ -218,7 +218,7 @@ def test_the_command(
     out = capsys.readouterr().out
     assert "installation\n  ok       Python" in out and "\nmachine\n" in out and "\ntrain\n" not in out
     train = made.write_split(copy, "train", 0, x=made.sample(7000, jpg=b"x"))
-    data = ["--train-data", train, "--max-bad-images", "0"]
+    data = ["--train-data", train, "--max-bad-samples", "0"]
     before = sorted(path for path in tmp_path.rglob("*"))
     assert main(["doctor", *data]) == 1
     assert "problem  1 of 13 (7.7 %) pictures cannot be read: 'image 7000'" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def is_index(folder: Path) -> bool:
             if (folder / name).is_file():
                 manifest = json.loads((folder / name).read_text())
                 return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     return False
 

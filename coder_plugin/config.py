@@ -150,7 +150,12 @@ class DataConfig:
     csv_separator: str | None = _option(None, "column separator of CSV files [tab]")
     csv_img_key: str | None = _option(None, "CSV column of image paths [filepath]")
     csv_caption_key: str | None = _option(None, "CSV column of captions [title]")
-    max_bad_images: int = _option(100, "stop after more than n images that cannot be decoded", at_least=0)
+    max_bad_samples: float = _option(
+        0.01, "stop above this fraction of samples that cannot be used, judged once 1,000 are read", at_least=0, below=1
+    )
+    max_image_pixels: int | None = _option(
+        None, "refuse pictures of more pixels before decoding [89,478,485; at most twice that]", at_least=1, below=178_956_971
+    )
     workers: int = _option(2, "data loading processes per rank", at_least=0)
 
     @property

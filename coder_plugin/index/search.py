@@ -7,7 +7,6 @@ Shape letters: N images or captions, D dimensions, V embeddings of an image, q q
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coder_plugin.config import OPENING
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, read_manifest
@@ -97,20 +95,16 @@ class Index:
 
     def thumbnail(self, key: str) -> Any | None:
         """The thumbnail (PIL) of an image by its key; None where there is none."""
-        from PIL import Image as pillow
+        from coder_plugin.data.decode import decode_image
 
         row = self.records.row_of(key)
         content = None if row is None else self.records.thumbnail(row)
         if content is None:
             return None
         try:
-            picture = pillow.open(io.BytesIO(content), formats=("JPEG",))
-            if picture.width * picture.height > _PIXELS:
-                raise ValueError(f"{picture.width} x {picture.height} pixels")
-            picture.load()
-        except (OSError, ValueError, pillow.DecompressionBombError) as error:
+            return decode_image(content, max_pixels=_PIXELS)
+        except ValueError as error:
             raise CoderError(f"{self.folder / RECORDS}: the thumbnail of {key!r} is not a small JPEG file: {error}") from error
-        return picture
 
     def close(self) -> None:
         """Close the file of records."""
@@ -364,18 +358,14 @@ def _checked_options(record: Mapping[str, Any], model: str | None) -> dict[str, 
     Raises:
         CoderError: other options, a model elsewhere, or no model at all.
     """
-    options, spec = dict(record.get("options", {})), record.get("spec")
-    if other := sorted(options.keys() - set(OPENING)):
-        raise CoderError(f"its manifest sets {other[0][:60]!r}, which does not describe a model")
-    options.pop("cache_dir", None)  # where this machine stores downloads is not for the index to say
+    from coder_plugin.pretrained.saved_model import check_model_record
+
+    options = dict(record.get("options", {}))
     if model is not None:
-        return {name: value for name, value in options.items() if name not in ("model", "pretrained")}
-    for place in (spec, options.get("model"), options.get("pretrained")):
-        if isinstance(place, str) and (place.startswith("hf-hub:") or "://" in place):
-            raise CoderError(f"its manifest would fetch {place[:200]!r}: if you trust it, give it with --model")
-    if spec is None and not isinstance(options.get("model"), str):
+        options = {name: value for name, value in options.items() if name not in ("model", "pretrained")}
+    elif record.get("spec") is None and not isinstance(options.get("model"), str):
         raise CoderError("its manifest names no model")
-    return options
+    return check_model_record({**record, "options": options}, "its manifest", spec=model)["options"]
 
 
 def load_image(path: str) -> Any:
@@ -384,8 +374,8 @@ def load_image(path: str) -> Any:
     Raises:
         CoderError: the file cannot be read.
     """
+    from coder_plugin.data.decode import decode_image
     from coder_plugin.data.regions.arrays import decode_npz
-    from coder_plugin.data.source import decode_image
 
     try:
         return decode_npz(Path(path).read_bytes(), path) if path.lower().endswith(".npz") else decode_image(path)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_option, resolve
-from coder_plugin.data.source import decode_image
+from coder_plugin.data.decode import decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
 from coder_plugin.locations import local_only
@@ -30,17 +30,19 @@ from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import (
     CONFIGURATION_OPTIONS,
     INFERENCE_OPTIONS,
+    check_finite,
     export_files,
     heads_beside,
     load_heads,
     read_heads,
     read_inference_options,
+    verify,
     weights_named,
 )
 from coder_plugin.pretrained.hub_cache import fetch, shared_options
 
 #: Options of a run's ``config.json`` that opening its folder takes over.
-RUN_OPTIONS = ("batch_size", "workers", "max_bad_images")
+RUN_OPTIONS = ("batch_size", "workers", "max_bad_samples")
 #: Options that opening reads, by flat name; others, such as those of training, are ignored.
 _OPTIONS = (
     "model_kwargs",
@@ -64,7 +66,7 @@ class InferenceConfig:
         rerank: how many candidates a fusion score re-ranks in evaluation and search, or "all"; None: 32.
         batch_size: images, and captions, per forward.
         workers: data loading processes.
-        max_bad_images: encoding a data set stops after more than so many images that cannot be read.
+        max_bad_samples: encoding a data set stops above this fraction of samples that cannot be used.
         channels_last: keep images channels-last.
     """
 
@@ -73,7 +75,7 @@ class InferenceConfig:
     rerank: str | None = None
     batch_size: int = 64
     workers: int = 2
-    max_bad_images: int = 100
+    max_bad_samples: float = 0.01
     channels_last: bool = False
 
 
@@ -111,7 +113,7 @@ class PretrainedModel:
         defaults = {
             "batch_size": self.config.batch_size,
             "workers": self.config.workers,
-            "max_bad": self.config.max_bad_images,
+            "max_bad_samples": self.config.max_bad_samples,
             "autocast": make_autocast(self.config.precision, self.device),
         }
         return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**defaults, **options})
@@ -249,9 +251,11 @@ def open_pretrained(
         return_intermediates: as in :func:`coder_plugin.create_model`.
 
     Raises:
-        CoderError: no export there, or a damaged one; unknown options; data that the model cannot read.
+        CoderError: no export there, or a damaged or incomplete one; weights with NaN; a configuration that holds what it may
+            not, such as code or a name on the hub; unknown options; data that the model cannot read.
     """
     config, inference, objective_text = _resolve(spec, options or {}, export)
+    verify(config.pretrained)
     heads = heads_beside(config.pretrained)
     if heads is not None:
         settings = read_heads(heads)
@@ -266,12 +270,12 @@ def open_pretrained(
         device,
         source,
         max_regions=inference.max_regions,
-        max_bad_images=inference.max_bad_images,
         inference=True if names is None else names,
         return_intermediates=return_intermediates,
     )
     if heads is not None:
         load_heads(model, heads)
+    check_finite(model, str(config.pretrained or config.name))
     return PretrainedModel(
         name=name or str(config.pretrained or config.name),
         objective=str(objective) if heads is not None else objective_text,
@@ -303,6 +307,9 @@ def _resolve(
             options.update(model=str(configuration), model_kwargs=[])
         elif (folder / "open_clip_config.json").is_file() or not {"model"} & (options.keys() | stored.keys()):
             options["model"] = f"local-dir:{folder}"
+    elif str(options.get("model")).startswith("local-dir:") and options.get("pretrained") is None:
+        weights, _ = export_files(Path(options["model"].removeprefix("local-dir:")))
+        options["pretrained"] = None if weights is None else str(weights)  # with the heads beside them
     objective = stored.pop("objective", "")
     config = resolve([("run", run), ("export", stored), ("flag", options)])
     inference = InferenceConfig(
@@ -311,7 +318,7 @@ def _resolve(
         rerank=config.evaluation.rerank,
         batch_size=config.optim.batch_size,
         workers=config.data.workers,
-        max_bad_images=config.data.max_bad_images,
+        max_bad_samples=config.data.max_bad_samples,
         channels_last=config.model.channels_last,
     )
     return replace(config.model, pretrained=weights_named(config.model.pretrained)), inference, objective
@@ -330,6 +337,8 @@ def export_folder(spec: str | Path, *, export: str = "best", cache_dir: str | No
     """
     folder = fetch(spec, cache_dir=cache_dir)
     place = folder if export_files(folder)[0] is not None else folder / "export" / export
+    if not place.exists() and (replaced := place.with_name(f".{place.name}.old")).is_dir():
+        place = replaced  # its replacement was killed between two renames
     if export_files(place)[0] is None:
         shared_options(folder)  # names the missing file of a shared folder
         others = [name for name in ("best", "last") if export_files(folder / "export" / name)[0] is not None]

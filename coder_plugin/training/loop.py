@@ -25,19 +25,21 @@ from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.bad_samples import total
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
+from coder_plugin.evaluation.metrics import format_skipped
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_heads, export_model, inference_options
+from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, failures, prepare, resume
+from coder_plugin.training import checkpoint, exports, failures, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
@@ -141,7 +143,7 @@ class Trainer:
             world_size=distributed.world_size(),
             workers=data.workers,
             captions=data.captions,
-            max_bad=data.max_bad_images,
+            max_bad_samples=data.max_bad_samples,
             num_samples=data.train_num_samples,
             pin_memory=self.device.type == "cuda",
         )
@@ -158,7 +160,7 @@ class Trainer:
             device=self.device,
             batch_size=optim.batch_size,
             workers=data.workers,
-            max_bad=data.max_bad_images,
+            max_bad_samples=data.max_bad_samples,
             autocast=self.accelerator.autocast,
         )
         shortlist_length(config.evaluation.rerank, self.encoder)  # raises here rather than after the first epoch
@@ -234,6 +236,8 @@ class Trainer:
         if state is not None:
             resume.restore_training(self, state)
             self.saved = (self.step, self.epoch)
+            if exports.last_is_behind(self.folder, self.step):
+                self._export("last")
         else:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
         plan = make_plan(self)
@@ -288,7 +292,7 @@ class Trainer:
             while True:
                 started = time.perf_counter()
                 group = [] if self.stop else list(itertools.islice(batches, accum_freq))
-                # a rank with undecodable images may run out of batches first: then all ranks stop
+                # a rank with bad samples may run out of batches first: then all ranks stop
                 if distributed.any_rank(self.stop or bool(self.signals.received) or len(group) < accum_freq, self.device):
                     break
                 waited = time.perf_counter() - started
@@ -301,20 +305,22 @@ class Trainer:
                     self.log.warn(self.collapse.update(self.step - 1, metrics))
                     health = {f"coder/{name}": value for name, value in model.coder.health().items()}
                     rate = max(self.schedule.get_last_lr())
-                    self.log.write({**metrics, **health, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
+                    skipped = {"skipped_samples": len(self.loader.bad)} if len(self.loader.bad) else {}  # of the first rank
+                    self.log.write({**metrics, **health, **skipped, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
                 for callback in self.callbacks:
                     callback.on_step_end(self, metrics)
                 if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
                     self._save()
         if distributed.any_rank(bool(self.signals.received), self.device):
             self._leave()
-        self.log.bad_images(self.loader.bad)
+        bad = total(distributed.gather_objects(self.loader.bad))
+        self.log.bad_samples(bad, epoch=self.epoch, step=self.step)
         self._log_caption_stats()
         stopped = distributed.any_rank(self.stop, self.device)
         if self.position is None and not stopped:
             raise CoderError(
-                f"epoch {self.epoch} gave no step on some rank: {len(self.loader.bad)} images of rank {distributed.rank()} "
-                "could not be used (see the warnings), and the rest is less than a batch"
+                f"epoch {self.epoch} gave no step on some rank: {bad} (see the warnings), and the rest is less than a batch on "
+                "some rank"
             )
         return not stopped or (self.position is not None and self._is_epoch_over(self.position))
 
@@ -469,9 +475,12 @@ class Trainer:
         self.last = {**result, "epoch": self.epoch, "step": self.step}
         self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
         shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
-        self.log.write({f"val/{k}": v for k, v in {**self.last, **shortlist}.items() if k != "step"}, step=self.step)
+        skipped = {"skipped_samples": sum(self.last["skipped"].values())} if "skipped" in self.last else {}
+        figures = {**self.last, **shortlist, **skipped}
+        self.log.write({f"val/{k}": v for k, v in figures.items() if k != "step"}, step=self.step)
         rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
-        self.log.say(f"{when}:\n{format_table({name: row for name, row in rows.items() if row})}")
+        table = format_table({name: row for name, row in rows.items() if row})
+        self.log.say(f"{when}:\n{table}{format_skipped({'val': self.last})}")
         if self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
             self.best = {**self.last, "checkpoint": self._checkpoint_name()}
             self._export("best")
@@ -532,8 +541,8 @@ class Trainer:
 
     def _write_export(self, folder: Path) -> None:
         with self.averaged_weights():
-            export_model(self.model, folder, tokenizer=self.tokenizer, options=inference_options(self.config))
-            export_heads(self.model, folder)
+            options = inference_options(self.config)
+            export_model(self.model, folder, tokenizer=self.tokenizer, options=options, step=self.step)
 
     def print_plan(self) -> None:
         """Print the resolved plan as JSON, with every option and where it came from."""

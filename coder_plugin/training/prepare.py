@@ -237,10 +237,7 @@ def make_training_model(
         model: a model to use; heads are added if it has none. None or a name: make the one that ``config`` names.
     """
     if model is None or isinstance(model, str):
-        data = config.data
-        model = make_model(
-            config.model, objective, device, source, max_regions=data.max_regions, max_bad_images=data.max_bad_images
-        )
+        model = make_model(config.model, objective, device, source, max_regions=config.data.max_regions)
     elif not hasattr(model, "coder"):
         model.output_dict = True
         aggregator: Any = config.model.aggregator

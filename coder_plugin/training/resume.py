@@ -108,7 +108,7 @@ def begin_after(trainer: Trainer, state: SavedState | None) -> None:
     aside = trainer.folder / "set-aside"
     if moved := checkpoint.set_aside(trainer.folder / "checkpoints", aside, after=trainer.step):
         trainer.log.say(f"moved to {aside}, because they are later than step {trainer.step}: {', '.join(moved)}")
-    cut_back(metrics, step=trainer.step, evaluated=trainer.last.get("step", -1))
+    cut_back(metrics, step=trainer.step, evaluated=trainer.last.get("step", -1), epochs=trainer.epoch)
 
 
 def advice(folder: Path) -> str:

@@ -235,6 +235,10 @@ def test_rows_after_the_checkpoint_are_cut(tmp_path):
     assert path.read_text().splitlines() == lines
     assert cut_back(path, step=3, evaluated=0) == 1  # the evaluation was not in the checkpoint: it is repeated
     assert path.read_text().splitlines() == lines[:-1]
+    epochs = [json.dumps({"step": 3 * epoch + 3, "epoch": epoch, "epoch/read_samples": 9}) for epoch in range(3)]
+    path.write_text("\n".join([*lines[:-1], *epochs]) + "\n")
+    assert cut_back(path, step=6, evaluated=0, epochs=2) == 1
+    assert path.read_text().splitlines() == [*lines[:-1], *epochs[:2]]
 
 
 def test_a_row_is_written_as_a_whole_or_not_at_all(tmp_path):

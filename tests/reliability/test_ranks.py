@@ -65,6 +65,23 @@ def check_endings(kind: str, endings: list[forked.Ending]) -> None:
     assert max(ending.seconds for ending in endings) < LIMIT + STALL * (kind == "stalls")
 
 
+EXIT = """
+import multiprocessing, time
+from coder_plugin.training.signals import StopSignals
+with StopSignals():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    process.start()
+    print(process.pid, flush=True)
+    raise SystemExit(3)
+"""
+
+
+def test_a_process_does_not_wait_for_its_loading_processes() -> None:
+    ended = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3 and not ended.stderr, ended
+    assert not Path(f"/proc/{ended.stdout.strip()}").exists()
+
+
 def uneven(folder: Path, model: str) -> None:
     """48 pictures, 6 batches a rank; rank 1 cannot read some of its own."""
     from PIL import Image

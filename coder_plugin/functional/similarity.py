@@ -53,11 +53,16 @@ def different_images(image_ids: Tensor | None, n: int, device: torch.device) -> 
     Raises:
         ValueError: ``image_ids`` of another shape.
     """
+    check_ids(image_ids, n)
     if image_ids is None:
         return ~torch.eye(n, dtype=torch.bool, device=device)
-    if image_ids.shape != (n,):
-        raise ValueError(f"image_ids must have shape ({n},), got {tuple(image_ids.shape)}")
     return image_ids[:, None] != image_ids[None, :]
+
+
+def check_ids(image_ids: Tensor | None, n: int) -> None:
+    """:class:`ValueError` unless the ids are None or have shape [n]."""
+    if image_ids is not None and image_ids.shape != (n,):
+        raise ValueError(f"image_ids must have shape ({n},), got {tuple(image_ids.shape)}")
 
 
 def anchor_rows(pairs: Tensor, anchors: slice | None) -> Tensor:

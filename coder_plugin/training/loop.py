@@ -114,7 +114,9 @@ class Trainer:
         else:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
-        self.loss = loss if isinstance(loss, CoderLoss) else create_loss(self.objective, model=self.model)
+        self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
+            self.objective, model=self.model, implementation=config.loss.loss_impl
+        )
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)

@@ -170,7 +170,7 @@ class Run:
                 )
 
     def make_loss(self) -> UpstreamLoss:
-        terms = create_loss(self.objective, model=self.model)
+        terms = create_loss(self.objective, model=self.model, implementation=self.config.loss.loss_impl)
         return UpstreamLoss(terms, own=self.own_loss(), accum_freq=self.args.accum_freq)
 
     def own_loss(self) -> Any:

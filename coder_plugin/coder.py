@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.similarity import check_range
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
@@ -143,8 +144,14 @@ class Coder(nn.Module):
                 raise CoderError(f"head {name!r}: {error}") from error
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out."""
+        """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out.
+
+        Raises:
+            CoderError: values that are so large that heads and losses would overflow.
+        """
         pool = dict(features)
+        if self.heads:
+            check_range(**{key: value for key, value in pool.items() if isinstance(value, Tensor)})
         for name, head in self.heads.items():
             if all(key in pool for key in head.requires):
                 outputs = head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool})

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
 from coder_plugin.data.remainder import Remainder
 from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
+from coder_plugin.data.workers import ignore_stop_signals
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
@@ -424,6 +425,7 @@ def _load(stream: _Stream, workers: int, pin_memory: bool) -> Iterator[Chunk]:
         collate_fn=_identity,
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(0),
+        worker_init_fn=ignore_stop_signals,
     )
     for chunk in loader:
         if isinstance(chunk, CoderError):

@@ -27,12 +27,12 @@ class Remainder:
         >>> from coder_plugin.data.source import ItemSource
         >>> source = ItemSource([Item(str(n), ("a dog",), lambda: None) for n in range(8)])
         >>> [[item.key for item in chunk] for chunk in source.chunks(Plan(seed=0, epoch=0, batch_size=2))]
-        [['5', '2'], ['3', '0'], ['6', '1'], ['7', '4']]
+        [['1', '6'], ['4', '0'], ['5', '3'], ['2', '7']]
         >>> setting = {"ranks": 1, "workers": 1, "batch size": 2, "seed": 0, "captions": "draw", "shuffle buffer": 0}
         >>> position = {"epoch": 0, "rank": 0, "consumed": [1], "last": 0, "leftover": 0, "setting": setting}
         >>> plan = Plan(seed=0, epoch=0, batch_size=3)
         >>> [[item.key for item in chunk] for chunk in Remainder(source, [position]).chunks(plan)]
-        [['3', '0', '6'], ['1', '7', '4']]
+        [['4', '0', '5'], ['3', '2', '7']]
     """
 
     def __init__(self, source: Source, positions: Sequence[dict[str, Any]]) -> None:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.similarity import batch_similarity, check_rows, check_temperature, raise_precision
+from coder_plugin.functional.similarity import (
+    batch_similarity,
+    check_range,
+    check_rows,
+    check_temperature,
+    raise_precision,
+)
 
 
 def ascl(
@@ -49,6 +55,7 @@ def ascl(
         tensor(0.6931)
     """
     check_temperature(temperature)
+    check_range(similarity=similarity, noise_similarity=noise_similarity, text_to_image=text_to_image)
     rows, columns, positive, negatives = batch_similarity(similarity, text_to_image, image_ids, anchors)
     images = directed_ascl(
         rows, positive, negatives, noise_similarity, noise_valid=noise_valid, temperature=temperature

@@ -6,10 +6,9 @@ Shapes: n samples, g concepts, f concept dimensions. Equations and choices: docs
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.functional.similarity import check_range, raise_precision, unit
 
 
 def concept_graph(
@@ -80,8 +79,8 @@ def concept_embedding(
             f"query must be [n, f], weight [f, f] and concepts [g, f], got {tuple(query.shape)}, {tuple(weight.shape)} "
             f"and {tuple(concepts.shape)}"
         )
+    check_range(query=query, weight=weight, concepts=concepts)
     with torch.autocast(query.device.type, enabled=False):
-        query, weight, concepts = raise_precision(query), raise_precision(weight), raise_precision(concepts)
-        directions = F.normalize(concepts, dim=-1)
-        attention = (scale * F.normalize(query, dim=-1) @ weight @ directions.T).softmax(-1)
-        return F.normalize(attention @ directions, dim=-1), attention
+        directions = unit(concepts)
+        attention = (scale * unit(query) @ raise_precision(weight) @ directions.T).softmax(-1)
+        return unit(attention @ directions), attention

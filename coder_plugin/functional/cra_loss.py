@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.functional.masked_sets import check_mask, unit_tokens
-from coder_plugin.functional.similarity import Gather, check_temperature, unit
+from coder_plugin.functional.similarity import Gather, check_range, check_temperature, unit
 
 #: The cosine of what is no negative: far below any cosine, and finite, so that a row without negatives has a zero gradient.
 _EXCLUDED = -1e4
@@ -39,7 +39,7 @@ def cra(
 
     Args:
         global_context: [b, d], of any length, not normalised.
-        local_context: [b, l, d]. local_mask: bool [b, l], at least one local in each row.
+        local_context: [b, l, d]. local_mask: bool [b, l]; a pair without locals counts as zero.
         temperature: tau_2, > 0.
         hard_negatives: N, >= 1; all negatives, if there are fewer.
         image_ids: integers [b]; locals of the same image are no negatives. Default: all distinct. With ``gather`` they
@@ -66,6 +66,7 @@ def cra(
             "global_context and local_context must be [b, d] and [b, l, d] of b >= 1 pairs, got "
             f"{tuple(global_context.shape)} and {tuple(local_context.shape)}"
         )
+    check_range(global_context=global_context, local_context=local_context)
     if image_ids is None:
         image_ids = torch.arange(len(global_context), device=global_context.device)
     elif image_ids.shape != global_context.shape[:1]:
@@ -143,7 +144,7 @@ def directed_cra(
     with torch.autocast(context.device.type, enabled=False):
         positive = (local @ context[..., None]).squeeze(-1) / temperature
         losses = torch.logaddexp(negatives[:, None], positive) - positive
-    return (torch.where(local_mask, losses, 0).sum(1) / local_mask.sum(1)).mean()
+    return (torch.where(local_mask, losses, 0).sum(1) / local_mask.sum(1).clamp(min=1)).mean()
 
 
 def check_cra_options(*, temperature: float, hard_negatives: int, **_: Any) -> None:

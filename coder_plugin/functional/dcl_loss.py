@@ -23,6 +23,7 @@ from coder_plugin.functional.similarity import (
     anchor_rows,
     batch_similarity,
     check_ids,
+    check_range,
     check_rows,
     cosine,
     raise_precision,
@@ -100,18 +101,19 @@ def dcl(
         effective_negatives=effective_negatives,
     )
     _check_pairs(image_features, text_features)
+    check_range(image_features=image_features, text_features=text_features)
     n = len(image_features)
     check_ids(image_ids, n)
-    rows = len(anchor_rows(image_features, anchors))
-    if bank_diversity is not None and any(weights.shape != (rows,) for weights in bank_diversity):
+    a = len(anchor_rows(image_features, anchors))
+    if bank_diversity is not None and any(weights.shape != (a,) for weights in bank_diversity):
         raise ValueError(
-            f"bank_diversity must have shape ({rows},) for images and for texts, got "
+            f"bank_diversity must have shape ({a},) for images and for texts, got "
             + " and ".join(str(tuple(weights.shape)) for weights in bank_diversity)
         )
     if use_tiles(
         implementation,
         (image_features, text_features),
-        pairs=rows * n,
+        pairs=a * n,
         diversity=diversity,
         diversity_gradient=diversity_gradient,
     ):
@@ -257,8 +259,8 @@ def anchor_losses(
         [..., a], as ``negative_sum``.
     """
     if effective_negatives is not None:
-        counts = torch.as_tensor(counts, device=positive.device).clamp(min=1).to(negative_sum.dtype)
-        negative_sum = negative_sum + (effective_negatives / counts).log()
+        number = torch.as_tensor(counts, device=positive.device).clamp(min=1).to(negative_sum.dtype)
+        negative_sum = negative_sum + (effective_negatives / number).log()
     repulsion = mu * torch.logaddexp(negative_sum, negative_sum.new_zeros(()))
     attraction = (1 + positive).clamp(min=1e-6).log()
     return repulsion - (mu if positive_weight == "mu" else positive_weight) * attraction

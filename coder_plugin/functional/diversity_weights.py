@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.similarity import Gather, check_rows, raise_precision
+from coder_plugin.functional.similarity import Gather, check_range, check_rows, raise_precision
 
 Diversity = Literal["std", "entropy", "none"]
 
@@ -40,6 +40,7 @@ def diversity(similarity: Tensor, negatives: Tensor, *, kind: Diversity = "std",
         >>> diversity(similarity, torch.ones(2, 2, dtype=torch.bool))
         tensor([1.0000, 0.7311])
     """
+    check_range(similarity=similarity)
     weights = raw_diversity(similarity, negatives, kind=kind, epsilon=epsilon)
     return normalize_diversity(weights) if len(weights) else weights
 
@@ -81,8 +82,10 @@ def check_diversity_options(kind: str, epsilon: float) -> None:
 
 
 def _weight(value: Tensor, positive: Tensor, epsilon: float) -> Tensor:
-    # 1 / sigmoid(x) = 1 + exp(-x). Without variation x is infinite: that branch must not be differentiated.
-    return torch.where(positive, 1 + torch.exp(-epsilon / value), 1)
+    # 1 / sigmoid(x) = 1 + exp(-x). Without variation x is infinite, and above 80 exp(-x) adds nothing to 1 while the factors
+    # of its gradient leave the type's range: that branch must not be differentiated.
+    positive = positive & (value > epsilon / 80)
+    return torch.where(positive, 1 + torch.exp(-epsilon / torch.where(positive, value, 1)), 1)
 
 
 def _variance(similarity: Tensor, negatives: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.functional.masked_sets import check_mask, unit_tokens
-from coder_plugin.functional.similarity import Gather, check_temperature, raise_precision, unit
+from coder_plugin.functional.similarity import Gather, check_range, check_temperature, raise_precision, unit
 
 Assignment = Literal["sinkhorn", "softmax"]
 
@@ -40,8 +40,8 @@ def lca(
 
     Args:
         words: [b, t, d], of any length, not normalised.
-        word_mask: bool [b, t]; a pair without words counts as zero.
-        regions: [b, l, d]. region_mask: bool [b, l], at least one region in each row.
+        word_mask: bool [b, t]. regions: [b, l, d]. region_mask: bool [b, l]. A pair without words or without regions counts as
+            zero.
         prototypes: [k, d].
         temperature: tau_1, > 0.
         assignment: ``"sinkhorn"``: prototypes are used equally often over the regions of the batch; ``"softmax"``: as
@@ -59,6 +59,7 @@ def lca(
         >>> lca(axes, mask, axes, mask, torch.eye(2), temperature=0.5)
         tensor(0.1269)
     """
+    check_range(words=words, regions=regions, prototypes=prototypes)
     matched = correspondence(words, word_mask, regions, region_mask).argmax(2)
     return lca_from_scores(
         prototype_scores(words, prototypes, word_mask),
@@ -105,6 +106,7 @@ def lca_from_scores(
     bias = None
     if assignment == "sinkhorn":
         bias = sinkhorn_bias(target_scores, target_mask, epsilon=epsilon, iterations=iterations, total=total)
+    mask = mask & target_mask.any(1, keepdim=True)  # a pair without regions has no targets
     row, column = mask.nonzero(as_tuple=True)
     logits = raise_precision(scores[row, column]) / temperature
     with torch.no_grad():

@@ -21,6 +21,7 @@ from coder_plugin.functional.diversity_weights import (
 from coder_plugin.functional.similarity import (
     Gather,
     anchor_rows,
+    check_range,
     cosine,
     different_images,
     pair_similarity,
@@ -115,6 +116,8 @@ def m_dcl(
     )
     banks = image_keys, text_keys, image_bank, text_bank
     _check_shapes(image_features, text_features, *banks, image_ids, bank_ids, bank_valid)
+    check_range(image_features=image_features, text_features=text_features, image_keys=image_keys, text_keys=text_keys)
+    check_range(image_bank=image_bank, text_bank=text_bank)
     size = len(anchor_rows(image_features, anchors)) * (len(image_features) + len(image_bank))
     if use_tiles(
         implementation, (image_features,), pairs=size, diversity=diversity, diversity_gradient=diversity_gradient
@@ -262,15 +265,15 @@ def _tiled_m_dcl(
                 variances = [candidate_variance(rows, of, batch) for rows, of, _ in back]
                 raw = raw_diversity_from_variance(torch.cat(variances), epsilon=epsilon)
                 weights_back = list(normalize_diversity(raw).split([len(each) for each in variances]))
-        total, number_of_anchors = loss.new_zeros(()), n + len(banks[other])
+        total = loss.new_zeros(())
+        filled = len(banks[other]) if bank_valid is None else bank_valid.sum()
         for (rows, of, positive), part in zip(back, weights_back, strict=True):
             sums, counts = negative_sums(rows, of, batch, 1 / (mu * part), gamma)
             per_anchor = anchor_losses(sums, positive, counts, mu=mu, **options)
             if rows is banks[other] and bank_valid is not None:
                 per_anchor = torch.where(bank_valid, per_anchor, 0)
-                number_of_anchors = n + bank_valid.sum()
             total = total + per_anchor.sum()
-        loss = loss + total / number_of_anchors
+        loss = loss + total / (n + filled)
     return loss
 
 

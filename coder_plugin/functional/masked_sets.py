@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.similarity import raise_precision, unit
+from coder_plugin.functional.similarity import NO_LENGTH, raise_precision, unit
 
 
 def check_mask(name: str, mask: Tensor, tokens: Tensor) -> None:
@@ -29,7 +29,8 @@ def unit_tokens(tokens: Tensor, mask: Tensor) -> Tensor:
 def unit_channels(tokens: Tensor, mask: Tensor) -> Tensor:
     """Each channel [B, L, D] divided by its norm over the valid positions, as in the released code of VSRN and CAMERA."""
     rows = torch.where(mask[..., None], tokens, 0)
-    return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    length = rows.norm(dim=1, keepdim=True)
+    return rows / length.masked_fill(length <= NO_LENGTH, torch.inf)
 
 
 def without_start(mask: Tensor) -> Tensor:
@@ -68,13 +69,13 @@ def valid_first(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean(tokens: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the valid positions, [B, L, D] -> [B, D], in float32 or float64, also under autocast.
+    """The mean over the valid positions, [B, L, D] -> [B, D], in float32 or float64, also under autocast; zero without any.
 
     Example:
         >>> mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, True, False]]))
         tensor([[2.]])
     """
-    return raise_precision(torch.where(mask[..., None], tokens, 0)).sum(1) / mask.sum(1, keepdim=True)
+    return raise_precision(torch.where(mask[..., None], tokens, 0)).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def greatest(tokens: Tensor, mask: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coder_plugin.functional.similarity import raise_precision
+from coder_plugin.functional.similarity import check_range, raise_precision
 
 
 def pgc(image_concepts: Tensor, text_concepts: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def pgc(image_concepts: Tensor, text_concepts: Tensor, classifier: Tensor, label
         Scalar >= 0, float32 or float64: the mean cross-entropy of the images plus that of the texts.
 
     Raises:
-        ValueError: shapes that do not fit, labels that are not integers.
+        ValueError: shapes that do not fit, labels that are not integers, an empty batch, values that are too large.
 
     Example:
         >>> pgc(torch.eye(2), torch.eye(2), torch.eye(2), torch.tensor([0, 1]))  # 2 * log(1 + exp(-1))
@@ -37,6 +37,7 @@ def pgc(image_concepts: Tensor, text_concepts: Tensor, classifier: Tensor, label
         )
     if classifier.ndim != 2 or classifier.shape[1] != image_concepts.shape[1]:
         raise ValueError(f"classifier must be [k, {image_concepts.shape[1]}], got {tuple(classifier.shape)}")
+    check_range(image_concepts=image_concepts, text_concepts=text_concepts, classifier=classifier)
     with torch.autocast(image_concepts.device.type, enabled=False):
         weight = raise_precision(classifier).T
         return pgc_from_logits(raise_precision(image_concepts) @ weight, raise_precision(text_concepts) @ weight, labels)
@@ -46,5 +47,7 @@ def pgc_from_logits(image_logits: Tensor, text_logits: Tensor, labels: Tensor) -
     """:func:`pgc` from the outputs of the classifier [n, k], for a model that computes them in its forward."""
     if labels.shape != image_logits.shape[:1] or labels.is_floating_point():
         raise ValueError(f"labels must be integers of shape ({len(image_logits)},), got {labels.dtype} {tuple(labels.shape)}")
+    if not len(labels):
+        raise ValueError("labels and logits hold no pair")
     logits = raise_precision(image_logits), raise_precision(text_logits)
     return F.cross_entropy(logits[0], labels) + F.cross_entropy(logits[1], labels)

@@ -9,9 +9,14 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from coder_plugin.errors import CoderError
+
+#: A shorter vector has no direction.
+NO_LENGTH = 1e-12
+#: The largest value of an input: its fourth power, such as the square of an inner product, stays within the type's range.
+_LARGEST = {dtype: 1e-2 * torch.finfo(dtype).max ** 0.25 for dtype in (torch.float32, torch.float64)}
 #: Collects the rows of all processes, in rank order, from this process's rows.
 Gather = Callable[[Tensor], Tensor]
 
@@ -119,6 +124,23 @@ def check_temperature(temperature: float | Tensor) -> None:
         raise ValueError(f"temperature must be > 0 and finite, got {temperature}")
 
 
+def check_range(**inputs: Tensor | None) -> None:
+    """:class:`CoderError` that names a tensor whose finite values are so large that a loss of them could overflow.
+
+    Only tensors on the CPU are checked, and none while compiling: on a GPU the check would wait for it. There, as for NaN and
+    infinities, the trainer checks the loss.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, value in inputs.items():
+        if value is None or value.device.type != "cpu" or not value.numel() or not value.is_floating_point():
+            continue
+        limit = _LARGEST[torch.float64 if value.dtype == torch.float64 else torch.float32]
+        largest = max(abs(float(bound)) for bound in value.detach().aminmax())
+        if limit < largest < math.inf:
+            raise CoderError(f"{name} holds values of {largest:.1e}, which overflow: normalise it, to at most {limit:.0e}")
+
+
 def raise_precision(x: Tensor) -> Tensor:
     """The tensor in float32, or float64 if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
@@ -127,8 +149,12 @@ def raise_precision(x: Tensor) -> Tensor:
 def unit(features: Tensor) -> Tensor:
     """L2-normalised over the last dimension, in float32 or float64, also under autocast.
 
+    A vector without a direction, shorter than 1e-12, becomes zero and gets no gradient.
+
     Example:
         >>> unit(torch.tensor([3.0, 4.0]))
         tensor([0.6000, 0.8000])
     """
-    return F.normalize(raise_precision(features), dim=-1)
+    features = raise_precision(features)
+    length = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
+    return features / length.masked_fill(length <= NO_LENGTH, torch.inf)

@@ -356,7 +356,7 @@ class _CandidateSums(torch.autograd.Function):
                     averages[part] = torch.addmm(averages[part] * fade[:, None], logits, rows)
             sums = total.log() + scale * (_finite(top) - offset)
             if averages is not None:
-                averages.mul_((scale / total.clamp(min=torch.finfo(total.dtype).tiny))[:, None])
+                averages.div_(total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]).mul_(scale[:, None])
         ctx.offset = offset
         ctx.mark_non_differentiable(count)
         if ctx.again:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.similarity import batch_similarity, check_rows, raise_precision
+from coder_plugin.functional.similarity import batch_similarity, check_range, check_rows, raise_precision
 
 
 def triplet(
@@ -48,6 +48,7 @@ def triplet(
         tensor(0.3000)
     """
     check_triplet_options(reduction=reduction)
+    check_range(similarity=similarity, text_to_image=text_to_image)
     rows, columns, positive, negatives = batch_similarity(similarity, text_to_image, image_ids, anchors)
     images = directed_triplet(rows, positive, negatives, margin=margin, hardest=hardest, reduction=reduction)
     texts = directed_triplet(columns, positive, negatives, margin=margin, hardest=hardest, reduction=reduction)

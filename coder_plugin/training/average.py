@@ -34,8 +34,8 @@ class WeightAverage:
     def applied(self, model: nn.Module) -> Iterator[None]:
         """A context in which the model has the averaged weights; its own are restored on leaving."""
         current = {name: p.detach().clone() for name, p in model.named_parameters() if name in self.weights}
-        self._copy(model, self.weights)
         try:
+            self._copy(model, self.weights)
             yield
         finally:
             self._copy(model, current)

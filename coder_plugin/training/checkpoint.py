@@ -162,28 +162,69 @@ def checkpoints(directory: StrPath, *, problems: list[str] | None = None) -> lis
     return sorted(readable, key=_age, reverse=True)
 
 
-def newest(directory: StrPath, *, verify: bool = True) -> Path | None:
-    """The latest complete checkpoint. Damaged ones are skipped, with a warning that says what is wrong."""
-    for checkpoint in checkpoints(directory):
+def newest(directory: StrPath, *, verify: bool = True, problems: list[str] | None = None) -> Path | None:
+    """The latest complete checkpoint. Damaged ones are skipped, with a warning or entry as in :func:`checkpoints`."""
+    for checkpoint in checkpoints(directory, problems=problems):
         try:
             _verify(checkpoint.path, checkpoint.manifest, verify)
             return checkpoint.path
         except (CoderError, OSError) as error:
-            _log.warning("skipped a checkpoint: %s", error)
+            if problems is None:
+                _log.warning("skipped a checkpoint: %s", error)
+            else:
+                problems.append(str(error))
     return None
 
 
 def prune(directory: StrPath, keep: Iterable[str]) -> list[str]:
-    """Remove all checkpoints but those in ``keep``, and return their names. Call it on one rank, between saves."""
+    """Remove all checkpoints but those in ``keep``, and return their names. Call it on one rank, between saves.
+
+    Nothing is removed unless one of ``keep`` has all its files, nor what has no readable manifest.
+    """
     if isinstance(keep, str):
         raise CoderError(f"keep takes several names, such as [{keep!r}]; a string would be read letter by letter")
     kept = {Path(name).name for name in keep}
     _tidy(Path(directory))
-    paths = [each.path for each in checkpoints(directory)]
-    removed = [path for path in paths if path.name not in kept and not path.is_symlink()]
+    readable = checkpoints(directory)
+    if not any(each.path.name in kept and _is_whole(each) for each in readable):
+        return []
+    removed = [each.path for each in readable if each.path.name not in kept and not each.path.is_symlink()]
     for path in removed:
         _remove(path, path.name)
     return [path.name for path in removed]
+
+
+def set_aside(directory: StrPath, target: StrPath, *, after: int) -> list[str]:
+    """Move the checkpoints of steps after ``after``, damaged ones too, into the folder ``target``, and return their names.
+
+    A run that goes on from an older checkpoint calls it, so that the newest checkpoint is its own.
+    """
+    directory, target = Path(directory), Path(target)
+    moved = [path for path in sorted(directory.glob("[!.]*")) if path.is_dir() and (_step_of(path) or 0) > after]
+    for path in moved:
+        target.mkdir(exist_ok=True)
+        place = target / path.name
+        os.replace(path, place.with_name(f"{place.name}-{time.time_ns()}") if place.exists() else place)
+        fsync_path(target)
+        fsync_path(directory)
+    return [path.name for path in moved]
+
+
+def _step_of(path: Path) -> int | None:
+    """From the manifest; of a damaged checkpoint, from its name."""
+    try:
+        return _read_manifest(path)["step"]
+    except (CoderError, OSError):
+        number = re.search(r"\d+$", path.name)
+        return None if number is None else int(number[0])
+
+
+def _is_whole(checkpoint: Checkpoint) -> bool:
+    try:
+        _verify(checkpoint.path, checkpoint.manifest, False)
+    except (CoderError, OSError):
+        return False
+    return True
 
 
 def _age(checkpoint: Checkpoint) -> list[float]:

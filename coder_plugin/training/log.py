@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from coder_plugin import distributed
 from coder_plugin.config import TrainConfig
 from coder_plugin.files import atomic_write
 from coder_plugin.terminal import echo
+from coder_plugin.training.metrics_file import append_line
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +48,21 @@ class RunLog:
     def __init__(self, folder: Path, accelerator: Any, config: TrainConfig) -> None:
         self.folder, self.accelerator, self.config = folder, accelerator, config
         self.main = distributed.rank() == 0
+        self.warned: set[str] = set()
 
     def say(self, text: str) -> None:
         if self.main:
-            echo(text)
+            with self._optional("a line on standard output"):
+                echo(text)
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Write ``plan.json`` and ``config.json``. Call it on rank 0."""
+        for name, content in (("plan", plan), ("config", self.config.to_dict())):
+            with atomic_write(self.folder / f"{name}.json", "w") as file:
+                file.write(json.dumps(content, indent=2))
 
     def start(self, plan: Mapping[str, Any]) -> None:
         if self.main:
-            for name, content in (("plan", plan), ("config", self.config.to_dict())):
-                with atomic_write(self.folder / f"{name}.json", "w") as file:
-                    json.dump(content, file, indent=2)
             processes = "1 process" if plan["ranks"] == 1 else f"{plan['ranks']} processes"
             machine_name = "CPU" if plan["device"] == "cpu" else plan["machine"]
             self.say(
@@ -71,7 +77,8 @@ class RunLog:
             options = {"wandb": {"name": self.folder.name, "dir": str(self.folder)}}
             flat = {k: v for k, v in self.config.to_flat().items() if isinstance(v, (int, float, str, bool))}
             project = self.config.run.wandb_project_name if "wandb" in self.config.run.report_to else self.folder.name
-            self.accelerator.init_trackers(project, config=flat, init_kwargs=options)
+            with self._optional(f"the settings for {self.config.run.report_to}"):
+                self.accelerator.init_trackers(project, config=flat, init_kwargs=options)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -79,17 +86,27 @@ class RunLog:
             yield
         finally:
             if self.config.run.report_to:
-                self.accelerator.end_training()
+                with self._optional(f"the end of the log for {self.config.run.report_to}"):
+                    self.accelerator.end_training()
 
     def write(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """One record in ``metrics.jsonl`` and in the trackers."""
+        """One record in ``metrics.jsonl`` and in the trackers. What cannot be written is reported once and never ends a run."""
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)}
         if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": step, **numbers}) + "\n")
+            with self._optional("a row of metrics.jsonl"):
+                append_line(self.folder / "metrics.jsonl", json.dumps({"step": step, **numbers}))
         if self.config.run.report_to:
-            self.accelerator.log(numbers, step=step)
+            with self._optional(f"a row for {self.config.run.report_to}"):
+                self.accelerator.log(numbers, step=step)
+
+    @contextlib.contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # trackers raise of any kind
+            if what not in self.warned:
+                self.warned.add(what)
+                _log.warning("%s could not be written (%s): the run goes on; further ones are not reported", what, error)
 
     def bad_images(self, bad: Any) -> None:
         if len(bad):
@@ -97,7 +114,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def progress(self, epoch: int, done: int, total: int) -> Iterator[Progress]:
-        bar = Progress(epoch, done, total, enabled=self.main, every=self.config.run.log_every_n_steps)
+        bar = Progress(epoch, done, total, enabled=self.main, every=self.config.run.log_every_n_steps, say=self.say)
         try:
             yield bar
         finally:
@@ -107,9 +124,12 @@ class RunLog:
 class Progress:
     """A progress bar on a terminal; elsewhere a line every ``every`` steps."""
 
-    def __init__(self, epoch: int, done: int, total: int, *, enabled: bool, every: int) -> None:
+    def __init__(
+        self, epoch: int, done: int, total: int, *, enabled: bool, every: int, say: Callable[[str], None] = echo
+    ) -> None:
         from tqdm import tqdm
 
+        self.say = say
         self.terminal = enabled and sys.stderr.isatty()
         self.enabled, self.every, self.epoch, self.done, self.total = enabled, every, epoch, done, total
         self.bar = tqdm(total=total, initial=done, desc=f"epoch {epoch}", unit="step", disable=not self.terminal)
@@ -126,7 +146,7 @@ class Progress:
             self.bar.set_postfix_str(text)
         elif self.enabled:
             seconds = max(time.perf_counter() - self.since, 1e-9)
-            echo(
+            self.say(
                 f"epoch {self.epoch} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
                 f"{100 * self.waited / seconds:.0f} % waiting for data"
             )

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
+from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
@@ -40,9 +41,12 @@ from coder_plugin.terminal import echo
 from coder_plugin.training import checkpoint, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
+from coder_plugin.training.disk import on_first_rank, writing
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.optim import create_optimizer, create_schedule
 from coder_plugin.training.plan import make_plan, options_with_origins
+from coder_plugin.training.run_lock import run_lock
+from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
 from coder_plugin.training.step import NonFiniteError, StepResult, explain_gradient, forward_backward
 
 #: The fp16 loss scaler may skip this many consecutive steps while it searches for its scale.
@@ -103,6 +107,7 @@ class Trainer:
         self.accelerator = prepare.make_accelerator(config)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
+        resume.check_run_exists(config, self.folder)
         self.log = RunLog(self.folder, self.accelerator, config)
 
         source, self.val = (prepare.open_data(config, each, split) for each, split in ((train, "train"), (val, "val")))
@@ -115,7 +120,7 @@ class Trainer:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
-            self.objective, model=self.model, implementation=config.loss.loss_impl
+            self.objective, model=self.model, implementation=cast(Implementation, config.loss.loss_impl)
         )
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
@@ -161,6 +166,9 @@ class Trainer:
         self.step = self.epoch = self.skipped = 0
         self.stop = self.caption_stats_logged = False
         self.position: Any = None
+        self.saved: tuple[int, int] | None = None
+        self.changes: list[dict[str, Any]] = []
+        self.signals = StopSignals()
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         self.encoded: Encoded | None = None
@@ -200,7 +208,17 @@ class Trainer:
     # -- the run -------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``."""
+        """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``.
+
+        Raises:
+            StoppedBySignal: after SIGTERM, SIGUSR1 or SIGINT, with a checkpoint of the last step. As a ``SystemExit`` it ends
+                the process with status 75; ``config={"resume": "latest"}`` continues the run.
+            CoderError: another run writes into the folder; nothing whole can be resumed; the disk is full.
+        """
+        with run_lock(self.folder), self.signals:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         config = self.config
         state = resume.find_state(config, self.folder)
         if state is not None:
@@ -210,18 +228,22 @@ class Trainer:
         self.setup_optimizer()
         if state is not None:
             resume.restore_training(self, state)
+            self.saved = (self.step, self.epoch)
         else:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
-        self.log.start(make_plan(self))
+        plan = make_plan(self)
+        with writing("the run's files", self.folder, self.folder):
+            on_first_rank(lambda: (resume.begin_after(self, state), self.log.write_plan(plan)))
+        self.log.start(plan)
         with self.log.closing():
             every = config.evaluation.val_frequency if self.val is not None else 0
             if self.step == 0 and every:
-                self._evaluate("before the first step")
+                self._evaluate_or_leave("before the first step", position=None)
             while self.epoch < config.optim.epochs and not self.stop:
                 if self._train_epoch():
-                    self.epoch, self.position = self.epoch + 1, None
+                    position, self.epoch, self.position = self.position, self.epoch + 1, None
                     if every and (self.is_last_epoch or self.epoch % every == 0):
-                        self._evaluate(f"after epoch {self.epoch}")
+                        self._evaluate_or_leave(f"after epoch {self.epoch}", position)
                 elif every:
                     with self._same_random_states():
                         self._evaluate(f"after step {self.step}")
@@ -260,7 +282,7 @@ class Trainer:
                 started = time.perf_counter()
                 group = [] if self.stop else list(itertools.islice(batches, accum_freq))
                 # a rank with undecodable images may run out of batches first: then all ranks stop
-                if distributed.any_rank(self.stop or len(group) < accum_freq, self.device):
+                if distributed.any_rank(self.stop or bool(self.signals.received) or len(group) < accum_freq, self.device):
                     break
                 waited = time.perf_counter() - started
                 logged = self.is_logging_step
@@ -276,6 +298,8 @@ class Trainer:
                     callback.on_step_end(self, metrics)
                 if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
                     self._save()
+        if distributed.any_rank(bool(self.signals.received), self.device):
+            self._leave()
         self.log.bad_images(self.loader.bad)
         self._log_caption_stats()
         stopped = distributed.any_rank(self.stop, self.device)
@@ -289,6 +313,30 @@ class Trainer:
     def _is_epoch_over(self, position: Mapping[str, Any]) -> bool:
         accum_freq = self.config.optim.accum_freq
         return position["batches"] // accum_freq >= position["of"] // accum_freq
+
+    def _evaluate_or_leave(self, when: str, position: Any) -> None:
+        """Evaluate. In one process a signal ends that at once: the run is saved as before it, and a resumed run repeats it.
+
+        Args:
+            position: of the end of the epoch just completed; None before the first step.
+        """
+        epoch, best, last = self.epoch, self.best, self.last
+        states = resume.rng_states()
+        try:
+            with self.signals.interrupting(distributed.world_size() == 1):
+                self._evaluate(when)
+        except StoppedBySignal:
+            resume.set_rng_states(states)
+            self.epoch, self.position, self.best, self.last = epoch - (position is not None), position, best, last
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Save, unless this very state is saved already, and end the run with the status of a stop by a signal."""
+        name = next(filter(None, distributed.gather_objects(self.signals.received)), "a signal")
+        if self.step and self.saved != (self.step, self.epoch):
+            self._save_checkpoint()
+        self.log.say(f"{name}: stopped after step {self.step}; --resume latest continues (exit status {EXIT_STATUS})")
+        raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
@@ -385,7 +433,7 @@ class Trainer:
             self.optimizer.zero_grad()
             raise NonFiniteError(
                 f"{error} at step {self.step} (epoch {self.epoch}): the step was not taken and nothing was written; "
-                "lower --lr, lengthen --warmup or clip with --grad-clip-norm, then --resume the last checkpoint"
+                f"lower --lr, lengthen --warmup or clip with --grad-clip-norm; {resume.advice(self.folder)}"
             ) from error
         if not isinstance(metrics, Mapping):
             raise CoderError(f"training_step returned {type(metrics).__name__}: it must return a dict of numbers to log")
@@ -426,6 +474,13 @@ class Trainer:
         return f"step_{self.step:08d}"
 
     def _save(self) -> None:
+        path = self._save_checkpoint()
+        self._export("last")
+        for callback in self.callbacks:
+            callback.on_save(self, path)
+
+    def _save_checkpoint(self) -> Path:
+        """Write a checkpoint; keep it, the one before, the best and those of ``--save-frequency``."""
         every = self.config.run.save_frequency
         manifest = {
             "step": self.step,
@@ -435,36 +490,42 @@ class Trainer:
             "backbone": resume.describe_backbone(self.model),
             "last": self.last,
             "best": self.best,
+            "changes": self.changes,
             "kept": bool(every and not self.position and self.epoch % every == 0),
             "versions": versions(),
         }
         common, own = resume.collect_state(self)
         directory, name = self.folder / "checkpoints", self._checkpoint_name()
-        checkpoint.save(
-            directory,
-            name,
-            manifest=manifest,
-            common=common,
-            own=own,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            barrier=distributed.barrier,
-        )
-        if distributed.rank() == 0:
-            kept = [c.path.name for c in checkpoint.checkpoints(directory) if c.manifest.get("kept")]
-            checkpoint.prune(directory, [*kept, name, self.best.get("checkpoint", "")])
-        distributed.barrier()
-        self._export("last")
-        for callback in self.callbacks:
-            callback.on_save(self, directory / name)
+        with writing("a checkpoint", directory / name, self.folder):
+            checkpoint.save(
+                directory,
+                name,
+                manifest=manifest,
+                common=common,
+                own=own,
+                rank=distributed.rank(),
+                world_size=distributed.world_size(),
+                barrier=distributed.barrier,
+            )
+            on_first_rank(lambda: self._prune(directory, name))
+        self.saved = (self.step, self.epoch)
+        return directory / name
+
+    def _prune(self, directory: Path, name: str) -> None:
+        found = checkpoint.checkpoints(directory)
+        kept = [each.path.name for each in found if each.manifest.get("kept")]
+        before = [each.path.name for each in found if each.path.name != name][:1]
+        checkpoint.prune(directory, [*kept, *before, name, self.best.get("checkpoint", "")])
 
     def _export(self, tag: str) -> None:
-        if distributed.rank() == 0:
-            with self.averaged_weights():
-                options = inference_options(self.config)
-                export_model(self.model, self.folder / "export" / tag, tokenizer=self.tokenizer, options=options)
-                export_heads(self.model, self.folder / "export" / tag)
-        distributed.barrier()
+        folder = self.folder / "export" / tag
+        with writing("an export", folder, self.folder):
+            on_first_rank(lambda: self._write_export(folder))
+
+    def _write_export(self, folder: Path) -> None:
+        with self.averaged_weights():
+            export_model(self.model, folder, tokenizer=self.tokenizer, options=inference_options(self.config))
+            export_heads(self.model, folder)
 
     def print_plan(self) -> None:
         """Print the resolved plan as JSON, with every option and where it came from."""

@@ -57,6 +57,7 @@ def make_plan(trainer: Trainer) -> dict[str, Any]:
         "device": str(trainer.device),
         "machine": machine(trainer.device),
         "ranks": distributed.world_size(),
+        "changed on resume": trainer.changes,
         "versions": versions(),
     }
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import random
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +20,12 @@ from coder_plugin import distributed, registry
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import TrainConfig, flatten, get_option
 from coder_plugin.data.item import stable_hash
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.files import remove_leftovers
 from coder_plugin.objective import Objective
 from coder_plugin.training import checkpoint
+from coder_plugin.training.metrics_file import cut_back
+from coder_plugin.training.run_folder import FILES
 from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
 
 if TYPE_CHECKING:
@@ -26,9 +33,14 @@ if TYPE_CHECKING:
 
 #: Options that a resumed run must share with its checkpoint, because the optimizer's state depends on them.
 FIXED = (
-    "model opt lr wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
+    "model opt wd beta1 beta2 eps momentum layer_decay lora_rank accum_freq lock_image lock_image_unlocked_groups "
     "lock_text lock_text_unlocked_layers aggregator context_blocks model_kwargs text_lr_scale heads_lr_scale"
 ).split()
+
+
+#: Options that say where and how long a run is, not what it computes: their changes are not recorded.
+_OF_RUN = frozenset("logs name resume config report report_to wandb_project_name dry_run device".split())
+_log = logging.getLogger(__name__)
 
 
 class SavedState(NamedTuple):
@@ -41,19 +53,72 @@ class SavedState(NamedTuple):
     path: Path
 
 
+def check_run_exists(config: TrainConfig, folder: Path) -> None:
+    """CoderError if ``--resume latest`` names a run that was never started, such as a mistyped name."""
+    if config.run.resume != "latest" or any((folder / name).exists() for name in FILES):
+        return
+    names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    hint = did_you_mean(folder.name, names)
+    raise CoderError(f"--resume latest: {folder} holds no run{hint}; check --name and --logs, or start it without --resume")
+
+
 def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
-    """The state that ``--resume`` names; None without ``--resume``, or where ``latest`` finds no checkpoint.
+    """The state that ``--resume`` names; None without ``--resume``, or if ``latest`` finds a run that has saved nothing yet.
 
     Raises:
-        CoderError: the folder holds a run and ``--resume`` is not given; the checkpoint cannot be read.
+        CoderError: the folder holds a run and ``--resume`` is not given; the checkpoint cannot be read; there are checkpoints,
+            and none is whole.
     """
     directory = folder / "checkpoints"
+    problems: list[str] = []
     if config.run.resume is None:
-        if checkpoint.newest(directory, verify=False) is not None:
+        if checkpoint.checkpoints(directory, problems=problems) or problems:
             raise CoderError(f"{folder} holds a run already: resume it with --resume latest, or choose another --name")
         return None
-    path = checkpoint.newest(directory) if config.run.resume == "latest" else Path(config.run.resume)
+    path: Path | None = Path(config.run.resume)
+    if config.run.resume == "latest":
+        path = checkpoint.newest(directory, problems=problems)
+        if path is None and problems:
+            raise CoderError(
+                f"no checkpoint in {directory} is whole, and nothing was changed: {'; '.join(problems)}. Bring one back from a "
+                "copy, or start anew under another --name"
+            )
+        for problem in problems:
+            _log.warning("skipped a checkpoint: %s", problem)
     return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()), path)
+
+
+def changed_options(config: TrainConfig, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options that a resumed run has otherwise than its checkpoint, as ``{"step", "option", "was", "is"}``."""
+    options, saved = json.loads(json.dumps(config.to_flat())), flatten(manifest["config"])
+    names = [name for name in options if name not in _OF_RUN and saved.get(name) != options[name]]
+    return [{"step": manifest["step"], "option": name, "was": saved.get(name), "is": options[name]} for name in names]
+
+
+def begin_after(trainer: Trainer, state: SavedState | None) -> None:
+    """Clear away, on rank 0, what the run will write again: later checkpoints are moved to ``set-aside``, later rows of
+    ``metrics.jsonl`` are removed."""
+    metrics = trainer.folder / "metrics.jsonl"
+    for name in ("plan.json", "config.json", "metrics.jsonl"):
+        remove_leftovers(trainer.folder / name)
+    if state is None:
+        if metrics.exists():  # of a run that was killed before its first checkpoint
+            os.replace(metrics, metrics.with_name("metrics.jsonl.old"))
+        return
+    aside = trainer.folder / "set-aside"
+    if moved := checkpoint.set_aside(trainer.folder / "checkpoints", aside, after=trainer.step):
+        trainer.log.say(f"moved to {aside}, because they are later than step {trainer.step}: {', '.join(moved)}")
+    cut_back(metrics, step=trainer.step, evaluated=trainer.last.get("step", -1))
+
+
+def advice(folder: Path) -> str:
+    """With which ``--resume`` a run goes on from before its loss or gradient became infinite."""
+    found = checkpoint.checkpoints(folder / "checkpoints", problems=[])
+    if not found:
+        return "no checkpoint was saved yet: start it again (--save-every-steps saves within an epoch)"
+    options = [f"--resume {shlex.quote(str(each.path))}" for each in found]
+    older = f", or {options[1]} if the loss was already rising there" if len(found) > 1 else ""
+    return f"go on with {options[0]}{older}"
 
 
 @reading("the checkpoint")
@@ -98,25 +163,34 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     if trainer.average is not None:
         check_like(common.get("average", {}), trainer.average.state_dict(), "average")
     check_position(None if state.rank is None else state.rank["position"])
+    rates = list(trainer.schedule.base_lrs)
     try:
         trainer.optimizer.load_state_dict(common["optimizer"])
     except ValueError as error:
         raise CoderError(f"the checkpoint's optimizer does not fit this run: {error}") from error
     trainer.schedule.load_state_dict(common["schedule"])
+    _set_rates(trainer, rates)
     if trainer.average is not None and "average" in common:
         trainer.average.load_state_dict(common["average"])
     if trainer.accelerator.scaler is not None and "scaler" in common:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
     trainer.best, trainer.last = manifest["best"], manifest["last"]
+    changes = changed_options(trainer.config, manifest)
+    trainer.changes = [*manifest.get("changes", []), *changes]
+    for change in changes:
+        flag = get_option(change["option"]).flag
+        trainer.log.say(f"{flag} was {change['was']}, is {change['is']} from step {change['step']}")
     same_ranks = manifest["world_size"] == distributed.world_size()
     if same_ranks and state.rank is not None and flatten(manifest["config"])["batch_size"] == trainer.config.optim.batch_size:
         trainer.position = state.rank["position"]
     else:  # what all ranks have left of the epoch is dealt anew
         positions = [checkpoint.read_part(state.path, f"position-rank{rank}") for rank in range(manifest["world_size"])]
+        for position in positions:
+            check_position(position)
         trainer.position = None if None in positions else positions
     if same_ranks and state.rank is not None:
-        _set_rng_states(state.rank["rng"])
+        set_rng_states(state.rank["rng"])
     else:
         trainer.log.say(
             f"the checkpoint was written by {manifest['world_size']} processes, this run has {distributed.world_size()}: "
@@ -124,6 +198,15 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
         )
         seed_everything(trainer.config.run.seed + 1 + distributed.rank())
     trainer.log.say(f"resumed at step {trainer.step}, epoch {trainer.epoch}")
+
+
+def _set_rates(trainer: Trainer, rates: list[float]) -> None:
+    """This run's rates and schedule in place of the checkpoint's; equal options give equal rates, bit for bit."""
+    schedule = trainer.schedule
+    schedule.base_lrs = rates
+    for group, rate, factor in zip(trainer.optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = rate, rate * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
 
 
 def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -137,7 +220,7 @@ def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         common["average"] = trainer.average.state_dict()
     if trainer.accelerator.scaler is not None:
         common["scaler"] = trainer.accelerator.scaler.state_dict()
-    return common, {"rng": _rng_states(), "position": trainer.position}
+    return common, {"rng": rng_states(), "position": trainer.position}
 
 
 def describe_backbone(model: Any) -> dict[str, Any]:
@@ -194,7 +277,8 @@ def _check_fixed_buffers(model: Any, weights: Mapping[str, Tensor]) -> None:
                 raise CoderError(message)
 
 
-def _rng_states() -> dict[str, Any]:
+def rng_states() -> dict[str, Any]:
+    """The states of torch's, NumPy's and Python's generators."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -205,7 +289,8 @@ def _rng_states() -> dict[str, Any]:
     return states
 
 
-def _set_rng_states(states: Mapping[str, Any]) -> None:
+def set_rng_states(states: Mapping[str, Any]) -> None:
+    """Restore what :func:`rng_states` returned."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])

@@ -18,7 +18,8 @@ from coder_plugin.training import checkpoint
 
 #: One line of ``metrics.jsonl``, its numbers only.
 Record = dict[str, Any]
-_FILES = ("config.json", "plan.json", "metrics.jsonl", "checkpoints")
+#: Of these a run's folder has at least one.
+FILES = ("config.json", "plan.json", "metrics.jsonl", "checkpoints")
 #: Entries of ``plan.json`` that must be objects.
 _OBJECTS = ("batch", "heads", "options", "training data", "validation data", "versions")
 #: Entries of ``plan.json`` that must be numbers; all entries of ``batch`` and ``heads`` must be, too.
@@ -87,7 +88,7 @@ class RunFolder:
         checkpoints = checkpoint.checkpoints(path / "checkpoints", problems=damaged)
         problems += [Problem("checkpoints", text) for text in damaged]
         if must_exist and not (config or plan or steps or evaluations or checkpoints):
-            raise CoderError(f"{path} is not a training run's folder: it has none of {', '.join(_FILES)}")
+            raise CoderError(f"{path} is not a training run's folder: it has none of {', '.join(FILES)}")
         if not checkpoints:
             problems.append(Problem("checkpoints", "no complete checkpoint"))
         newest = checkpoints[0] if checkpoints else None

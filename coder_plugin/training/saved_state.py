@@ -19,9 +19,10 @@ from coder_plugin.errors import CoderError
 _OBJECTS = ("config", "objective", "last", "best", "versions")
 #: Fields of a rank's position in the data.
 _POSITION = {
-    **{name: int for name in ("epoch", "batches", "last", "leftover", "rank")},
-    **{"consumed": list, "bad": list, "setting": dict},
+    **{name: int for name in ("epoch", "batches", "last", "leftover", "offset", "before", "rank")},
+    **{"consumed": list, "rest": list, "bad": list, "setting": dict},
 }
+_DEEP = 20  # numbers of ranks and workers within one epoch
 #: Entries of an optimizer's state that have their parameter's shape.
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
@@ -69,23 +70,35 @@ def _check_results(name: str, results: Mapping[str, Any]) -> None:
             raise CoderError(f"its {name!r} has {key}={str(results.get(key))[:40]!r}")
 
 
-def check_position(position: Any) -> None:
+def check_position(position: Any, *, depth: int = 0) -> None:
     """Check a rank's position in the data: None, at the start of an epoch, or what a loader wrote.
+
+    Args:
+        position: the value.
+        depth: how many changes of ranks or workers came after it, within its epoch.
 
     Raises:
         CoderError: something else.
     """
-    if position is None:
+    if position is None and not depth:
         return
-    fields = position if isinstance(position, dict) else {}
+    fields = dict(position) if isinstance(position, dict) else {}
+    if depth:
+        fields.setdefault("bad", [])  # the last position has the keys of all
     for name, kind in _POSITION.items():
         if type(fields.get(name)) is not kind:
             shown = str(fields.get(name))[:40]
             raise CoderError(f"the checkpoint's position in the data has {name}={shown!r}, not of type {kind.__name__}")
-    counts = [fields["epoch"], fields["batches"], fields["leftover"], *fields["consumed"]]
-    are_counts = all(type(count) is int and count >= 0 for count in counts)
-    if not are_counts or not all(isinstance(key, str) for key in fields["bad"]):
+    sizes = [fields["setting"].get(name) for name in ("ranks", "workers", "batch size")]
+    counts = [fields[name] for name in ("epoch", "batches", "leftover", "offset", "before", "rank")]
+    are_counts = all(type(count) is int and count >= 0 for count in [*counts, *fields["consumed"]])
+    are_sizes = all(type(size) is int and size >= 1 for size in sizes) and len(fields["consumed"]) == sizes[1]
+    if not are_counts or not are_sizes or not all(isinstance(key, str) for key in fields["bad"]):
         raise CoderError("the checkpoint's position in the data holds something else than counts and keys")
+    if depth == _DEEP:
+        raise CoderError(f"the checkpoint's epoch was continued by more than {_DEEP} numbers of ranks or workers")
+    for each in fields["rest"]:
+        check_position(each, depth=depth + 1)
 
 
 def check_like(saved: Any, own: Any, path: str) -> None:

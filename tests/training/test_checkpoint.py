@@ -424,7 +424,9 @@ def test_foreign_and_future_manifests(text, said, tmp_path, caplog):
     with pytest.raises(CoderError, match=f"bad/manifest.json.*{said}"):
         load(path)
     assert newest(tmp_path) == tmp_path / "good" and "bad/manifest.json" in caplog.text
-    assert prune(tmp_path, []) == ["good"] and path.exists()  # not ours to remove
+    write(tmp_path, "older", 0)
+    assert prune(tmp_path, ["good"]) == ["older"] and path.exists()  # not ours to remove
+    assert prune(tmp_path, []) == [] and newest(tmp_path) == tmp_path / "good"  # nothing whole would remain
 
 
 @pytest.mark.parametrize("listed", ["../secret.json", "/etc/passwd", "model.pt", "sub/x.json", "lone.json"])

@@ -347,8 +347,8 @@ def test_options_may_be_set_by_several_flags(tmp_path, capsys):
 
 def test_resume_with_another_optimizer_is_refused(tmp_path):
     Trainer.from_config(config(tmp_path, epochs=1)).run()
-    with pytest.raises(CoderError, match="--opt was adamw, is sgd; --lr was 0.001, is 0.1"):
-        Trainer.from_config(config(tmp_path, epochs=2, opt="sgd", lr=0.1, resume="latest")).run()
+    with pytest.raises(CoderError, match="--opt was adamw, is sgd; --accum-freq was 1, is 2"):
+        Trainer.from_config(config(tmp_path, epochs=2, opt="sgd", accum_freq=2, resume="latest")).run()
 
 
 def test_lora_leaves_a_locked_tower_alone(tmp_path):

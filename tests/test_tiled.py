@@ -40,7 +40,7 @@ def compare(function: Callable[..., Tensor], *features: Tensor, bound: float = 1
     ]
     for want, got in zip(*results, strict=True):
         assert got.dtype == want.dtype
-        assert (got - want).abs().max() <= bound * want.abs().max().clamp(min=1e-30)
+        assert (got - want).abs().max() <= bound * want.abs().max().clamp(min=1e-3)
 
 
 def rows(generator: torch.Generator, n: int, d: int, spread: float) -> Tensor:
@@ -245,7 +245,8 @@ def test_two_processes(local_loss) -> None:
 
 def test_no_graph_break_under_compile() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda v, w, ids: dcl(v, w, image_ids=ids, implementation="tiled"), fullgraph=True)
+    function = lambda v, w, ids: dcl(v, w, image_ids=ids, implementation="tiled")  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     generator = torch.Generator().manual_seed(6)
     features = [rows(generator, 12, 8, 1.0).requires_grad_() for _ in range(2)]
     ids = torch.arange(12) // 2

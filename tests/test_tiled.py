@@ -102,7 +102,7 @@ def test_m_dcl_equals_its_reference(shape, chosen, q, reverse, over, ids, partly
         *parts[:2],
         image_ids=None if ids == "none" else of_images,
         bank_ids=of_entries if ids == "both" else None,
-        bank_valid=torch.arange(q) < q - 3 if partly else None,
+        bank_valid=torch.rand(q, generator=generator) < 0.5 if partly else None,
         reverse=reverse,
         diversity_over=over,
         anchors=slice(n // 3, n // 3 + max(1, n // 2)) if share else None,
@@ -137,13 +137,16 @@ def test_other_types_are_as_near_to_the_truth_as_the_reference(dtype) -> None:
             assert (one.double() - other).abs().max() <= bound * other.abs().max()
 
 
-def test_autocast_changes_nothing() -> None:
+@pytest.mark.parametrize("anchors", [None, slice(3, 9)])
+def test_autocast_changes_nothing(anchors) -> None:
     generator = torch.Generator().manual_seed(2)
     features = [rows(generator, 20, 8, 1.0).float().requires_grad_() for _ in range(2)]
-    want = torch.autograd.grad(dcl(*features), features)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = torch.autograd.grad(dcl(*features), features)
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    rest = [rows(generator, size, 8, 1.0).float() for size in (20, 20, 30, 30)]
+    for loss in (dcl, lambda v, w, **passed: m_dcl(v, w, *rest, **passed)):
+        want = torch.autograd.grad(loss(*features, anchors=anchors), features)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = torch.autograd.grad(loss(*features, anchors=anchors), features)
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
 def test_auto_takes_the_reference_where_tiles_do_not_apply() -> None:

@@ -26,6 +26,7 @@ from coder_plugin.functional.similarity import (
     check_range,
     check_rows,
     cosine,
+    cosine_of_rows,
     raise_precision,
 )
 from coder_plugin.functional.tiled import (
@@ -185,7 +186,7 @@ def _tiled_dcl(
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
     for direction, (live, others) in enumerate(((image_features, text_features), (text_features, image_features))):
         rows, row_ids, candidates = live[anchors], ids[anchors], [Candidates(others, ids)]
-        positive = torch.linalg.vecdot(raise_precision(rows), raise_precision(others[anchors]))
+        positive = cosine_of_rows(rows, others[anchors])
         with torch.no_grad():
             weights = torch.ones_like(positive)
             if epsilon is not None:

@@ -23,6 +23,7 @@ from coder_plugin.functional.similarity import (
     anchor_rows,
     check_range,
     cosine,
+    cosine_of_rows,
     different_images,
     pair_similarity,
     raise_precision,
@@ -238,7 +239,7 @@ def _tiled_m_dcl(
     for direction, live in enumerate(features):
         other = 1 - direction
         rows, row_keys = anchor_rows(live, anchors), anchor_rows(keys[other], anchors)
-        positive = torch.linalg.vecdot(raise_precision(rows), row_keys.to(number))
+        positive = cosine_of_rows(rows, row_keys)
         candidates = [Candidates(keys[other], ids), Candidates(banks[other], entry_ids, bank_valid)]
         with torch.no_grad():
             weights = []
@@ -254,15 +255,17 @@ def _tiled_m_dcl(
         batch = [Candidates(live, ids)]
         if reverse == "paired":
             sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * weigh(row_keys, batch)), gamma)
-            positive = torch.linalg.vecdot(row_keys.to(number), raise_precision(rows))
+            positive = cosine_of_rows(row_keys, rows)
             loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
             continue
-        positive = torch.linalg.vecdot(keys[other].to(number), raise_precision(live))
+        positive = cosine_of_rows(keys[other], live)
         back = [(keys[other], ids, positive), (banks[other], entry_ids, positive.new_zeros(len(banks[other])))]
         with torch.no_grad():
             weights_back = [torch.ones_like(positive) for _, _, positive in back]
             if epsilon is not None:
                 variances = [candidate_variance(rows, of, batch) for rows, of, _ in back]
+                if bank_valid is not None:  # what is not filled must not have the greatest diversity
+                    variances[1] = torch.where(bank_valid, variances[1], 0)
                 raw = raw_diversity_from_variance(torch.cat(variances), epsilon=epsilon)
                 weights_back = list(normalize_diversity(raw).split([len(each) for each in variances]))
         total = loss.new_zeros(())

@@ -80,6 +80,11 @@ def pair_similarity(similarity: Tensor, anchors: slice | None) -> Tensor:
     return similarity.diagonal(0 if anchors is None else anchors.start)
 
 
+def cosine_of_rows(one: Tensor, other: Tensor) -> Tensor:
+    """Inner product of each row with the row of the same number: [n, d], [n, d] -> [n], in float32 or float64."""
+    return (raise_precision(one) * raise_precision(other)).sum(-1)
+
+
 def batch_similarity(
     similarity: Tensor, text_to_image: Tensor | None, image_ids: Tensor | None, anchors: slice | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

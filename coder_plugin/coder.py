@@ -135,6 +135,14 @@ class Coder(nn.Module):
         for head in heads_with(self.heads, KeepsState).values():
             head.discard()
 
+    def stashed(self) -> dict[str, Tensor]:
+        """The floating-point values that the heads will write after this step, by name, to be checked before it."""
+        return {
+            f"{key} of head {name!r}": value
+            for name, head in heads_with(self.heads, KeepsState).items()
+            for key, value in head.stashed().items()
+        }
+
     def check(self, *, batch: int, samples: int) -> None:
         """Raise :class:`CoderError` where a head cannot work with a global batch, or a run, of so many samples."""
         for name, head in self.heads.items():

@@ -156,7 +156,12 @@ class DataConfig:
     csv_separator: str | None = _option(None, "column separator of CSV files [tab]")
     csv_img_key: str | None = _option(None, "CSV column of image paths [filepath]")
     csv_caption_key: str | None = _option(None, "CSV column of captions [title]")
-    max_bad_images: int = _option(100, "stop after more than n images that cannot be decoded", at_least=0)
+    max_bad_samples: float = _option(
+        0.01, "stop above this fraction of samples that cannot be used, judged once 1,000 are read", at_least=0, below=1
+    )
+    max_image_pixels: int | None = _option(
+        None, "refuse pictures of more pixels before decoding [89,478,485; at most twice that]", at_least=1, below=178_956_971
+    )
     workers: int = _option(2, "data loading processes per rank", at_least=0)
 
     @property
@@ -229,7 +234,7 @@ class RunConfig:
         "a file of --config and other flags win over it",
     )
     name: str | None = _option(None, "the run's folder in --logs [date and model]")
-    resume: str | None = _option(None, "a checkpoint's folder, or latest: the newest checkpoint of --name")
+    resume: str | None = _option(None, "a checkpoint's folder, or latest: the newest whole checkpoint of --name")
     save_frequency: int = _option(
         0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
     )
@@ -239,6 +244,11 @@ class RunConfig:
     report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
     wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")
     seed: int = _option(0, "seed of weights, data order and augmentation")
+    rank_timeout: float = _option(
+        3600.0,
+        "of several processes: end the run when one does nothing for so many seconds; more than the longest evaluation takes",
+        at_least=1,
+    )
     dry_run: bool = _option(False, "print the resolved plan and stop")
 
     def __post_init__(self) -> None:

@@ -19,9 +19,26 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+_collectives = 0
+
+
+def collectives() -> int:
+    """Number of this module's collective operations that this process has begun, the same on ranks that are equally far.
+
+    A rank that has begun fewer than another keeps it waiting.
+    """
+    return _collectives
+
+
+def _begin() -> None:
+    global _collectives
+    _collectives += 1
+
+
 def barrier() -> None:
     """Wait until all ranks have arrived here."""
     if world_size() > 1:
+        _begin()
         dist.barrier()
 
 
@@ -37,6 +54,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         # a copy, because autograd may hand the same tensor to other branches
         gradient = gradient.clone(memory_format=torch.contiguous_format)
+        _begin()
         dist.all_reduce(gradient)
         start = rank() * ctx.rows
         return gradient[start : start + ctx.rows]
@@ -44,6 +62,7 @@ class _Gather(torch.autograd.Function):
 
 def _gather(local: Tensor) -> Tensor:
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(world_size())]
+    _begin()
     dist.all_gather(parts, local.contiguous())
     return torch.cat(parts)
 
@@ -73,12 +92,14 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
         total = local.clone()
+        _begin()
         dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
+        _begin()
         dist.all_reduce(gradient)
         return gradient
 
@@ -104,6 +125,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(local: Tensor) -> Tensor:
     received = torch.empty_like(local, memory_format=torch.contiguous_format)
+    _begin()
     dist.all_to_all_single(received, local.contiguous())
     return received
 
@@ -125,6 +147,7 @@ def all_max(value: Tensor) -> Tensor:
     value = value.detach()
     if world_size() > 1:
         value = value.clone()
+        _begin()
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value
 
@@ -134,6 +157,7 @@ def all_sum(value: Tensor) -> Tensor:
     value = value.detach()
     if world_size() > 1:
         value = value.clone()
+        _begin()
         dist.all_reduce(value)
     return value
 
@@ -153,6 +177,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 def broadcast(tensor: Tensor) -> None:
     """Copy rank 0's values into the ``tensor`` of every rank, in place."""
     if world_size() > 1:
+        _begin()
         dist.broadcast(tensor, 0)
 
 
@@ -171,5 +196,6 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
+    _begin()
     dist.all_gather_object(values, value)
     return values

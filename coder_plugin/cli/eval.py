@@ -108,7 +108,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     group.add_argument(
         "--wise-ft-save", nargs=2, metavar=("A", "FOLDER"), help="write the interpolated model at A as an export"
     )
-    only = [*OPENING, *READING, "val_data", "max_bad_images", "workers", "batch_size", "rerank"]
+    only = [*OPENING, *READING, "val_data", "max_bad_samples", "max_image_pixels", "workers", "batch_size", "rerank"]
     add_flags(parser, only=only)
     parser.set_defaults(run=run)
 
@@ -222,6 +222,7 @@ def _format(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namesp
     """The tables that the command prints."""
     from coder_plugin.evaluation import format_analyses, format_table
     from coder_plugin.evaluation.benchmarks import format_benchmarks
+    from coder_plugin.evaluation.metrics import format_skipped
 
     rows = {}
     for name, result in results.items():
@@ -231,7 +232,7 @@ def _format(results: Mapping[str, Mapping[str, Any]], arguments: argparse.Namesp
                 rows[label] = figures
                 if "folds" in figures:
                     rows[f"{label}, mean of {arguments.folds} folds"] = figures["folds"]
-    parts = [format_table(rows), format_benchmarks(results)]
+    parts = [format_table(rows) + format_skipped(results), format_benchmarks(results)]
     if analyses := analyses_of(results):
         parts.append(format_analyses(analyses))
     if arguments.pictures:

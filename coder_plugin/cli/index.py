@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="keep what a fusion head needs to re-rank, if the model has one [True]",
     )
-    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_images"])
+    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
     parser.set_defaults(run=run)
 
 
@@ -73,13 +73,13 @@ def index_command(arguments: argparse.Namespace) -> str:
         raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     data = saved_data_config(spec, {**options, "train_data": arguments.data, "val_data": arguments.data})
     if data.dataset_type == "auto" and data.regions is None and is_pictures(arguments.data):
-        source: Any = Pictures(arguments.data)
+        source: Any = Pictures(arguments.data, max_pixels=data.max_image_pixels)
         pictures = None
     else:
         source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
     model = open_pretrained(spec, options, export=arguments.export, name=spec)
     if arguments.what != "captions":
-        example = first_image(source, data.max_bad_images, reads_regions=isinstance(model.model, Backbone))
+        example = first_image(source, reads_regions=isinstance(model.model, Backbone))
         check_data(model.model, example, source.name, max_regions=model.config.max_regions)
     overrides = {name: options[name] for name in OPENING if name in options}
     manifest = build_index(
@@ -105,7 +105,8 @@ def index_command(arguments: argparse.Namespace) -> str:
         f"{kind}: {each['items']:,}{' x ' + str(each['views']) if each['views'] > 1 else ''} of {each['dimensions']} dimensions"
         for kind, each in manifest["vectors"].items()
     )
-    lost = f"; {manifest['unreadable']} images could not be read" if manifest["unreadable"] else ""
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in manifest.get("unreadable_kinds", {}).items())
+    lost = f"; {manifest['unreadable']:,} samples skipped ({kinds})" if manifest["unreadable"] else ""
     sizes_text = f"{manifest['images']:,} images, {manifest['captions']:,} captions"
     return f"index {arguments.output}: {sizes_text}; vectors of {vectors}{lost}"
 

@@ -45,7 +45,7 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     add_extract_flags(parser)
-    add_flags(parser, only=_reading())
+    add_flags(parser, only=[*_reading(), "max_image_pixels"])
     parser.set_defaults(run=_extract)
 
 
@@ -85,7 +85,10 @@ def add_extract_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 … [cuda if there is a GPU]")
     parser.add_argument(
-        "--max-bad-images", type=int, default=100, help="stop after more than N images that cannot be decoded [100]"
+        "--max-bad-samples",
+        type=float,
+        default=0.01,
+        help="stop above this fraction of images that cannot be used, judged once 1,000 are read [0.01]",
     )
 
 
@@ -95,7 +98,8 @@ def _extract(arguments: argparse.Namespace) -> int:
 
     config = _reading_config(arguments)
     bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
-    reading = {} if bare else reading_options(config.data, arguments.images)
+    pixels: dict[str, Any] = {"max_pixels": config.data.max_image_pixels}
+    reading = pixels if bare else reading_options(config.data, arguments.images)
     echo(extract_command(arguments, **reading))
     return 0
 
@@ -123,7 +127,7 @@ def extract_command(arguments: argparse.Namespace, **reading: Any) -> str:
         shard_size=arguments.shard_size,
         batch_size=arguments.batch_size,
         workers=arguments.workers,
-        max_bad=arguments.max_bad_images,
+        max_bad_samples=arguments.max_bad_samples,
         captions_per_image=arguments.captions_per_image,
     )
     return str(report)

@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--images", type=int, default=6, metavar="N", help="number of queries of each kind, and of sample images [6]"
     )
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    reading = "val_data max_regions max_bad_images workers batch_size precision".split()
+    reading = "val_data max_regions max_bad_samples max_image_pixels workers batch_size precision".split()
     add_flags(parser, only=[*reading, *READING])
     parser.set_defaults(run=run)
 

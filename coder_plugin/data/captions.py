@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coder_plugin.data.item import Item
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.decode import PICTURES, check_max_pixels
+from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.regions.precomp_text import are_row_numbers, decode_bytes_repr
-from coder_plugin.data.source import PICTURES, ItemSource
+from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tables import (
     duplicates,
     is_name,
@@ -30,11 +32,13 @@ log = logging.getLogger(__name__)
 # COCO
 
 
-def open_coco(spec: str, *, split: str = "train", images: str | None = None, pictures: bool = True) -> ItemSource:
+def open_coco(
+    spec: str, *, split: str = "train", images: str | None = None, pictures: bool = True, max_pixels: int | None = None
+) -> ItemSource:
     """The reader ``coco``: COCO's ``captions_*.json`` with lists ``images`` and ``annotations``.
 
     Images and captions come in the file's order, which is not that of annotation ids. Images without captions are left out
-    with a warning.
+    with a warning; one with a faulty caption is a bad sample.
 
     Args:
         spec: the file.
@@ -42,12 +46,14 @@ def open_coco(spec: str, *, split: str = "train", images: str | None = None, pic
         images: folder of the pictures. Default: ``train2014`` (of ``captions_train2014.json``) in the file's folder or its
             parent, or in an ``images`` there; else ``images``, else the file's folder.
         pictures: False if only the captions are needed, for features from other files.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     An image's key is its file name, its other name its id; captions are named by their ids.
 
     Raises:
-        CoderError: another format, duplicate ids or files, captions of unknown images or without text, no captions at all.
+        CoderError: another format, duplicate ids or files, captions of unknown images, no captions at all.
     """
+    check_max_pixels(max_pixels)
     root = picture_folder(spec, images or _coco_folder(Path(spec))) if pictures else None
     content = read_json(spec)
     files = _coco_files(spec, _objects(spec, content, "images"))
@@ -62,7 +68,7 @@ def open_coco(spec: str, *, split: str = "train", images: str | None = None, pic
         Item(
             name,
             tuple(text for text, _ in captions[number]),
-            loader(root, name),
+            loader(root, name, max_pixels),
             other_names(number),
             caption_names=other_names(*(caption for _, caption in captions[number])),
         )
@@ -92,19 +98,16 @@ def _coco_files(spec: str, entries: list[dict[str, Any]]) -> dict[int | str, str
 def _coco_captions(
     spec: str, entries: list[dict[str, Any]], images: set[int | str]
 ) -> dict[int | str, list[tuple[str, Any]]]:
-    """Captions and their ids by image id, in the file's order."""
+    """Captions, whatever they hold, and their ids by image id, in the file's order."""
     captions: dict[int | str, list[tuple[str, Any]]] = {}
-    textless, foreign = [], []
+    foreign = []
     for number, each in enumerate(entries):
         entry = f"annotations[{number}], id {each.get('id')!r}, of image {each.get('image_id')!r}"
-        image, text = each.get("image_id"), each.get("caption")
-        if not isinstance(text, str) or not text.strip():
-            textless.append(entry)
-        elif not is_name(image) or image not in images:
+        image = each.get("image_id")
+        if not is_name(image) or image not in images:
             foreign.append(entry)
         else:
-            captions.setdefault(image, []).append((text, each.get("id")))
-    refuse(spec, textless, "annotations whose 'caption' is missing, empty or not text")
+            captions.setdefault(image, []).append((each.get("caption"), each.get("id")))
     refuse(spec, foreign, "annotations of an image that is not in 'images'")
     repeated = duplicates(each["id"] for each in entries if is_name(each.get("id")))
     refuse(spec, [repr(number) for number in repeated], "annotations that share their 'id' with another")
@@ -191,19 +194,23 @@ def _lines(path: Path, empty: str) -> list[str]:
 # img2dataset
 
 
-def open_img2dataset(spec: str, *, split: str = "train") -> ItemSource:
+def open_img2dataset(spec: str, *, split: str = "train", max_pixels: int | None = None) -> ItemSource:
     """The reader ``img2dataset``: a folder of ``output_format="files"``: ``00000/000000000.jpg``, ``.txt`` and ``.json``.
 
     The caption is that of ``txt``, else of ``json``. Images that were not downloaded or have no picture or caption are left out
-    with a warning. Keys are those of img2dataset's tars, which the reader ``webdataset`` reads.
+    with a warning; one with a faulty ``json`` or ``txt`` is a bad sample.
+
+    Keys are those of img2dataset's tars, which the reader ``webdataset`` reads.
 
     Args:
         spec: the folder.
         split: not used, since a folder holds one split.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
-        CoderError: no such folders, a faulty ``json`` or ``txt``, or no images.
+        CoderError: no such folders, or no images.
     """
+    check_max_pixels(max_pixels)
     try:
         folders = sorted(entry.path for entry in os.scandir(spec) if entry.name.isdigit() and entry.is_dir())
     except OSError as exc:
@@ -217,7 +224,10 @@ def open_img2dataset(spec: str, *, split: str = "train") -> ItemSource:
     skipped: dict[str, list[str]] = {}
     for folder in folders:
         for key, files in _samples(Path(folder)):
-            item = _img2dataset_item(key, files)
+            try:
+                item = _img2dataset_item(key, files, max_pixels)
+            except BadSample as fault:
+                item = bad_item(key, fault.with_traceback(None))
             if isinstance(item, Item):
                 items.append(item)
             else:
@@ -241,11 +251,14 @@ def _samples(folder: Path) -> Iterator[tuple[str, dict[str, Path]]]:
         yield f"{folder.name}/{stem}", files
 
 
-def _img2dataset_item(key: str, files: dict[str, Path]) -> Item | str:
-    """The item, or the reason why it is left out."""
-    metadata = read_json(files["json"]) if "json" in files else {}
+def _img2dataset_item(key: str, files: dict[str, Path], max_pixels: int | None) -> Item | str:
+    """The item, or the reason why it is left out; ``BadSample`` where its json or txt is faulty."""
+    try:
+        metadata = read_json(files["json"]) if "json" in files else {}
+    except CoderError as exc:
+        raise BadSample("json", str(exc)) from None
     if not isinstance(metadata, dict):
-        raise CoderError(f"{files['json']}: not an object, as img2dataset writes them")
+        raise BadSample("json", f"{files['json']}: not an object, as img2dataset writes them")
     if metadata.get("status") not in (None, "success"):
         return "that were not downloaded (status)"
     picture = next((files[ending] for ending in PICTURES if ending in files), None)
@@ -256,10 +269,10 @@ def _img2dataset_item(key: str, files: dict[str, Path]) -> Item | str:
         try:
             caption = files["txt"].read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as exc:
-            raise CoderError(f"{files['txt']}: cannot be read as text: {exc}") from exc
+            raise BadSample("caption", f"{files['txt']}: cannot be read as text: {exc}") from None
     if caption is not None and not isinstance(caption, str):
-        raise CoderError(f"{files['json']}: 'caption' is not text")
+        raise BadSample("caption", f"{files['json']}: 'caption' is not text")
     if caption is None or not caption.strip():
         return "without a caption"
     names = other_names(picture.stem, metadata.get("key"), metadata.get("uid"))
-    return Item(key, (caption.strip(),), loader(picture.parent, picture.name), names)
+    return Item(key, (caption.strip(),), loader(picture.parent, picture.name, max_pixels), names)

@@ -9,6 +9,7 @@ from typing import Any
 
 from coder_plugin.config import DataConfig
 from coder_plugin.data import guess_kind, open_source
+from coder_plugin.data.bad_samples import BadSamples, describe
 from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import Joined, RegionSource
@@ -17,15 +18,16 @@ from coder_plugin.locations import check_local
 
 log = logging.getLogger(__name__)
 
+_PIXELS = {"max_image_pixels": "max_pixels"}
 #: The options that each reader takes, and their names as its arguments; a third-party reader takes all of them.
 _READER_OPTIONS = {
     "caps": {},
-    "coco": {"image_root": "images"},
-    "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key"},
-    "img2dataset": {},
-    "karpathy": {"image_root": "images"},
+    "coco": {"image_root": "images", **_PIXELS},
+    "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key", **_PIXELS},
+    "img2dataset": _PIXELS,
+    "karpathy": {"image_root": "images", **_PIXELS},
     "precomp": {},
-    "webdataset": {},
+    "webdataset": _PIXELS,
     "scenes": {},
 }
 #: Readers that check for picture files, which are not needed where regions take the pictures' place.
@@ -69,7 +71,7 @@ def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | N
 
 def join_regions(source: Any, config: DataConfig, *, split: str) -> RegionSource:
     """The items of a data set with their region features from ``--regions``."""
-    return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_images)
+    return RegionSource(source, make_regions(config, split=split), max_missing=config.max_bad_samples)
 
 
 def pictures_under_regions(config: DataConfig, split: str) -> Any | None:
@@ -117,5 +119,10 @@ def make_regions(config: DataConfig, *, split: str) -> RegionFile:
 
 
 def captions_of(source: Any) -> Iterator[str]:
-    """All captions of a data set, in its order."""
-    return (caption for _, item in source.items() for caption in item.captions)
+    """All captions of a data set, in its order. Those of bad samples are left out with a warning."""
+    bad = BadSamples(source.name, 1.0)
+    for _, item in source.items():
+        bad.add(1, () if item.fault is None else [describe(item.key, item.fault)])
+        yield from item.captions
+    if len(bad):
+        log.warning("%s: captions: %s", source.name, bad)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from coder_plugin.data.bad_samples import BadSample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,6 +48,7 @@ class Item:
             same kind of name for all images of a data set, None where an image has none.
         others: in a training sample, the image's other captions in their order.
         caption_names: the captions' names, such as their numbers in COCO, one each; or empty.
+        fault: why the sample cannot be used, found by its reader (:func:`bad_item`); None for all others.
 
     Example:
         >>> Item("a.jpg", ("a dog", "a brown dog"), lambda: None).image_id == stable_hash("a.jpg")
@@ -57,8 +61,25 @@ class Item:
     names: tuple[str | None, ...] = ()
     others: tuple[str, ...] = ()
     caption_names: tuple[str | None, ...] = ()
+    fault: BadSample | None = None
 
     @property
     def image_id(self) -> int:
         """Stable id in [0, 2**63), shared by all captions of the image."""
         return stable_hash(self.key)
+
+
+def bad_item(key: str, fault: BadSample, names: tuple[str | None, ...] = ()) -> Item:
+    """A sample that cannot be used, in its place among the others. It has no captions, and loading it raises ``fault``.
+
+    Example:
+        >>> bad_item("a.jpg", BadSample("caption", "it has no captions")).load()
+        Traceback (most recent call last):
+            ...
+        coder_plugin.data.bad_samples.BadSample: it has no captions
+    """
+    return Item(key, (), partial(_refuse, fault), names, fault=fault)
+
+
+def _refuse(fault: BadSample) -> NoReturn:
+    raise BadSample(fault.kind, fault.reason)  # a new one, since each raising adds to an exception's traceback

@@ -1,6 +1,6 @@
 """Batches for training and evaluation, decoded in workers, with a position from which training resumes bit for bit.
 
-A worker yields chunks: batches without their undecodable images. The main process yields full chunks unchanged and fills
+A worker yields chunks: batches without their bad samples. The main process yields full chunks unchanged and fills
 others with rows of the next chunk, so a batch always has its size. Workers keep no state: a position lists how many chunks of
 each worker were used, which is enough to continue after them. An epoch may also be continued by another number of workers or
 ranks: then what is left of it is dealt anew (:mod:`coder_plugin.data.remainder`).
@@ -18,9 +18,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples
 from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
-from coder_plugin.data.remainder import Remainder
-from coder_plugin.data.source import BadImages, Chunk, Plan, Source, decode, isolated_rng, map_tensors
+from coder_plugin.data.remainder import Chunked, Remainder
+from coder_plugin.data.source import Chunk, Plan, Source, decode, isolated_rng, map_tensors
 from coder_plugin.data.workers import ignore_stop_signals
 from coder_plugin.errors import CoderError
 
@@ -74,8 +75,10 @@ class TrainLoader:
 
     A batch is a dict of ``image`` (a tensor or a dict of them), ``image_id`` int64 [B] and ``text`` int64 [B, T].
 
-    Each rank has its own position (undecodable images fall on one rank), to be saved and restored by rank. A rank may end an
-    epoch before ``steps_per_epoch`` if shards are unequal or images undecodable, so ranks must agree on each step.
+    Bad samples are left out. ``bad``, a :class:`~coder_plugin.data.bad_samples.BadSamples`, counts the epoch's on this rank.
+
+    Each rank has its own position (bad samples fall on one rank), to be saved and restored by rank. A rank may end an
+    epoch before ``steps_per_epoch`` if shards are unequal or samples bad, so ranks must agree on each step.
 
     Args:
         source: the data.
@@ -85,7 +88,7 @@ class TrainLoader:
         seed: of order, drawn captions and augmentation.
         workers: decoding processes; 0 decodes in this process.
         captions: ``draw`` (each image once an epoch with one caption) or ``all`` (every caption is a sample).
-        max_bad: number of undecodable images allowed.
+        max_bad_samples: allowed fraction of bad samples of an epoch on this rank, judged once 1,000 are read.
         num_samples: samples of an epoch over all ranks, for data that cannot be counted.
         pin_memory: copy batches to pinned memory if CUDA is available.
         shuffle_buffer: samples from which a stream of shards is shuffled.
@@ -122,14 +125,14 @@ class TrainLoader:
         world_size: int = 1,
         workers: int = 0,
         captions: str = "draw",
-        max_bad: int = 100,
+        max_bad_samples: float = DEFAULT_RATE,
         num_samples: int | None = None,
         pin_memory: bool = False,
         shuffle_buffer: int = 2000,
         positives: MakePositive | None = None,
         tags: TagWords | None = None,
     ) -> None:
-        for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0), ("max_bad", max_bad, 0)):
+        for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0)):
             if number < least:
                 raise CoderError(f"{name} is {number}; it must be {least} or more")
         self.source = source
@@ -141,7 +144,7 @@ class TrainLoader:
                 f"{source.name}: batch of {batch_size}{ranks} is larger than the data ({self.samples_per_epoch} "
                 "samples); use a smaller --batch-size or more data"
             )
-        self.bad = BadImages(source.name, max_bad)
+        self.bad = BadSamples(source.name, max_bad_samples)
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
         self._transform, self._tokenizer, self._positives = transform, tokenizer, positives
         if tags is not None:
@@ -160,6 +163,7 @@ class TrainLoader:
             shuffle_buffer=shuffle_buffer,
         )
         self._at = _Position(epoch=0, consumed=[0] * self._plan.workers)
+        self._again: dict[str, Any] = {"read": 0, "kinds": {}}
 
     def epoch(self, epoch: int, position: dict[str, Any] | Sequence[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
         """The batches of an epoch, or those after ``position`` in it.
@@ -171,14 +175,18 @@ class TrainLoader:
                 with another number of ranks or another batch size, what all ranks have left is dealt anew.
 
         Raises:
-            CoderError: a position of another epoch or, within an epoch, of another order of samples.
+            CoderError: a position of another epoch or, within an epoch, of another order of samples; too many bad samples.
         """
         start = _Position(epoch=epoch, consumed=[0] * self._plan.workers)
+        self.bad.restart()
         if position is not None:
             positions = [position] if isinstance(position, dict) else list(position)
             start = self._resume(epoch, positions)
             for each in positions[self._plan.rank :: self._plan.world_size] if len(positions) > 1 else positions:
-                self.bad.restore(each["bad"])
+                if each["batches"] or each["before"]:
+                    self.bad.restore(each["bad"])
+                    if start.rest:  # the unused rows of the last chunk are counted when they are read again
+                        self.bad.forget(each["again"])
         self._at = start
         return self._batches(start)
 
@@ -193,7 +201,8 @@ class TrainLoader:
             "of": self._batches_of(self._at),
             "setting": self._setting(),
             "rank": self._plan.rank,
-            "bad": list(self.bad.keys),
+            "bad": self.bad.state(),
+            "again": self._again,
         }
 
     def _batches_of(self, position: _Position) -> int:
@@ -205,7 +214,7 @@ class TrainLoader:
             first = start.last
             consumed[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
-        source = Remainder(self.source, start.rest) if start.rest else self.source
+        source: Chunked = Remainder(self.source, start.rest) if start.rest else self.source
         stream = _TrainStream(
             source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives, self._tags
         )
@@ -214,8 +223,8 @@ class TrainLoader:
         if batches >= of:
             return
         for chunk in _load(stream, self._workers, self._pin_memory):
-            for key, reason in chunk.bad:
-                self.bad.add(key, reason)
+            if not again:  # else it was counted before
+                self.bad.add(len(chunk) + len(chunk.bad), chunk.bad)
             self.positives_made.update(chunk.positives)
             if self._tags is not None and chunk.learned is not None:
                 self.tagged.update(chunk.learned.counts)
@@ -239,15 +248,18 @@ class TrainLoader:
                     leftover=rest,
                     offset=chunk.good[-rest] if rest else 0,
                 )
+                self._again = _read_again(chunk, rest)
                 # Cloned, so that it does not keep the whole batch in memory.
                 left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
                 yield (chunk.rows(0, size) if rest else chunk).tensors
                 if batches == of:
+                    self.bad.finish()
                     return
             else:
                 left = chunk.tensors
+        self.bad.finish()
         log.warning(
-            "%s: rank %d ended epoch %d after %d of %d batches (unequal shards, bad images or a larger num_samples)",
+            "%s: rank %d ended epoch %d after %d of %d batches (unequal shards, bad samples or a larger num_samples)",
             self.source.name,
             self._plan.rank,
             start.epoch,
@@ -299,8 +311,17 @@ class TrainLoader:
         rest = [own] if own is not None and same_batches else positions
         # ranks take their steps together: all have used as many samples as this one
         before = rest[0]["before"] + rest[0]["batches"] * then["batch size"] * then["ranks"]
-        rest = [{name: value for name, value in each.items() if name != "bad"} for each in rest]
+        rest = [{name: value for name, value in each.items() if name not in ("bad", "again")} for each in rest]
         return _Position(epoch=epoch, consumed=[0] * self._plan.workers, before=before, rest=rest)
+
+
+def _read_again(chunk: Chunk, rows: int) -> dict[str, Any]:
+    """What of a chunk another setting reads again if the last ``rows`` rows are unused: its samples, the bad ones by kind."""
+    if not rows:
+        return {"read": 0, "kinds": {}}
+    read = len(chunk.good) + len(chunk.bad) - chunk.good[-rows]
+    bad = chunk.bad[len(chunk.bad) - (read - rows) :]
+    return {"read": read, "kinds": dict(Counter(kind for kind, _, _ in bad))}
 
 
 def evaluation_batches(
@@ -311,24 +332,27 @@ def evaluation_batches(
     workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    max_bad: int = 100,
-    bad: BadImages | None = None,
+    bad: BadSamples | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Batches of every image once over all ranks, in order on each rank.
 
     A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
-    Undecodable images are left out and counted, in ``bad`` if it is not None.
+    Bad samples are left out and counted in ``bad``, whose rate is judged while reading; the caller judges the whole pass
+    (:meth:`~coder_plugin.data.bad_samples.BadSamples.finish`). None: they are counted by the default rate, and judged here.
 
     Raises:
-        CoderError: more than ``max_bad`` undecodable images.
+        CoderError: too many bad samples.
     """
-    bad = BadImages(source.name, max_bad) if bad is None else bad
+    counted = BadSamples(source.name) if bad is None else bad
     stream = _EvaluationStream(source, rank, world_size, batch_size, transform)
     for chunk in _load(stream, workers, False):
-        for key, reason in chunk.bad:
-            bad.add(key, reason)
+        counted.add(len(chunk) + len(chunk.bad), chunk.bad)
         if len(chunk):
             yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
+    if bad is None:
+        counted.finish()
+        if len(counted):
+            log.warning("%s: %s", source.name, counted)
 
 
 class _Stream(IterableDataset):
@@ -349,7 +373,7 @@ class _Stream(IterableDataset):
 class _TrainStream(_Stream):
     """Physical worker 0 acts as logical worker ``first``, since a DataLoader always starts with worker 0."""
 
-    source: Source
+    source: Chunked
     plan: Plan
     skips: tuple[int, ...]
     first: int

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.data.decode import check_max_pixels, decode_image
 from coder_plugin.data.item import Item
-from coder_plugin.data.source import decode_image
 from coder_plugin.errors import CoderError
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -32,8 +32,8 @@ def open_images(spec: str, *, split: str = "train", **reading: Any) -> Any:
     """A folder of pictures, or any data set of :func:`coder_plugin.data.open_source` with its options ``reading``."""
     from coder_plugin.data import open_source
 
-    if os.path.isdir(spec) and all(value in (None, "auto") for value in reading.values()):
-        return Pictures(spec)
+    if os.path.isdir(spec) and all(value in (None, "auto") for name, value in reading.items() if name != "max_pixels"):
+        return Pictures(spec, max_pixels=reading.get("max_pixels"))
     return open_source(spec, split=split, **reading)
 
 
@@ -42,13 +42,15 @@ class Pictures:
 
     Args:
         folder: its files with the endings in ``ENDINGS``, in upper or lower case, are the pictures.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
         CoderError: there are none.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, max_pixels: int | None = None) -> None:
         self.name = folder
+        self._max_pixels = check_max_pixels(max_pixels)
         root = Path(folder)
         files = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
         self._keys = sorted(path.relative_to(root).as_posix() for path in files)
@@ -63,4 +65,5 @@ class Pictures:
         for start in range(rank * block, len(self._keys), world_size * block):
             for index in range(start, min(start + block, len(self._keys))):
                 key = self._keys[index]
-                yield index, Item(key, (), partial(decode_image, os.path.join(self.name, key)))
+                load = partial(decode_image, os.path.join(self.name, key), max_pixels=self._max_pixels)
+                yield index, Item(key, (), load)

@@ -10,10 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Protocol
 
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import Plan, Source
+
+
+class Chunked(Protocol):
+    """What gives chunks by a plan: a source, or what is left of its epoch."""
+
+    def chunks(self, plan: Plan) -> Iterator[list[Item]]:
+        """As of :class:`~coder_plugin.data.source.Source`."""
 
 
 class Remainder:
@@ -61,7 +68,7 @@ def _dealt(left: list[Iterator[Item]], plan: Plan) -> Iterator[Item]:
 def _left(source: Source, position: dict[str, Any]) -> Iterator[Item]:
     """The samples that a rank would have used after its position, in order."""
     setting, consumed, workers = position["setting"], list(position["consumed"]), position["setting"]["workers"]
-    reader = Remainder(source, position["rest"]) if position.get("rest") else source
+    reader: Chunked = Remainder(source, position["rest"]) if position.get("rest") else source
     first = (position["last"] + 1) % workers
     if position["leftover"]:  # the last chunk again, from its first unused row
         first = position["last"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import io
-import json
 import logging
 import os
 import random
@@ -20,10 +19,13 @@ from typing import Any
 import webdataset as wds
 from PIL.Image import Image
 
-from coder_plugin.data.item import Item, stable_hash
+from coder_plugin.data.bad_samples import BadSample, shorten
+from coder_plugin.data.decode import check_max_pixels, decode_image
+from coder_plugin.data.item import Item, bad_item, stable_hash
+from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.source import Plan, check_captions, check_mode, decode_image, draw_caption, one_caption
+from coder_plugin.data.source import Plan, check_captions, check_mode, draw_caption, one_caption
 from coder_plugin.data.tables import other_names
 from coder_plugin.data.tars import (
     IMAGE_FIELDS,
@@ -33,6 +35,7 @@ from coder_plugin.data.tars import (
     is_local,
     local_path,
     scan,
+    stream,
     unreadable,
 )
 from coder_plugin.errors import CoderError
@@ -40,6 +43,7 @@ from coder_plugin.errors import CoderError
 _FIELDS = {*IMAGE_FIELDS, "txt", "json"}
 CAPTION_KEY = "captions"
 NSHARDS = "nshards.txt"
+_LONGEST_ID = 4096
 log = logging.getLogger(__name__)
 
 
@@ -50,6 +54,7 @@ def open_shards(
     resampled: bool = False,
     caption_key: str = CAPTION_KEY,
     newline_captions: bool | None = None,
+    max_pixels: int | None = None,
 ) -> ShardSource:
     """The reader ``webdataset``.
 
@@ -61,6 +66,7 @@ def open_shards(
         caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
         newline_captions: each line of ``txt`` is a caption, as in CLIP_benchmark. Default: if all shards are local and have an
             ``nshards.txt`` in their folder.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
         CoderError: an empty pattern, missing shards, or a faulty ``nshards.txt``.
@@ -69,7 +75,12 @@ def open_shards(
     if newline_captions is None:
         newline_captions = all(is_local(each) and os.path.exists(_beside(each, NSHARDS)) for each in shards)
     return ShardSource(
-        shards, name=spec, resampled=resampled, caption_key=caption_key, newline_captions=newline_captions
+        shards,
+        name=spec,
+        resampled=resampled,
+        caption_key=caption_key,
+        newline_captions=newline_captions,
+        max_pixels=max_pixels,
     )
 
 
@@ -89,10 +100,12 @@ class ShardSource:
         resampled: bool = False,
         caption_key: str = CAPTION_KEY,
         newline_captions: bool = False,
+        max_pixels: int | None = None,
     ) -> None:
         self.name = name
         self._caption_key = caption_key
         self._newline_captions = newline_captions
+        self.max_pixels = check_max_pixels(max_pixels)
         self._shards = shards
         self._resampled = resampled
         self._sound: set[str] = set()  # already scanned; a scan takes about 2 % of the decoding time
@@ -111,6 +124,7 @@ class ShardSource:
             resampled=self._resampled,
             caption_key=self._caption_key,
             newline_captions=self._newline_captions,
+            max_pixels=self.max_pixels,
         )
         source._labels = self._labels  # keys must not change
         return source
@@ -164,7 +178,7 @@ class ShardSource:
         for shard, slices, of in self._resample(plan) if self._resampled else self._part(plan):
             for position, item in enumerate(self._read(shard)):
                 if position % of in slices:
-                    if plan.captions == "draw":
+                    if plan.captions == "draw" or item.fault is not None:
                         yield draw_caption(item, seed=plan.seed, epoch=plan.epoch)
                     else:
                         yield from (one_caption(item, number) for number in range(len(item.captions)))
@@ -198,10 +212,8 @@ class ShardSource:
             return field in _FIELDS and not (field == REGIONS and image.regions is False)
 
         try:
-            # select_files keeps other members (arrays, videos) out of memory
-            stream = wds.tarfile_to_samples(select_files=is_read)([{"url": shard}])
-            for sample in stream:
-                unknown = image.regions is None and REGIONS in sample
+            for sample in stream(shard, is_read):  # which keeps other members (arrays, videos) out of memory
+                unknown = image.regions is None and isinstance(sample.get(REGIONS), bytes)
                 has_regions = has_features(io.BytesIO(sample[REGIONS])) if unknown else None
                 yield self.item(shard, sample, image.select(sample, has_regions))
         except CoderError:
@@ -210,38 +222,42 @@ class ShardSource:
             unreadable(shard, exc)
 
     def item(self, shard: str, sample: dict[str, Any], field: str) -> Item:
-        """An item of a shard from a sample of webdataset; ``field`` is the image's field."""
+        """An item of a shard from a sample of :func:`~coder_plugin.data.tars.stream`; ``field`` is the image's field.
+
+        A bad sample where its files or captions cannot be used.
+        """
         location = f"{self._labels[shard]}/{sample['__key__']}"
-        name = f"{self.name}, shard {os.path.basename(shard)}"
-        extra: Any = {}
-        if "json" in sample:
-            try:
-                extra = json.loads(sample["json"])
-            except ValueError as exc:
-                raise CoderError(f"{name}: image {location!r}: its json field is not JSON: {exc}") from exc
-        extra = extra if isinstance(extra, dict) else {}
-        captions = self._captions(f"{name}: image {location!r}", sample, extra)
+        try:
+            for name in ("json", "txt", field):
+                if isinstance(fault := sample.get(name), BadSample):
+                    raise fault
+            extra = _metadata(sample.get("json"))
+            captions = check_captions(self._captions(sample, extra))
+        except BadSample as fault:
+            return bad_item(location, fault.with_traceback(None), other_names(sample["__key__"], None, None))
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        return Item(key, check_captions(name, location, captions), partial(_load, field, sample.get(field), shard), names)
+        return Item(key, captions, partial(_load, field, sample.get(field), shard, self.max_pixels), names)
 
-    def _captions(self, where: str, sample: dict[str, Any], extra: dict[str, Any]) -> list[str]:
+    def _captions(self, sample: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
         captions = extra.get(self._caption_key)
         if isinstance(captions, str):
             return [captions]
         if captions is not None and not isinstance(captions, list):
-            raise CoderError(f"{where}: {self._caption_key!r} in its json field is not a list or a text")
+            raise BadSample("caption", f"{self._caption_key!r} in its json field is not a list or a text")
         if captions is not None:
             return captions
         if self._caption_key != CAPTION_KEY:  # named explicitly: do not fall back to txt
             keys = ", ".join(map(repr, extra)) or "none"
-            raise CoderError(f"{where}: no {self._caption_key!r} in its json field (caption_key); its keys are: {keys}")
+            raise BadSample(
+                "caption", f"no {self._caption_key!r} in its json field (caption_key); its keys are: {shorten(keys)}"
+            )
         if "txt" not in sample:
             return []
         try:
             text = sample["txt"].decode("utf-8")
-        except UnicodeDecodeError as exc:
-            raise CoderError(f"{where}: its txt field is not UTF-8 text") from exc
+        except UnicodeDecodeError:
+            raise BadSample("caption", "its txt field is not UTF-8 text") from None
         lines = text.removesuffix("\n").split("\n") if self._newline_captions else [text]
         return [line.strip() for line in lines]
 
@@ -257,7 +273,7 @@ class ShardSource:
             count = sum(map(scan, self._shards))
             self._sound.update(self._shards)
         else:
-            count = sum(len(item.captions) for shard in self._shards for item in self._read(shard))
+            count = sum(max(1, len(item.captions)) for shard in self._shards for item in self._read(shard))
         if not count:
             raise CoderError(f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {len(self._shards)} shards")
         return count
@@ -302,15 +318,17 @@ def _benchmark(folder: str, split: str) -> list[str]:
         raise CoderError(f"{folder}: no {NSHARDS} for split {split!r}; {hint}")
     try:
         with open(note, encoding="utf-8") as file:
-            count = int(file.read())
+            count = int(file.read(20))
     except (OSError, ValueError) as exc:
         raise CoderError(f"{note}: cannot be read as a number: {exc}") from exc
-    shards = [_beside(note, f"{number}.tar") for number in range(count)]
-    missing = [shard for shard in shards if not os.path.exists(shard)]
-    if not shards:
+    if count < 1:
         raise CoderError(f"{note}: says {count} shards; it must be > 0")
+    present = sum(name.endswith(".tar") for name in os.listdir(os.path.dirname(note)))
+    shards = [_beside(note, f"{number}.tar") for number in range(min(count, present + 1))]
+    missing = [shard for shard in shards if not os.path.exists(shard)]
     if missing:
-        raise CoderError(f"{note}: lists {count} shards, of which {len(missing)} are missing, the first: {missing[0]}")
+        lacking = count - len(shards) + len(missing)
+        raise CoderError(f"{note}: lists {count} shards, of which {lacking} are missing, the first: {missing[0]}")
     return shards
 
 
@@ -327,10 +345,16 @@ def _recorded_size(shards: list[str]) -> int | None:
     sizes: dict[str, int] = {}
     for folder in folders:
         entries = _read_json(os.path.join(folder, "sizes.json"), dict) or {}
-        sizes |= {os.path.join(folder, name): size for name, size in entries.items() if isinstance(size, int)}
+        sizes |= {os.path.join(folder, name): size for name, size in entries.items() if is_size(size)}
     if all(path in sizes for path in paths):
         return sum(sizes[path] for path in paths)
-    return _read_json(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
+    size = _read_json(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
+    return size if is_size(size) else None
+
+
+def is_size(value: object) -> bool:
+    """Whether a recorded number of samples can be one; where it cannot, samples are counted."""
+    return type(value) is int and value >= 0
 
 
 def _read_json(path: str, kind: type) -> Any:
@@ -338,7 +362,7 @@ def _read_json(path: str, kind: type) -> Any:
         return None
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+            content = parse_json(file.read())
     except (OSError, ValueError) as exc:
         raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
     if not isinstance(content, kind):
@@ -346,7 +370,21 @@ def _read_json(path: str, kind: type) -> Any:
     return content
 
 
-def _load(field: str, image: Any, shard: str) -> Image | Regions:
+def _metadata(text: bytes | None) -> dict[str, Any]:
+    """The object in a sample's json field; empty without the field, or where it holds another value."""
+    try:
+        content = {} if text is None else parse_json(text)
+    except ValueError as exc:
+        raise BadSample("json", f"its json field is not JSON: {exc}") from None
+    if not isinstance(content, dict):
+        return {}
+    image_id = content.get("image_id")
+    if isinstance(image_id, list | dict) or isinstance(image_id, str) and len(image_id) > _LONGEST_ID:
+        raise BadSample("json", f"its image_id is not a number or a text of at most {_LONGEST_ID:,} characters")
+    return content
+
+
+def _load(field: str, image: Any, shard: str, max_pixels: int | None) -> Image | Regions:
     if not field:
-        raise ValueError(f"no field {', '.join(IMAGE_FIELDS)}")
-    return decode_npz(image, shard) if field == REGIONS else decode_image(image)
+        raise BadSample("file", f"no field {', '.join(IMAGE_FIELDS)}")
+    return decode_npz(image, shard) if field == REGIONS else decode_image(image, max_pixels=max_pixels)

@@ -6,8 +6,6 @@ any chunk without decoding the ones before, and workers need not communicate.
 
 from __future__ import annotations
 
-import io
-import logging
 import random
 from bisect import bisect_right
 from collections import Counter
@@ -19,19 +17,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch.utils.data import default_collate
 
-from coder_plugin.data.item import Item, stable_hash
+from coder_plugin.data.bad_samples import Bad, BadSample, describe
+from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.errors import CoderError
 
 CAPTIONS = ("draw", "all")
-#: Endings of picture files, and of the fields of shards that hold one.
-PICTURES = ("jpg", "png", "jpeg", "webp")
-#: The key of a picture's ``info`` for the mode of its file, such as CMYK.
-STORED = "stored mode"
-_SHOWN = 10
-log = logging.getLogger(__name__)
+#: Longest caption, and longest word in one, in characters: the time of CLIP's tokenizer grows with the square of a word.
+LONGEST_CAPTION, LONGEST_WORD = 20_000, 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +72,10 @@ class Source(Protocol):
 class ItemSource:
     """A data set whose items (not their pictures) fit in memory: tables, the built-in scenes, any list.
 
+    Items without captions, or with an empty one, become bad samples, which are counted where they would be used.
+
     Raises:
-        CoderError: no items, an image without captions, or an empty caption.
+        CoderError: no items, or only bad ones.
 
     Example:
         >>> from coder_plugin.data.item import Item
@@ -92,12 +88,13 @@ class ItemSource:
 
     def __init__(self, items: Sequence[Item], *, name: str = "items") -> None:
         self.name = name
-        self._items = items
+        self._items = checked_items(items)
         if not len(items):
             raise CoderError(f"{name}: no images")
-        for item in items:
-            check_captions(name, item.key, item.captions)
-        self._ends = list(accumulate(len(item.captions) for item in items))
+        if all(item.fault is not None for item in self._items):
+            first = self._items[0]
+            raise CoderError(f"{name}: none of {len(items)} images can be used; image {first.key!r}: {first.fault}")
+        self._ends = list(accumulate(max(1, len(item.captions)) for item in self._items))
 
     @property
     def num_images(self) -> int:
@@ -128,11 +125,13 @@ class ItemSource:
             return draw_caption(self._items[index], seed=plan.seed, epoch=plan.epoch)
         image = bisect_right(self._ends, index)
         item = self._items[image]
-        return one_caption(item, index - self._ends[image] + len(item.captions))
+        return item if item.fault is not None else one_caption(item, index - self._ends[image] + len(item.captions))
 
 
 def draw_caption(item: Item, *, seed: int, epoch: int) -> Item:
     """The item with the caption drawn for an epoch: a function of seed, epoch and key, not of the reading order."""
+    if item.fault is not None:
+        return item
     return one_caption(item, stable_hash("caption", seed, epoch, item.key) % len(item.captions))
 
 
@@ -147,35 +146,49 @@ def check_mode(captions: str) -> str:
     return captions
 
 
-def check_captions(name: str, key: str, captions: Sequence[str]) -> tuple[str, ...]:
-    """Refuse images without captions and empty captions, which would silently train on nothing."""
+def checked_items(items: Sequence[Item]) -> Sequence[Item]:
+    """The items, bad ones (:func:`check_captions`) as bad samples. The same object if none is bad."""
+    faults: dict[int, BadSample] = {}
+    for number, item in enumerate(items):
+        try:
+            if item.fault is None:
+                check_captions(item.captions)
+        except BadSample as fault:
+            faults[number] = fault.with_traceback(None)
+    if not faults:
+        return items
+    return [bad_item(item.key, faults[number], item.names) if number in faults else item for number, item in enumerate(items)]
+
+
+def check_captions(captions: Sequence[Any]) -> tuple[str, ...]:
+    """An image's captions, which must be texts that can be trained on.
+
+    Raises:
+        BadSample: no captions, or one that is not text, empty, far too long, or half of a surrogate pair.
+    """
     if not len(captions):
-        raise CoderError(f"{name}: image {key!r} has no captions")
+        raise BadSample("caption", "it has no captions")
     for number, caption in enumerate(captions):
-        if not isinstance(caption, str) or not caption.strip():
+        if fault := _caption_fault(caption):
             which = f" (number {number + 1} of {len(captions)})" if len(captions) > 1 else ""
-            what = "an empty caption" if isinstance(caption, str) else "a caption that is not text"
-            raise CoderError(f"{name}: image {key!r} has {what}{which}")
+            raise BadSample("caption", f"it has {fault}{which}")
     return tuple(captions)
 
 
-def decode_image(data: bytes | str) -> Image.Image:
-    """A file's content or path as an RGB picture.
-
-    Raises:
-        OSError, ValueError: a damaged file, whatever Pillow raises; the image is then skipped.
-    """
+def _caption_fault(caption: Any) -> str:
+    if not isinstance(caption, str):
+        return "a caption that is not text"
+    if not caption.strip():
+        return "an empty caption"
+    if len(caption) > LONGEST_WORD and (
+        len(caption) > LONGEST_CAPTION or max(map(len, caption.split())) > LONGEST_WORD
+    ):
+        return f"a caption of over {LONGEST_CAPTION:,} characters, or of a word of over {LONGEST_WORD:,}"
     try:
-        with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
-            converted = picture.convert("RGB")
-            converted.info[STORED] = picture.mode
-            return converted
-    except UnidentifiedImageError:  # its message shows the address of a buffer
-        raise ValueError("not an image that Pillow can read") from None
-    except OSError:
-        raise
-    except Exception as exc:
-        raise ValueError(f"{type(exc).__name__}: {exc}") from exc
+        caption.encode()
+    except UnicodeEncodeError:
+        return "a caption that is not valid Unicode"
+    return ""
 
 
 @contextmanager
@@ -198,10 +211,6 @@ def isolated_rng(*parts: object) -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-class Unusable(ValueError):
-    """Raised by a transform for an image that was read but cannot be used; it is left out and counted."""
-
-
 def map_tensors(function: Callable[..., Any], *values: Any) -> Any:
     """``function`` of tensors, or of each entry of dicts of tensors; an image may be either."""
     if isinstance(values[0], dict):
@@ -211,10 +220,10 @@ def map_tensors(function: Callable[..., Any], *values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A decoded chunk: its rows and its undecodable images. Without rows there are no tensors."""
+    """A decoded chunk: its rows and its bad samples. Without rows there are no tensors."""
 
     worker: int
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad: list[Bad] = field(default_factory=list)
     tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and text_positive) or index
     good: list[int] = field(default_factory=list)  # which items the rows were made of, by their place in the chunk
     captions: list[tuple[str, ...]] = field(default_factory=list)
@@ -243,21 +252,24 @@ def decode(
 ) -> tuple[Chunk, list[int]]:
     """The images of ``items`` as tensors (or dicts of them), and the indices of these items.
 
-    Images that do not decode or that the transform finds :class:`Unusable` are left out and listed in ``bad``. Any other
-    exception of a transform is a bug and is not caught.
+    Bad samples are left out and listed in ``bad``: those of which the reader says so, and images that do not load or that the
+    transform refuses with :class:`~coder_plugin.data.bad_samples.BadSample`. Any other exception of a transform is a bug and
+    is not caught.
     """
     good, images, bad = [], [], []
     for number, item in enumerate(items):
         try:
             picture = item.load()
+        except CoderError:
+            raise
         except (OSError, ValueError) as exc:
-            bad.append((item.key, " ".join(str(exc).split()) or type(exc).__name__))
+            bad.append(describe(item.key, exc))
             continue
         try:
             with isolated_rng("image", seed, epoch, item.image_id, *item.captions):
                 images.append(transform(picture))
-        except Unusable as exc:
-            bad.append((item.key, str(exc)))
+        except BadSample as exc:
+            bad.append(describe(item.key, exc))
             continue
         good.append(number)
     if not good:
@@ -265,34 +277,3 @@ def decode(
     ids = torch.tensor([items[number].image_id for number in good])
     # default_collate, because inside a worker it stacks straight into shared memory
     return Chunk(worker, bad, {"image": default_collate(images), "image_id": ids}, good), good
-
-
-class BadImages:
-    """Counts undecodable images, each once; more than ``limit`` raise a ``CoderError``."""
-
-    def __init__(self, name: str, limit: int) -> None:
-        self.name, self.limit = name, limit
-        self.keys: list[str] = []
-        self._seen: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def add(self, key: str, reason: str) -> None:
-        if key in self._seen:
-            return
-        self.restore([key])
-        if len(self) > self.limit:
-            raise CoderError(
-                f"{self.name}: {len(self)} images cannot be decoded, more than max_bad={self.limit}; "
-                f"the last one: {key!r}: {reason}"
-            )
-        if len(self) <= _SHOWN:
-            more = "; further ones are only counted" if len(self) == _SHOWN else ""
-            log.warning("%s: skipped image %r: %s%s", self.name, key, reason, more)
-
-    def restore(self, keys: list[str]) -> None:
-        for key in keys:
-            if key not in self._seen:
-                self._seen.add(key)
-                self.keys.append(key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,8 +12,11 @@ from typing import Any, NoReturn
 
 from PIL.Image import Image
 
-from coder_plugin.data.item import Item
-from coder_plugin.data.source import ItemSource, check_captions, decode_image
+from coder_plugin.data.bad_samples import BadSample, shorten
+from coder_plugin.data.decode import check_max_pixels, decode_image
+from coder_plugin.data.item import Item, bad_item
+from coder_plugin.data.json_text import parse_json
+from coder_plugin.data.source import ItemSource, check_captions
 from coder_plugin.errors import CoderError
 
 
@@ -26,6 +28,7 @@ def open_csv(
     csv_img_key: str = "filepath",
     csv_caption_key: str = "title",
     pictures: bool = True,
+    max_pixels: int | None = None,
 ) -> ItemSource:
     """The reader ``csv``: a table with a header and one row a caption. Rows with the same file are one image's captions.
 
@@ -35,16 +38,20 @@ def open_csv(
         csv_separator: one character, by default a tab, as in open_clip.
         csv_img_key, csv_caption_key: names of the columns.
         pictures: False if only the captions are needed, for features from other files.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
-    An image's key is its path, its other name the file name without ending.
+    An image's key is its path, its other name the file name without ending. A row of another length, without an image or with
+    an empty caption makes its image a bad sample.
 
     Raises:
-        CoderError: a missing file or column, a row of another length, or an empty caption.
+        CoderError: a missing file or column, a file that is no table, or no usable row.
     """
+    check_max_pixels(max_pixels)
     separator = csv_separator.replace("\\t", "\t")  # a shell passes two characters
     if len(separator) != 1:
         raise CoderError(f"csv separator is {csv_separator!r}; it must be one character")
     captions: dict[str, list[str]] = {}
+    faults: dict[str, BadSample] = {}
     try:
         with open(spec, newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file, delimiter=separator)
@@ -56,25 +63,40 @@ def open_csv(
                         f"{spec}: no column {column!r} ({flag}); the columns separated by {separator!r} are: {columns}"
                     )
             for row in rows:
+                line = f"line {rows.line_num}"
+                path = (row[csv_img_key] or "").strip() and row[csv_img_key]
+                captions.setdefault(path or line, []).append(row[csv_caption_key])
                 if None in row or None in row.values():
-                    raise CoderError(f"{spec}: line {rows.line_num} does not have {len(present)} columns")
-                if not row[csv_img_key].strip():
-                    raise CoderError(f"{spec}: line {rows.line_num} has no image in column {csv_img_key!r}")
-                check_captions(f"{spec}, line {rows.line_num}", row[csv_img_key], (row[csv_caption_key],))
-                captions.setdefault(row[csv_img_key], []).append(row[csv_caption_key])
+                    faults[path or line] = BadSample("caption", f"{line} does not have {len(present)} columns")
+                elif not path:
+                    faults[line] = BadSample("file", f"{line} has no image in column {csv_img_key!r}")
+                else:
+                    try:
+                        check_captions((row[csv_caption_key],))
+                    except BadSample as fault:
+                        faults[path] = BadSample(fault.kind, f"{line}: {fault}")
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         hint = " (give files of region features with --regions)" if "field larger" in str(exc) else ""
         raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}{hint}") from exc
     folder = Path(spec).resolve().parent
     items = []
     for path, texts in captions.items():
-        load = partial(_load, path, folder / path) if pictures else partial(no_picture, path)
+        if path in faults:
+            items.append(bad_item(path, faults[path], other_names(Path(path).stem)))
+            continue
+        load = partial(_load, path, folder / path, max_pixels) if pictures else partial(no_picture, path)
         items.append(Item(path, tuple(texts), load, other_names(Path(path).stem)))
     return ItemSource(items, name=spec)
 
 
 def open_karpathy(
-    spec: str, *, split: str = "train", images: str | None = None, restval: bool = True, pictures: bool = True
+    spec: str,
+    *,
+    split: str = "train",
+    images: str | None = None,
+    restval: bool = True,
+    pictures: bool = True,
+    max_pixels: int | None = None,
 ) -> ItemSource:
     """The reader ``karpathy``: one split of a ``dataset_*.json`` of Flickr8k, Flickr30K or COCO.
 
@@ -85,12 +107,15 @@ def open_karpathy(
             relative to it.
         restval: whether ``train`` includes COCO's split ``restval``, as usual.
         pictures: False if only the captions are needed, for features from other files.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
-    An image's key is its path, its other names ``cocoid``, ``imgid`` and the file name; captions are named by ``sentid``.
+    An image's key is its path, its other names ``cocoid``, ``imgid`` and the file name; captions are named by ``sentid``. An
+    image without a file name or with faulty captions is a bad sample.
 
     Raises:
-        CoderError: another format, a missing folder or split, an image without captions, or an empty caption.
+        CoderError: another format, a missing folder or split, or no usable image.
     """
+    check_max_pixels(max_pixels)
     root = picture_folder(spec, images or _image_folder(Path(spec))) if pictures else None
     splits = {split, "restval"} if split == "train" and restval else {split}
     entries = _entries(spec)
@@ -98,7 +123,7 @@ def open_karpathy(
     if not chosen:
         present = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
         raise CoderError(f"{spec}: no images in split {split!r}; splits present: {present}")
-    items = [_item(spec, root, number, entry) for number, entry in chosen]
+    items = [_item(root, number, entry, max_pixels) for number, entry in chosen]
     refuse(spec, [repr(key) for key in duplicates(item.key for item in items)], "files of two or more images")
     return ItemSource(items, name=f"{spec} ({split})")
 
@@ -111,20 +136,22 @@ def _entries(spec: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _item(spec: str, root: Path | None, number: int, entry: dict[str, Any]) -> Item:
-    name, sentences = entry.get("filename"), entry.get("sentences", [])
-    if not isinstance(name, str) or not name:
-        raise CoderError(f"{spec}: images[{number}] has no 'filename'")
-    folder = entry.get("filepath") or ""
-    if not isinstance(folder, str):
-        raise CoderError(f"{spec}: images[{number}] has a 'filepath' that is not text")
-    key = os.path.join(folder, name)
-    if not isinstance(sentences, list) or not all(isinstance(each, dict) and "raw" in each for each in sentences):
-        raise CoderError(f"{spec}: image {key!r}: 'sentences' is not a list of objects with 'raw'")
-    captions = check_captions(spec, key, [each["raw"] for each in sentences])
+def _item(root: Path | None, number: int, entry: dict[str, Any], max_pixels: int | None) -> Item:
+    name, folder, sentences = entry.get("filename"), entry.get("filepath") or "", entry.get("sentences", [])
+    key = os.path.join(folder, name) if isinstance(name, str) and name and isinstance(folder, str) else f"images[{number}]"
     names = other_names(entry.get("cocoid"), entry.get("imgid"), name)
+    try:
+        if not isinstance(name, str) or not name:
+            raise BadSample("file", f"images[{number}] has no 'filename'")
+        if not isinstance(folder, str):
+            raise BadSample("file", f"images[{number}] has a 'filepath' that is not text")
+        if not isinstance(sentences, list) or not all(isinstance(each, dict) and "raw" in each for each in sentences):
+            raise BadSample("caption", "'sentences' is not a list of objects with 'raw'")
+        captions = check_captions([each["raw"] for each in sentences])
+    except BadSample as fault:
+        return bad_item(key, fault.with_traceback(None), names)
     sentids = other_names(*(each.get("sentid") for each in sentences))
-    return Item(key, captions, loader(root, key), names, caption_names=sentids)
+    return Item(key, captions, loader(root, key, max_pixels), names, caption_names=sentids)
 
 
 def _image_folder(spec: Path) -> Path:
@@ -132,15 +159,15 @@ def _image_folder(spec: Path) -> Path:
     return folder if folder.is_dir() else spec.parent
 
 
-def _load(path: str, otherwise: Path) -> Image:
+def _load(path: str, otherwise: Path, max_pixels: int | None) -> Image:
     """Check the path only when loading: checking 100,000 files first takes minutes on a network drive."""
-    return decode_image(path if os.path.exists(path) else str(otherwise))
+    return decode_image(path if os.path.exists(path) else str(otherwise), max_pixels=max_pixels)
 
 
 def read_json(spec: str | Path) -> Any:
     try:
         with open(spec, encoding="utf-8") as file:
-            return json.load(file)
+            return parse_json(file.read())
     except (OSError, ValueError) as exc:
         raise CoderError(f"{spec}: cannot be read as JSON: {_reason(exc)}") from exc
 
@@ -151,13 +178,13 @@ def picture_folder(spec: str, folder: str | Path) -> Path:
     return Path(folder)
 
 
-def loader(root: Path | None, key: str) -> Callable[[], Image]:
+def loader(root: Path | None, key: str, max_pixels: int | None = None) -> Callable[[], Image]:
     """A function that decodes the picture ``key`` in ``root``, or raises ``ValueError`` if there is no folder."""
-    return partial(no_picture, key) if root is None else partial(decode_image, str(root / key))
+    return partial(no_picture, key) if root is None else partial(decode_image, str(root / key), max_pixels=max_pixels)
 
 
 def no_picture(key: str) -> NoReturn:
-    raise ValueError(f"no picture: {key!r} was opened for its captions only")
+    raise BadSample("file", f"no picture: {key!r} was opened for its captions only")
 
 
 def other_names(*names: object) -> tuple[str | None, ...]:
@@ -177,7 +204,7 @@ def duplicates(values: Iterable[Hashable]) -> list[Hashable]:
 def refuse(spec: str | Path, faults: Sequence[str], what: str) -> None:
     """Raise a ``CoderError`` with the number of faults and the first one, if there are any."""
     if faults:
-        raise CoderError(f"{spec}: {what}: {len(faults)}, the first: {faults[0]}")
+        raise CoderError(f"{spec}: {what}: {len(faults)}, the first: {shorten(faults[0])}")
 
 
 def _reason(exc: Exception) -> str:

@@ -2,21 +2,95 @@
 
 from __future__ import annotations
 
+import io
+import os
+import re
 import tarfile
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import webdataset as wds
 
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.decode import PICTURES
 from coder_plugin.data.regions.base import warn_once
-from coder_plugin.data.source import PICTURES
 from coder_plugin.errors import CoderError
 
 REGIONS = "npz"
 IMAGE_FIELDS = (*PICTURES, REGIONS)
+#: Largest files of a sample in bytes: texts, and anything else that is read.
+LARGEST_TEXT, LARGEST_FILE = 16 << 20, 256 << 20
+_TEXTS = ("txt", "json")
+#: Members that hold no file but properties of the next ones, read as a whole, and their largest size in bytes.
+_HEADERS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+_LARGEST_HEADER = 1 << 20
+_EXPANSION = 100, 1 << 30  # a compressed shard may expand so many times, and by so many bytes in any case
+
+
+class CheckedTarInfo(tarfile.TarInfo):
+    """A header that is refused where its size would lead back in the file or fill the memory.
+
+    ``tarfile`` trusts sizes: a negative one makes some versions of it read the same header for ever.
+    """
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise tarfile.ReadError(f"a header with the size {count}")
+        return super()._block(count)  # type: ignore[misc, no-any-return]
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _HEADERS and self.size > _LARGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
+
+
+def too_large(field: str, size: int) -> BadSample | None:
+    """The fault of a sample's file of so many bytes; None if it may be read."""
+    most = LARGEST_TEXT if field in _TEXTS else LARGEST_FILE
+    return BadSample("file_size", f"its {field} has {size:,} bytes, more than {most:,}") if size > most else None
+
+
+def stream(shard: str, is_read: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """The samples of a shard, local or not, as webdataset yields them: ``__key__``, and contents by field in lower case.
+
+    A field that is too large (:func:`too_large`) or occurs twice has a ``BadSample`` in place of its content.
+
+    Args:
+        shard: path, URL or ``pipe:``.
+        is_read: whether a file is read, by its name in the shard.
+    """
+    sample: dict[str, Any] = {}
+    for opened in wds.tariterators.url_opener([{"url": shard}]):
+        with tarfile.open(fileobj=opened["stream"], mode="r|*", tarinfo=CheckedTarInfo) as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
+                if not member.isreg() or re.match(r"__[^/]*__($|/)", member.name) or not is_read(member.name):
+                    continue
+                stem, field = wds.tariterators.base_plus_ext(member.name)
+                if stem is None:
+                    continue
+                field = field.lower()
+                if stem != sample.get("__key__"):
+                    if sample:
+                        yield sample
+                    sample = {"__key__": stem}
+                fault = too_large(field, member.size)
+                if field in sample:
+                    sample[field] = BadSample("duplicate", f"two files .{field}")
+                else:
+                    sample[field] = fault or tar.extractfile(member).read()  # type: ignore[union-attr]
+        if sample:
+            yield sample
+        sample = {}
 
 
 class ImageField:
@@ -48,7 +122,7 @@ def has_features(file: IO[bytes]) -> bool | None:
     try:
         with zipfile.ZipFile(file) as archive:
             return "features.npy" in archive.namelist()
-    except (zipfile.BadZipFile, tarfile.TarError, OSError, ValueError, NotImplementedError):
+    except Exception:  # zipfile raises many kinds of errors on damaged files
         return None
 
 
@@ -71,7 +145,7 @@ def scan(shard: str) -> int:
         fields = set()
         for tar, _, field, member in files:
             fields.add(field)
-            if field == REGIONS and image.regions is None:
+            if field == REGIONS and image.regions is None and too_large(field, member.size) is None:
                 has_regions = has_features(tar.extractfile(member))  # type: ignore[arg-type]  # of a regular file never None
         count += bool(image.select(fields, has_regions))
     return count
@@ -80,8 +154,13 @@ def scan(shard: str) -> int:
 def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
     """The files in a shard as (tar file, sample, field, header); ``CoderError`` where it is damaged, as in :func:`scan`."""
     try:
-        with tarfile.open(local_path(shard)) as tar:
+        with tarfile.open(local_path(shard), tarinfo=CheckedTarInfo) as tar:
+            length = os.path.getsize(local_path(shard))
+            compressed = not isinstance(tar.fileobj, io.BufferedReader)
             for member in tar:
+                end = member.offset_data + member.size
+                if compressed and end > _EXPANSION[1] and end > _EXPANSION[0] * length:
+                    raise tarfile.ReadError(f"{length:,} bytes expand to over {end:,}: a decompression bomb")
                 stem, field = wds.tariterators.base_plus_ext(member.name)
                 if member.isreg() and stem is not None:
                     yield tar, stem, field.lower(), member

@@ -27,11 +27,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
+from coder_plugin.data.bad_samples import DEFAULT_RATE, Bad, BadSamples, check_rate, describe
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.precomp_write import ENDINGS
 from coder_plugin.data.regions.precomp_write import write as write_precomp
 from coder_plugin.data.regions.shards import SIZES, ShardFile, write_shard
-from coder_plugin.data.source import BadImages
 from coder_plugin.detectors.base import Detector, Prepared
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
@@ -40,7 +40,7 @@ from coder_plugin.files import atomic_write
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _LAYOUTS = ("shards", "precomp")
-_EXAMPLES = 10  # undecodable images that the report lists
+_EXAMPLES = 10  # bad samples that the report lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Job:
         shard_size, batch_size: images of a unit, and of a call of the detector.
         workers: decoding processes for each detecting process; 0: none.
         device: ``cuda`` gives process i the device i modulo their number.
-        max_bad: number of undecodable images allowed.
+        max_bad_samples: allowed fraction of images that cannot be used.
         captions_per_image: keep the first so many in a precomp split, where all images need the same number. It may change
             between runs until the split is written.
 
@@ -74,13 +74,14 @@ class Job:
     batch_size: int = 8
     workers: int = 2
     device: str = "cpu"
-    max_bad: int = 100
+    max_bad_samples: float = DEFAULT_RATE
     captions_per_image: int | None = None
 
     def __post_init__(self) -> None:
         if self.to not in _LAYOUTS:
             raise CoderError(f"--to is {self.to!r}; it must be one of {', '.join(_LAYOUTS)}")
-        minima = {"shard_size": 1, "batch_size": 1, "workers": 0, "max_bad": 0, "captions_per_image": 1}
+        minima = {"shard_size": 1, "batch_size": 1, "workers": 0, "captions_per_image": 1}
+        check_rate(self.max_bad_samples)
         for name, least in minima.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise CoderError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more")
@@ -132,13 +133,13 @@ class Report:
 
     Args:
         images: number of images in the result.
-        bad: the images that could not be decoded, with the reasons.
+        bad: the images that could not be used: kind of fault, key and reason.
         new: images extracted by this run, in ``seconds``.
         job: what was done.
     """
 
     images: int
-    bad: list[tuple[str, str]]
+    bad: list[Bad]
     new: int
     seconds: float
     job: Job
@@ -147,8 +148,8 @@ class Report:
         rate = f" ({self.new / self.seconds:.1f} images/s)" if self.new else ""
         lines = [f"images: {self.images}, {self.new} of them now, in {self.seconds:.1f} s{rate}"]
         if self.bad:
-            lines.append(f"undecodable: {len(self.bad)}")
-            lines += [f"  {key}: {reason}" for key, reason in self.bad[:_EXAMPLES]]
+            lines.append(f"skipped: {len(self.bad)}")
+            lines += [f"  {key} ({kind}): {reason}" for kind, key, reason in self.bad[:_EXAMPLES]]
             if len(self.bad) > _EXAMPLES:
                 lines.append(f"  … and {len(self.bad) - _EXAMPLES} more: {self.job.notes}")
         return "\n".join([*lines, f"written: {self.job.folder}, settings in {self.job.settings_file}"])
@@ -213,7 +214,7 @@ def extract(job: Job, *, processes: int = 1) -> Report:
     ``processes`` of this machine share the units; under ``accelerate launch`` or torchrun, its ranks do.
 
     Raises:
-        CoderError: a folder begun with other settings, too many undecodable images, or a source without images.
+        CoderError: a folder begun with other settings, too many images that cannot be used, or a source without images.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and processes > 1:
@@ -230,12 +231,12 @@ def extract(job: Job, *, processes: int = 1) -> Report:
     else:
         work(job, 0, 1)
     notes = job.done()
-    bad = [(key, reason) for note in notes.values() for key, reason in note["bad"]]
+    bad = [(kind, key, reason) for note in notes.values() for kind, key, reason in note["bad"]]
     images = sum(note["images"] for note in notes.values())
-    if len(bad) > job.max_bad:
-        raise CoderError(f"{job.source.name}: {len(bad)} images cannot be decoded, more than max_bad={job.max_bad}")
     if not images:
-        raise CoderError(f"{job.source.name}: no image that can be decoded")
+        example = f"; the first of {len(bad)}: {bad[0][1]!r}: {bad[0][2]}" if bad else ""
+        raise CoderError(f"{job.source.name}: no image that can be used{example}")
+    counted(job, notes).finish()
     if rank == 0:
         _finish(job, notes)
     new = sum(note["images"] for unit, note in notes.items() if unit not in before)
@@ -250,8 +251,7 @@ def work(job: Job, part: int, parts: int) -> None:
     detector = job.detector(device=device)
     _begin(job, detector.checksum())
     done = job.done()
-    bad = BadImages(job.source.name, job.max_bad)
-    bad.restore([key for note in done.values() for key, _ in note["bad"]])
+    bad = counted(job, done)
     loader: DataLoader[Batch] = DataLoader(
         Batches(job.source, detector.preprocess, job.shard_size, job.batch_size, set(done), part, parts),
         batch_size=None,
@@ -275,16 +275,15 @@ def work(job: Job, part: int, parts: int) -> None:
         tqdm(total=total, desc="regions", unit=" images", position=part, disable=None) as bar,
     ):
 
-        def records(unit_batches: Iterable[Batch], bad_of_unit: list[tuple[str, str]]) -> Iterator[Record]:
+        def records(unit_batches: Iterable[Batch], bad_of_unit: list[Bad]) -> Iterator[Record]:
             for batch in unit_batches:
-                for key, reason in batch.bad:
-                    bad.add(key, reason)
+                bad.add(len(batch.records) + len(batch.bad), batch.bad)
                 bad_of_unit += batch.bad
                 yield from batch.records
                 bar.update(len(batch.records) + len(batch.bad))
 
         for unit, unit_batches in groupby(detected, attrgetter("unit")):
-            bad_of_unit: list[tuple[str, str]] = []
+            bad_of_unit: list[Bad] = []
             rest = records(unit_batches, bad_of_unit)
             images = 0
             if (first := next(rest, None)) is not None:
@@ -292,14 +291,23 @@ def work(job: Job, part: int, parts: int) -> None:
             write_json(job.note(unit), {"images": images, "bad": bad_of_unit})
 
 
+def counted(job: Job, notes: Mapping[int, dict[str, Any]]) -> BadSamples:
+    """The bad samples of finished units."""
+    bad = BadSamples(job.source.name, job.max_bad_samples)
+    for note in notes.values():
+        bad.read += note["images"] + len(note["bad"])
+        bad.kinds.update(kind for kind, _, _ in note["bad"])
+    return bad
+
+
 class Batch(NamedTuple):
-    """Images of one unit: prepared for the detector, or as records with their regions; and those that cannot be decoded."""
+    """Images of one unit: prepared for the detector, or as records with their regions; and those that cannot be used."""
 
     unit: int
     names: list[str]
     captions: list[tuple[str, ...]]
     pictures: list[Prepared]
-    bad: list[tuple[str, str]]
+    bad: list[Bad]
     records: list[Record]
 
 
@@ -345,7 +353,7 @@ class Batches(IterableDataset[Batch]):
             try:
                 picture = item.load()
             except (OSError, ValueError) as exc:
-                batch.bad.append((item.key, " ".join(str(exc).split()) or type(exc).__name__))
+                batch.bad.append(describe(item.key, exc))
                 continue
             batch.pictures.append(self.preprocess(picture))
             batch.names.append(item.key)

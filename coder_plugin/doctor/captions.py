@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from coder_plugin.data.bad_samples import allowed
 from coder_plugin.doctor.findings import Finding, listed, many, note, ok, one_line, problem, share, some, warning
 from coder_plugin.doctor.split import Split
 from coder_plugin.errors import CoderError
@@ -23,7 +24,7 @@ _FEW = 0.9  # share of running text that word vectors should cover
 _MISSING = 0.1  # share of the concepts that may have random vectors
 
 
-def check_reading(split: Split, max_bad: int) -> Iterator[Finding]:
+def check_reading(split: Split, max_bad_samples: float) -> Iterator[Finding]:
     """Shards and samples that cannot be read."""
     name = split.name
     if split.shards:
@@ -32,13 +33,14 @@ def check_reading(split: Split, max_bad: int) -> Iterator[Finding]:
             f"{name}.shards.broken", f"{many(len(split.shards), 'damaged shard')}: {listed(split.shards)}", do
         )
     if split.samples:
-        do = "fix or leave out these samples: training would stop at the first"
-        yield problem(
+        level = problem if len(split.samples) > allowed(max_bad_samples, len(split.items)) or not split.items else warning
+        do = f"fix them or leave them out: they are skipped, and more than {max_bad_samples:g} (--max-bad-samples) end a run"
+        yield level(
             f"{name}.samples.refused", f"{many(len(split.samples), 'sample')} refused: {listed(split.samples)}", do
         )
     if split.pictureless:
-        level = problem if len(split.pictureless) > max_bad else warning
-        do = "leave them out of the shards: they are skipped, and more than --max-bad-images of them stop the run"
+        level = problem if len(split.pictureless) > allowed(max_bad_samples, len(split.items)) else warning
+        do = f"leave them out of the shards: they are skipped, and more than {max_bad_samples:g} (--max-bad-samples) end a run"
         yield level(
             f"{name}.samples.pictureless",
             f"{many(len(split.pictureless), 'sample')} without a picture: {some(split.pictureless)}",

@@ -103,7 +103,7 @@ def check_training(
 def _read_split(splits: dict[str, Split], name: str, config: TrainConfig, check_all: bool) -> Iterator[Finding]:
     """Read a split into ``splits``."""
     splits[name] = split.read_split(name, config, most=None if check_all else split.MOST)
-    yield from captions.check_reading(splits[name], config.data.max_bad_images)
+    yield from captions.check_reading(splits[name], config.data.max_bad_samples)
 
 
 def _check_recipe(config: TrainConfig, splits: Mapping[str, Split], facts: recipe.ModelFacts) -> Iterator[Finding]:

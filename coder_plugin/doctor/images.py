@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from coder_plugin.data.bad_samples import allowed
+from coder_plugin.data.decode import STORED
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.source import STORED
 from coder_plugin.doctor.findings import Finding, bytes_text, listed, note, ok, one_line, problem, share, some, warning
 from coder_plugin.doctor.machine import usable_cores
 
@@ -98,10 +99,11 @@ def check_pictures(split: str, looks: Sequence[Look], total: int, config: Any, m
     bad = [look for look in looks if look.error]
     if bad:
         expected = len(bad) * total / len(looks)
-        level = problem if expected > config.data.max_bad_images or not good else warning
+        rate = config.data.max_bad_samples
+        level = problem if expected > allowed(rate, total) or not good else warning
         first = f"{bad[0].key!r}: {bad[0].error}"
         more = f", so about {expected:,.0f} of {total:,}" if len(looks) < total else ""
-        do = f"download them again, or leave them out; a run skips up to --max-bad-images {config.data.max_bad_images}"
+        do = f"download them again, or leave them out; a run skips up to --max-bad-samples {rate:g} of all"
         if not good:
             do = "check the folder and the column: --image-root FOLDER (Karpathy, COCO), --csv-img-key (tables)"
         text = f"{share(len(bad), len(looks))} pictures cannot be read{more}: {first}{_others(bad)}"
@@ -213,9 +215,10 @@ def check_regions(
     good = [(item.key, look) for item, look in zip(items, looks, strict=True) if isinstance(look, Regions)]
     if bad:
         expected = len(bad) * total / len(looks)
-        level = problem if expected > config.data.max_bad_images or not good else warning
+        rate = config.data.max_bad_samples
+        level = problem if expected > allowed(rate, total) or not good else warning
         text = f"{share(len(bad), len(looks))} images have no readable regions: {bad[0].key!r}: {bad[0].error}"
-        do = f"extract them again, or leave these images out; --max-bad-images allows {config.data.max_bad_images}"
+        do = f"extract them again, or leave these images out; a run skips up to --max-bad-samples {rate:g} of all"
         yield level(f"{name}.unreadable", text, do)
     if not good:
         return
@@ -242,7 +245,7 @@ def _region_shapes(
 ) -> Iterator[Finding]:
     if len(widths) > 1:
         rare = [key for key, look in good if look.features.shape[1] == widths.most_common()[-1][0]]
-        do = "extract all with one detector: training stops at the first image that differs"
+        do = "extract all with one detector: training skips images of another width than the model's"
         yield problem(
             f"{name}.channels",
             f"regions have {' or '.join(map(str, widths))} channels; images with the rarest: {some(rare)}",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from coder_plugin.doctor.findings import Finding, is_absent, note, ok, one_line, problem, warning
 from coder_plugin.errors import CoderError
@@ -48,7 +47,7 @@ def is_index(folder: Path) -> bool:
             if (folder / name).is_file():
                 manifest = json.loads((folder / name).read_text())
                 return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     return False
 
@@ -108,6 +107,7 @@ def _check_export(export: Path) -> Iterator[Finding]:
     import torch
 
     from coder_plugin.pretrained.open import open_pretrained
+    from coder_plugin.training.finite import not_finite
 
     try:
         trained = open_pretrained(export, {"precision": "fp32"}, device="cpu")
@@ -129,11 +129,6 @@ def _check_export(export: Path) -> Iterator[Finding]:
         vector = trained.model.embed_text(trained.tokenizer(["a dog"]))
     count = sum(parameter.numel() for parameter in trained.model.parameters())
     yield ok("run.export", f"{export}: opens, {count:,} parameters, retrieval vectors of {vector.shape[1]} dimensions")
-
-
-def not_finite(state: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors that hold NaN or infinity. Attention masks may: they mask with -inf."""
-    return [name for name, value in state.items() if not (name.endswith("attn_mask") or value.isfinite().all())]
 
 
 def check_log(folder: Path) -> Iterator[Finding]:

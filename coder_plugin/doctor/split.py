@@ -1,7 +1,7 @@
 """A split's images and captions, read to the end in spite of errors and without decoding pictures.
 
-The readers stop at the first error, as training should. Here shards are read file by file and all errors are collected. Other
-data sets are read when they are opened, so only their reader's first error is known.
+Shards are read file by file, and errors and bad samples of all are collected. Other data sets are read when they are opened, so
+of an error in their format only the first is known.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from operator import itemgetter
 from typing import Any
 
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.decode import decode_image
 from coder_plugin.data.from_config import join_regions, make_source, reading_options
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.shards import ShardSource
-from coder_plugin.data.source import decode_image
-from coder_plugin.data.tars import REGIONS, ImageField, has_features, local_path, members
+from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, local_path, members, too_large
 from coder_plugin.errors import CoderError
 
 #: Most images of a split that are read without --all.
@@ -41,7 +41,7 @@ class Split:
         reader: the kind of data set.
         items: images in the data's order. Those of shards read their file when they are loaded.
         shards: errors of shards that cannot be read or are truncated.
-        samples: errors of samples that the reader refuses.
+        samples: the bad samples that the reader found, with the reasons.
         pictureless: keys of samples without a picture or regions.
         remote: number of shards that are not on this machine.
         left: number of shards left out after :data:`MOST` images.
@@ -93,7 +93,9 @@ def read_source(name: str, source: Any, reader: str = "", *, most: int | None = 
         _read_shards(split, captions, most)
     else:
         items = (item for _, item in captions.items())
-        split.items = list(islice(items, most))
+        listed = list(islice(items, most))
+        split.items = [item for item in listed if item.fault is None]
+        split.samples += [f"image {item.key!r}: {item.fault}" for item in listed if item.fault is not None]
         split.left = int(most is not None and next(items, None) is not None)
     if isinstance(source, RegionSource):
         split.items = [source.with_regions(item) for item in split.items]
@@ -129,20 +131,21 @@ def _samples(split: Split, source: ShardSource, shard: str) -> Iterator[Item]:
             if ending in places:
                 split.samples.append(f"{shard}: {stem!r} has two files .{ending}: two samples of one name")
             places[ending] = member.offset_data, member.size
-            if ending in _SMALL:
+            if fault := too_large(ending, member.size) if ending in (*_SMALL, *IMAGE_FIELDS) else None:
+                sample[ending] = fault
+            elif ending in _SMALL:
                 sample[ending] = _read(tar, member)
             elif ending == REGIONS and image.regions is None:
                 has_regions = has_features(io.BytesIO(_read(tar, member)))
         which = image.select(places, has_regions)
         if not sample.keys() & _SMALL and not which:
             continue  # not a sample: some other file in the shard
-        try:
-            item = source.item(shard, sample, which)
-        except CoderError as error:
-            split.samples.append(str(error))
+        item = source.item(shard, sample, which)
+        if item.fault is not None:
+            split.samples.append(f"{shard}: image {item.key!r}: {item.fault}")
             continue
         if which:
-            item = replace(item, load=partial(_load, shard, *places[which], which))
+            item = replace(item, load=partial(_load, shard, *places[which], which, source.max_pixels))
         else:
             split.pictureless.append(item.key)
         yield item
@@ -154,8 +157,8 @@ def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def _load(shard: str, offset: int, size: int, ending: str) -> Any:
+def _load(shard: str, offset: int, size: int, ending: str, max_pixels: int | None) -> Any:
     with tarfile.open(local_path(shard)) as tar:  # for what is compressed as a whole, too
         tar.fileobj.seek(offset)  # type: ignore[union-attr]
         data = tar.fileobj.read(size)  # type: ignore[union-attr]
-    return decode_npz(data, shard) if ending == REGIONS else decode_image(data)
+    return decode_npz(data, shard) if ending == REGIONS else decode_image(data, max_pixels=max_pixels)

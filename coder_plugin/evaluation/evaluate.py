@@ -32,8 +32,9 @@ def evaluate(
         encoded: the encoder's result for the source, if it is already there.
 
     Returns:
-        The figures of :func:`~coder_plugin.evaluation.recall` without ranks, and the numbers of ``images`` and ``texts``. With
-        a fusion score they are those of the re-ranked shortlists; ``rerank`` is their length, and ``shortlist`` holds the
+        The figures of :func:`~coder_plugin.evaluation.recall` without ranks, and the numbers of ``images`` and ``texts``. If
+        bad samples were left out, ``skipped`` has their numbers by kind of fault: the figures are over fewer images. With a
+        fusion score they are those of the re-ranked shortlists; ``rerank`` is their length, and ``shortlist`` holds the
         figures of the embeddings alone.
 
     Raises:

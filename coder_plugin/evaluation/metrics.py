@@ -184,6 +184,25 @@ def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return align(lines)
 
 
+def format_skipped(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Lines that say which figures are over fewer images than the data have; empty if none are.
+
+    Args:
+        rows: as in :func:`format_table`.
+
+    Example:
+        >>> print(format_skipped({"a": {"images": 98, "skipped": {"picture": 2}}}).strip())
+        a: over 98 of 100 images; 2 skipped (picture 2)
+    """
+    lines = []
+    for name, row in rows.items():
+        if skipped := row.get("skipped"):
+            count = sum(skipped.values())
+            kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(skipped.items()))
+            lines.append(f"\n{name}: over {row['images']:,} of {row['images'] + count:,} images; {count:,} skipped ({kinds})")
+    return "".join(lines)
+
+
 def align(lines: Sequence[Sequence[str]]) -> str:
     """Columns of equal width, the first to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -34,12 +34,15 @@ def measure(encoded: Encoded, folds: int, depth: int | None) -> dict[str, Any]:
         depth: how many candidates of each query a fusion score re-ranks; None: it scores every pair.
 
     Returns:
-        What :func:`~coder_plugin.evaluation.recall` returns, the numbers of ``images`` and ``texts``, and with folds their
+        What :func:`~coder_plugin.evaluation.recall` returns, the numbers of ``images`` and ``texts``, of samples ``skipped`` by
+        kind of fault where there are any, and with folds their
         mean under ``folds``. With a fusion score the figures are those after re-ranking; ``rerank`` is ``depth`` or "all",
         ``shortlist`` holds the figures of the vectors alone, and if every pair was scored, ``scores`` [N, T] the scores.
     """
     images, texts, owner = encoded.images, encoded.texts, encoded.image_of_text
-    sizes = {"images": len(encoded.image_ids), "texts": len(owner)}
+    sizes: dict[str, Any] = {"images": len(encoded.image_ids), "texts": len(owner)}
+    if encoded.skipped:
+        sizes["skipped"] = dict(encoded.skipped)
     result = {**recall_from_embeddings(images, texts, owner), **sizes}
     if folds:
         result["folds"] = recall_folds(images, texts, owner, folds=folds)

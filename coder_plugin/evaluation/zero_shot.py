@@ -5,7 +5,7 @@ Shape letters: C classes, T templates, B images of a batch, D joint dimensions.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,15 +18,19 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.data.bad_samples import BadSamples, total
+from coder_plugin.data.decode import decode_image
 from coder_plugin.data.item import Item
+from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.source import ItemSource, decode_image
+from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.metrics import align
 from coder_plugin.heads.capabilities import Scores, heads_with
 from coder_plugin.pretrained.encode import Encoder
 
 _NAMES = "classnames.txt"
+log = logging.getLogger(__name__)
 #: Features that score the classes, and their heading in tables; retrieval vectors only if heads or aggregators change them.
 _SCORES = {"towers": "CLIP", "vectors": "vectors"}
 
@@ -84,7 +88,7 @@ def _read_names(path: str) -> dict[str, str]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("{"):
-            pairs = list(json.loads(text).items())
+            pairs = list(parse_json(text).items())
         else:
             pairs = [line.split("\t") for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -186,6 +190,7 @@ def _ranks(
 ) -> dict[str, Tensor]:
     """``label`` of each image, and for each encoder the 0-based rank of its class, int64; of all processes."""
     parts: dict[str, list[Tensor]] = {name: [] for name in ("label", *encoders)}
+    own_bad = BadSamples(classes.source.name, encoder.max_bad_samples)
     batches = evaluation_batches(
         classes.source,
         batch_size=encoder.batch_size,
@@ -193,7 +198,7 @@ def _ranks(
         workers=encoder.workers,
         rank=distributed.rank(),
         world_size=distributed.world_size(),
-        max_bad=encoder.max_bad,
+        bad=own_bad,
     )
     for batch in batches:
         labels = torch.tensor([classes.label_of[image_id] for image_id in batch["image_id"].tolist()])
@@ -204,6 +209,10 @@ def _ranks(
             scores = (features @ weights[name].T).cpu()
             right = scores.gather(1, labels[:, None])
             parts[name].append((~(scores < right)).sum(1) - 1)  # a NaN counts as greater
+    bad = total(distributed.gather_objects(own_bad))
+    bad.finish()
+    if len(bad) and distributed.rank() == 0:
+        log.warning("%s: %s: accuracies are over the others", classes.source.name, bad)
     empty = torch.empty(0, dtype=torch.int64)
     shares = distributed.gather_objects({name: torch.cat([empty, *each]) for name, each in parts.items()})
     return {name: torch.cat([share[name] for share in shares]) for name in parts}

@@ -123,6 +123,14 @@ class KeepsState(Head):
         """Keep what the next :meth:`post_step` writes. A later stash of the same step replaces it."""
         self._stashed = values
 
+    def stashed(self) -> dict[str, Tensor]:
+        """The floating-point tensors of the stash, by name. A trainer checks that they are finite before the step."""
+        return {
+            name: value
+            for name, value in self._stashed.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+
     def discard(self) -> None:
         """Forget the stash: the loss was computed, but no step follows."""
         self._stashed = {}

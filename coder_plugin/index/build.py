@@ -26,9 +26,10 @@ from PIL.Image import Image, Resampling
 from torch import Tensor
 
 from coder_plugin import distributed
+from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.item import Item
 from coder_plugin.data.pictures import Pictures
-from coder_plugin.data.source import BadImages, ItemSource
+from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tars import is_local, local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, parts, vectors
@@ -259,10 +260,13 @@ def _encode(folder: Path, job: _Job) -> None:
     size = job.encoder.batch_size
     batches_per_part = max(1, PART_SIZE // size)
     existing = _consecutive_parts(folder, rank)
-    bad = BadImages(job.source.name, job.encoder.max_bad)
+    bad = BadSamples(job.source.name, job.encoder.max_bad_samples, keep=True)
+    assert bad.kept is not None
     for path in existing:
-        bad.restore(parts.summary(path).bad)
-    number, reported = len(existing), len(bad)
+        done = parts.summary(path)
+        bad.read += len(done.positions) + len(done.bad)
+        bad.kinds.update(kind for kind, _ in done.bad)
+    number, reported = len(existing), 0
     remaining = _RemainingItems(job.source, number * batches_per_part, ranks)
     pictures = PictureThumbnails(job.pictures) if job.pictures is not None and job.thumbnails else None
     pending: list[tuple[Any, list[bytes]]] = []
@@ -270,8 +274,8 @@ def _encode(folder: Path, job: _Job) -> None:
 
     def write() -> None:
         nonlocal number, reported
-        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _make_part(pending, bad.keys[reported:], job.what))
-        number, reported = number + 1, len(bad)
+        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _make_part(pending, bad.kept[reported:], job.what))
+        number, reported = number + 1, len(bad.kept)
         pending.clear()
 
     with contextlib.closing(progress):
@@ -284,8 +288,9 @@ def _encode(folder: Path, job: _Job) -> None:
                 thumbnails = pictures.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
             pending.append((batch, thumbnails))
             progress.update((block + 1) * size * ranks)
-        if pending or len(bad) > reported or not number:
+        if pending or len(bad.kept) > reported or not number:
             write()
+    bad.finish()
 
 
 class _Progress:
@@ -325,9 +330,9 @@ def _consecutive_parts(folder: Path, rank: int) -> list[Path]:
     return usable
 
 
-def _batches(job: _Job, items: _RemainingItems, bad: BadImages) -> Iterator[Any]:
+def _batches(job: _Job, items: _RemainingItems, bad: BadSamples) -> Iterator[Any]:
     if job.what == "captions":
-        yield from job.encoder.caption_batches(items)
+        yield from job.encoder.caption_batches(items, bad=bad)
         return
     from_image: Callable[[Any], bytes] | None = None
     if job.thumbnails and job.pictures is None:
@@ -350,7 +355,7 @@ class _RemainingItems:
                 yield position, item
 
 
-def _make_part(pending: list[tuple[Any, list[bytes]]], bad: list[str], what: str) -> parts.Part:
+def _make_part(pending: list[tuple[Any, list[bytes]]], bad: list[tuple[str, str]], what: str) -> parts.Part:
     batches = [batch for batch, _ in pending]
 
     def concatenate(values: list[Tensor]) -> Tensor | None:

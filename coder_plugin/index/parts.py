@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,7 +44,7 @@ class Part(NamedTuple):
     texts: Tensor | None  # [t, D], the captions of all images one after the other
     image_item: dict[str, Tensor]  # for re-ranking, [n, ...]; empty without a fusion score
     text_item: dict[str, Tensor]  # [t, ...]
-    bad: list[str]  # keys of images that could not be read
+    bad: list[tuple[str, str]]  # kind of fault and key of samples that could not be used
 
 
 class PartSummary(NamedTuple):
@@ -51,7 +52,7 @@ class PartSummary(NamedTuple):
 
     positions: Tensor  # [n]
     counts: Tensor  # [n] captions of each image
-    bad: list[str]
+    bad: list[tuple[str, str]]
 
 
 def largest_shape(shapes: Iterable[Sequence[int]]) -> list[int]:
@@ -125,7 +126,7 @@ def read(path: Path) -> Part:
             tensors.get("texts"),
             {name.removeprefix(_IMAGE): value for name, value in tensors.items() if name.startswith(_IMAGE)},
             {name.removeprefix(_TEXT): value for name, value in tensors.items() if name.startswith(_TEXT)},
-            names["bad"],
+            [(kind, key) for kind, key in names["bad"]],
         )
     except Exception as error:
         raise _damaged(path, error) from error
@@ -144,7 +145,7 @@ def summary(path: Path) -> PartSummary:
             names = _names(file.get_tensor("names"))
             _check({"positions": file.get_tensor("positions")}, names)
             counts = torch.tensor([len(captions) for captions in names["captions"]], dtype=torch.int64)
-            return PartSummary(file.get_tensor("positions"), counts, names["bad"])
+            return PartSummary(file.get_tensor("positions"), counts, [(kind, key) for kind, key in names["bad"]])
     except Exception as error:
         raise _damaged(path, error) from error
 
@@ -166,9 +167,9 @@ def _check(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> None:
     """ValueError unless the types and lengths are those of :class:`Part`: somebody else may have written the file."""
     keys, captions, bad = names["keys"], names["captions"], names["bad"]
     lists = (keys, bad, captions, *(captions if isinstance(captions, list) else ()))
-    if not all(isinstance(each, list) for each in lists):
+    if not all(isinstance(each, list) for each in lists) or not all(isinstance(each, list) and len(each) == 2 for each in bad):
         raise ValueError("its names are not lists")
-    if not all(isinstance(text, str) for texts in (keys, bad, *captions) for text in texts):
+    if not all(isinstance(text, str) for texts in (keys, *bad, *captions) for text in texts):
         raise ValueError("its names are not texts")
     images, texts = len(keys), sum(map(len, captions))
     lengths = {"positions": images, "image_ids": images, "thumbnail_sizes": images, "images": images, "texts": texts}
@@ -207,7 +208,7 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     arrays = _MemmapWriter(scratch, order)
-    bad: list[str] = []
+    bad: list[tuple[str, str]] = []
     with atomic_path(folder / manifest.RECORDS) as temporary:
         connection = records.create(temporary)
         for path in paths:
@@ -232,7 +233,8 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
             files.append(folder / RERANK / f"{name}.npy")
             atomic_replace(str(array.filename), files[-1])
         fsync_path(folder)
-    counts = {"images": order.images, "captions": order.captions, "unreadable": len(bad), "unreadable_keys": bad[:100]}
+    counts: dict[str, Any] = {"images": order.images, "captions": order.captions, "unreadable": len(bad)}
+    counts |= {"unreadable_kinds": Counter(kind for kind, _ in bad), "unreadable_keys": [key for _, key in bad[:100]]}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     manifest.write_manifest(folder, {**content, **counts, "vectors": sizes, "made": date}, files)
 

@@ -178,7 +178,7 @@ class Records:
         for value, kind in zip(values, types, strict=True):
             if type(value) is not kind:
                 found = f"a {type(value).__name__}, not a {kind.__name__}"
-            elif kind in (str, bytes) and len(value) > _MOST_LENGTH:
+            elif isinstance(value, (str, bytes)) and len(value) > _MOST_LENGTH:
                 found = f"{len(value):,} characters or bytes, over {_MOST_LENGTH:,}"
             else:
                 continue

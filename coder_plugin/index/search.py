@@ -7,7 +7,6 @@ Shape letters: N images or captions, D dimensions, V embeddings of an image, q q
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,20 +96,16 @@ class Index:
 
     def thumbnail(self, key: str) -> Any | None:
         """The thumbnail (PIL) of an image by its key; None where there is none."""
-        from PIL import Image as pillow
+        from coder_plugin.data.decode import decode_image
 
         row = self.records.row_of(key)
         content = None if row is None else self.records.thumbnail(row)
         if content is None:
             return None
         try:
-            picture = pillow.open(io.BytesIO(content), formats=("JPEG",))
-            if picture.width * picture.height > _PIXELS:
-                raise ValueError(f"{picture.width} x {picture.height} pixels")
-            picture.load()
-        except (OSError, ValueError, pillow.DecompressionBombError) as error:
+            return decode_image(content, max_pixels=_PIXELS)
+        except ValueError as error:
             raise CoderError(f"{self.folder / RECORDS}: the thumbnail of {key!r} is not a small JPEG file: {error}") from error
-        return picture
 
     def close(self) -> None:
         """Close the file of records."""
@@ -384,8 +379,8 @@ def load_image(path: str) -> Any:
     Raises:
         CoderError: the file cannot be read.
     """
+    from coder_plugin.data.decode import decode_image
     from coder_plugin.data.regions.arrays import decode_npz
-    from coder_plugin.data.source import decode_image
 
     try:
         return decode_npz(Path(path).read_bytes(), path) if path.lower().endswith(".npz") else decode_image(path)

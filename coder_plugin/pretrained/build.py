@@ -13,6 +13,7 @@ from torch import Tensor
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import ModelConfig
+from coder_plugin.data.bad_samples import ENOUGH
 from coder_plugin.data.from_config import captions_of
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
@@ -28,7 +29,6 @@ def make_model(
     source: Any = None,
     *,
     max_regions: int = 36,
-    max_bad_images: int = 100,
     inference: bool | Sequence[str] = False,
     return_intermediates: Collection[str] = (),
 ) -> Any:
@@ -40,7 +40,6 @@ def make_model(
         device: where the model is put.
         source: data to check the model against; a region model takes from them what its options leave open. None: no check.
         max_regions: regions of an image that a region model reads.
-        max_bad_images: stop looking for a readable image after more than so many that cannot be read.
         inference: build only the heads that score, or those of these names; as in :func:`coder_plugin.create_model`.
         return_intermediates: as in :func:`coder_plugin.create_model`.
 
@@ -49,7 +48,7 @@ def make_model(
     """
     options: dict[str, Any] = {"cache_dir": config.cache_dir}
     backbone = plugin_backbones.find_backbone(config.name)
-    example = None if source is None else first_image(source, max_bad_images, reads_regions=backbone is not None)
+    example = None if source is None else first_image(source, reads_regions=backbone is not None)
     if backbone is not None:
         options.update(_region_model_options(config))
         if source is not None:
@@ -141,11 +140,11 @@ def make_tokenizer(config: ModelConfig, model: Any, *, word_dropout: float = 0.0
         raise CoderError(f"tokenizer of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 
-def first_image(source: Any, max_bad_images: int, *, reads_regions: bool) -> Any:
+def first_image(source: Any, *, reads_regions: bool) -> Any:
     """The first image, or regions, of a data set that can be read.
 
     Raises:
-        CoderError: the data are empty, or more than ``max_bad_images`` images at their beginning cannot be read.
+        CoderError: the data are empty, or none of the first 1,000 images can be read.
     """
     failed: list[str] = []
     for _, item in source.items():
@@ -153,7 +152,7 @@ def first_image(source: Any, max_bad_images: int, *, reads_regions: bool) -> Any
             return item.load()
         except (OSError, ValueError) as error:
             failed.append(f"{item.key}: {error}")
-        if len(failed) > max_bad_images:
+        if len(failed) == ENOUGH:
             break
     why = f"none of the first {len(failed)} images can be read; the first: {failed[0]}" if failed else "no images"
     hint = " (region features of the images: --regions)" if reads_regions else ""

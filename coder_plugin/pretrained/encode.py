@@ -6,6 +6,7 @@ Shape letters: N images, T captions (texts), D joint dimensions, V embeddings of
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
@@ -17,12 +18,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from coder_plugin import distributed
+from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples, describe, total
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.source import BadImages, map_tensors
+from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.capabilities import Reranks, heads_with
 
 Item = dict[str, Tensor]
+log = logging.getLogger(__name__)
 
 
 class Items(NamedTuple):
@@ -46,6 +49,7 @@ class Encoded(NamedTuple):
     image_ids: Tensor  # [N]
     captions: Sequence[str]  # T
     items: Any = None  # Items of a model that re-ranks, on the first rank only; None for other models
+    skipped: Mapping[str, int] = {}  # samples that were left out, by kind of fault
 
 
 class Batch(NamedTuple):
@@ -82,7 +86,7 @@ class Encoder:
         device: of the model.
         batch_size: images, and captions, per forward.
         workers: data loading processes.
-        max_bad: stop after more than so many images that cannot be read.
+        max_bad_samples: allowed fraction of samples that cannot be used.
         autocast: gives the context manager that forwards run in.
 
     Example:
@@ -106,11 +110,12 @@ class Encoder:
         device: torch.device,
         batch_size: int = 64,
         workers: int = 2,
-        max_bad: int = 100,
+        max_bad_samples: float = DEFAULT_RATE,
         autocast: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
         self.model, self.tokenizer, self.transform, self.device = model, tokenizer, transform, device
-        self.batch_size, self.workers, self.max_bad, self.autocast = batch_size, workers, max_bad, autocast
+        self.batch_size, self.workers, self.autocast = batch_size, workers, autocast
+        self.max_bad_samples = max_bad_samples
 
     @property
     def reranking(self) -> Any:
@@ -126,24 +131,29 @@ class Encoder:
 
     @torch.no_grad()
     def __call__(self, source: Any) -> Encoded:
-        """Encode every image of the data and its captions; images that cannot be read are left out.
+        """Encode every image of the data and its captions. Bad samples are left out, with a warning, and counted in the result.
 
         Raises:
-            CoderError: no image could be read, or more than ``max_bad`` could not.
+            CoderError: no image could be used, or more than ``max_bad_samples`` of them could not.
         """
         head = self.reranking
         image_items: list[Item] = []
         text_items: list[Item] = []
         training = self.model.training
+        own_bad = BadSamples(source.name, self.max_bad_samples)
         self.model.eval()
         try:
-            share = self._encode_share(source, head, image_items, text_items)
+            share = self._encode_share(source, head, image_items, text_items, own_bad)
         finally:
             self.model.train(training)
         shares = distributed.gather_objects(share)
         parts = [part for part in shares if part is not None]
+        bad = total(distributed.gather_objects(own_bad))
         if not parts:
-            raise CoderError("the validation data contain no images")
+            raise CoderError(f"{source.name}: no image can be used to evaluate: {bad}")
+        bad.finish()
+        if len(bad) and distributed.rank() == 0:
+            log.warning("%s: %s: results are over the others", source.name, bad)
         index = torch.cat([part["index"] for part in parts])
         counts = torch.cat([part["counts"] for part in parts])
         image_row = _inverse(index.argsort())
@@ -163,16 +173,17 @@ class Encoder:
             torch.cat([part["image_ids"] for part in parts])[index.argsort()],
             [captions[number] for number in text_order.tolist()],
             items,
+            dict(bad.kinds),
         )
 
     def _encode_share(
-        self, source: Any, head: Any, image_items: list[Item], text_items: list[Item]
+        self, source: Any, head: Any, image_items: list[Item], text_items: list[Item], bad: BadSamples
     ) -> dict[str, Any] | None:
         """This rank's vectors; None if it has no image. Appends its re-ranking items, batch by batch, to the lists."""
         images, texts, index, ids = [], [], [], []  # type: list, list, list, list
         counts: list[int] = []
         captions: list[str] = []
-        for batch in self.batches(source, head):
+        for batch in self.batches(source, head, bad=bad):
             images.append(batch.images)
             texts += batch.texts
             index.append(batch.positions)
@@ -200,7 +211,7 @@ class Encoder:
         head: Any = None,
         *,
         texts: bool = True,
-        bad: BadImages | None = None,
+        bad: BadSamples | None = None,
         extra: Callable[[Any], bytes | str] | None = None,
     ) -> Iterator[Batch]:
         """Encode this rank's share of the data, batch by batch in their order; the model must be in eval mode.
@@ -209,9 +220,11 @@ class Encoder:
             source: the data.
             head: the re-ranking head, to also get its items.
             texts: whether to encode captions.
-            bad: counts the images that cannot be read.
+            bad: counts the samples that are left out; the caller judges the whole pass (``bad.finish()``). None: it is judged
+                here, on this rank's share.
             extra: a second function of a decoded image, such as one that makes a thumbnail; it runs where the image is loaded.
         """
+        counted = BadSamples(source.name, self.max_bad_samples) if bad is None else bad
         loaded = evaluation_batches(
             source,
             batch_size=self.batch_size,
@@ -219,8 +232,7 @@ class Encoder:
             workers=self.workers,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
-            max_bad=self.max_bad,
-            bad=bad,
+            bad=counted,
         )
         for batch in loaded:
             image, extras = batch["image"], []
@@ -240,13 +252,19 @@ class Encoder:
                 [item for _, item in pieces if item is not None],
                 extras,
             )
+        if bad is None:
+            counted.finish()
 
     @torch.no_grad()
-    def caption_batches(self, source: Any) -> Iterator[Batch]:
+    def caption_batches(self, source: Any, *, bad: BadSamples) -> Iterator[Batch]:
         """Like :meth:`batches` for captions only: no image is loaded, and ``images`` is [b, 0]."""
         share = source.items(distributed.rank(), distributed.world_size(), block=self.batch_size)
         for _, block in groupby(share, key=lambda pair: pair[0] // self.batch_size):
-            positions, items = zip(*block, strict=True)
+            listed = list(block)
+            bad.add(len(listed), [describe(item.key, item.fault) for _, item in listed if item.fault is not None])
+            positions, items = [n for n, item in listed if item.fault is None], [i for _, i in listed if i.fault is None]
+            if not items:
+                continue
             captions = [caption for item in items for caption in item.captions]
             pieces = [self.text(part)[0] for part in self._split(captions)]
             yield Batch(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_option, resolve
-from coder_plugin.data.source import decode_image
+from coder_plugin.data.decode import decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
 from coder_plugin.locations import local_only
@@ -40,7 +40,7 @@ from coder_plugin.pretrained.export import (
 from coder_plugin.pretrained.hub_cache import fetch, shared_options
 
 #: Options of a run's ``config.json`` that opening its folder takes over.
-RUN_OPTIONS = ("batch_size", "workers", "max_bad_images")
+RUN_OPTIONS = ("batch_size", "workers", "max_bad_samples")
 #: Options that opening reads, by flat name; others, such as those of training, are ignored.
 _OPTIONS = (
     "model_kwargs",
@@ -64,7 +64,7 @@ class InferenceConfig:
         rerank: how many candidates a fusion score re-ranks in evaluation and search, or "all"; None: 32.
         batch_size: images, and captions, per forward.
         workers: data loading processes.
-        max_bad_images: encoding a data set stops after more than so many images that cannot be read.
+        max_bad_samples: encoding a data set stops above this fraction of samples that cannot be used.
         channels_last: keep images channels-last.
     """
 
@@ -73,7 +73,7 @@ class InferenceConfig:
     rerank: str | None = None
     batch_size: int = 64
     workers: int = 2
-    max_bad_images: int = 100
+    max_bad_samples: float = 0.01
     channels_last: bool = False
 
 
@@ -111,7 +111,7 @@ class PretrainedModel:
         defaults = {
             "batch_size": self.config.batch_size,
             "workers": self.config.workers,
-            "max_bad": self.config.max_bad_images,
+            "max_bad_samples": self.config.max_bad_samples,
             "autocast": make_autocast(self.config.precision, self.device),
         }
         return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**defaults, **options})
@@ -266,7 +266,6 @@ def open_pretrained(
         device,
         source,
         max_regions=inference.max_regions,
-        max_bad_images=inference.max_bad_images,
         inference=True if names is None else names,
         return_intermediates=return_intermediates,
     )
@@ -311,7 +310,7 @@ def _resolve(
         rerank=config.evaluation.rerank,
         batch_size=config.optim.batch_size,
         workers=config.data.workers,
-        max_bad_images=config.data.max_bad_images,
+        max_bad_samples=config.data.max_bad_samples,
         channels_last=config.model.channels_last,
     )
     return replace(config.model, pretrained=weights_named(config.model.pretrained)), inference, objective

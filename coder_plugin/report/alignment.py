@@ -17,9 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.source import Unusable, map_tensors
+from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.lca_loss import correspondence
 from coder_plugin.heads.capabilities import MapsContext, heads_with
@@ -223,7 +224,7 @@ def load_image(encoder: Any, item: Item) -> tuple[Any, Any] | None:
         return None
     try:
         return loaded, encoder.transform(loaded)
-    except Unusable:
+    except BadSample:
         return None
 
 

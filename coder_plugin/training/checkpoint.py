@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import fsync_path, sha256_file, sha256_json
+from coder_plugin.training.failures import PeerError
 from coder_plugin.training.saved_state import check_manifest
 from coder_plugin.training.serialization import pack, unpack
 
@@ -98,7 +99,7 @@ def save(
     if errors:
         raise errors[0]
     if temporary.exists():
-        raise CoderError(f"the checkpoint {name!r} was not written; another rank's error says why")
+        raise PeerError(f"the checkpoint {name!r} was not written; another rank's error says why")
     return directory / name
 
 
@@ -260,7 +261,7 @@ def _prepare(directory: Path, name: str) -> None:
 
 def _write(temporary: Path, parts: Mapping[str, Any], rank: int) -> None:
     if not temporary.is_dir():
-        raise CoderError(f"{temporary} does not exist; rank 0's error says why")
+        raise PeerError(f"{temporary} does not exist; rank 0's error says why")
     packed = {part: pack(tree, root=part) for part, tree in parts.items()}  # raises before anything is written
     sums = {}
     for part, (tensors, skeleton) in packed.items():
@@ -281,7 +282,7 @@ def _commit(directory: Path, name: str, user: Mapping[str, Any], world_size: int
     for rank in range(world_size):
         sums = temporary / f"rank{rank}.sums.json"
         if not sums.is_file():
-            raise CoderError(f"rank {rank} did not finish its files of {name!r}; its own error says why")
+            raise PeerError(f"rank {rank} did not finish its files of {name!r}; its own error says why")
         files |= _read_json(sums)
         sums.unlink()
     manifest = {"format": FORMAT, **user, "world_size": world_size, "saved_at": time.time(), "files": files}

@@ -19,6 +19,7 @@ import torch
 
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.files import atomic_write
 from coder_plugin.terminal import echo
 from coder_plugin.training.metrics_file import append_line
@@ -108,9 +109,18 @@ class RunLog:
                 self.warned.add(what)
                 _log.warning("%s could not be written (%s): the run goes on; further ones are not reported", what, error)
 
-    def bad_images(self, bad: Any) -> None:
+    def warn(self, text: str | None) -> None:
+        if self.main and text is not None:
+            _log.warning("%s", text)
+
+    def bad_samples(self, bad: BadSamples, *, epoch: int, step: int) -> None:
+        """At the end of an epoch: the samples that all ranks left out, by kind."""
+        if self.main and len(bad):
+            _log.warning("%s: epoch %d: %s", bad.name, epoch, bad)
         if len(bad):
-            _log.warning("%d images could not be decoded and were skipped, such as %s", len(bad), ", ".join(bad.keys[:3]))
+            kinds = {f"skipped_samples/{kind}": count for kind, count in bad.kinds.items()}
+            counts = {"read_samples": bad.read, "skipped_samples": len(bad), **kinds}
+            self.write({f"epoch/{name}": count for name, count in counts.items()} | {"epoch": epoch}, step=step)
 
     @contextlib.contextmanager
     def progress(self, epoch: int, done: int, total: int) -> Iterator[Progress]:

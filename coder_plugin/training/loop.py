@@ -25,11 +25,13 @@ from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.bad_samples import total
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
+from coder_plugin.evaluation.metrics import format_skipped
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
@@ -38,12 +40,14 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_heads, export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, prepare, resume
+from coder_plugin.training import checkpoint, failures, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
+from coder_plugin.training.collapse import CollapseWatch
 from coder_plugin.training.disk import on_first_rank, writing
 from coder_plugin.training.log import RunLog, versions
-from coder_plugin.training.optim import create_optimizer, create_schedule
+from coder_plugin.training.memory_advice import with_memory_advice
+from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
 from coder_plugin.training.plan import make_plan, options_with_origins
 from coder_plugin.training.run_lock import run_lock
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
@@ -86,6 +90,8 @@ class Trainer:
         2
     """
 
+    @failures.ends_all_ranks
+    @with_memory_advice
     def __init__(
         self,
         *,
@@ -105,6 +111,7 @@ class Trainer:
         objective = prepare.make_objective(config, loss, model)
         prepare.check_objects(config, objective, model=model, loss=loss)
         self.accelerator = prepare.make_accelerator(config)
+        failures.start(config.run.rank_timeout)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
         resume.check_run_exists(config, self.folder)
@@ -139,7 +146,7 @@ class Trainer:
             world_size=distributed.world_size(),
             workers=data.workers,
             captions=data.captions,
-            max_bad=data.max_bad_images,
+            max_bad_samples=data.max_bad_samples,
             num_samples=data.train_num_samples,
             pin_memory=self.device.type == "cuda",
         )
@@ -156,7 +163,7 @@ class Trainer:
             device=self.device,
             batch_size=optim.batch_size,
             workers=data.workers,
-            max_bad=data.max_bad_images,
+            max_bad_samples=data.max_bad_samples,
             autocast=self.accelerator.autocast,
         )
         shortlist_length(config.evaluation.rerank, self.encoder)  # raises here rather than after the first epoch
@@ -207,6 +214,8 @@ class Trainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
+    @failures.ends_all_ranks
+    @with_memory_advice
     def run(self) -> dict[str, Any]:
         """Train to the last epoch. Returns ``{"last": recall, "best": recall, "folder": path}``.
 
@@ -215,6 +224,7 @@ class Trainer:
                 the process with status 75; ``config={"resume": "latest"}`` continues the run.
             CoderError: another run writes into the folder; nothing whole can be resumed; the disk is full.
         """
+        failures.start(self.config.run.rank_timeout)
         with run_lock(self.folder), self.signals:
             return self._run()
 
@@ -233,7 +243,8 @@ class Trainer:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
         plan = make_plan(self)
         with writing("the run's files", self.folder, self.folder):
-            on_first_rank(lambda: (resume.begin_after(self, state), self.log.write_plan(plan)))
+            on_first_rank(lambda: resume.begin_after(self, state))
+            on_first_rank(lambda: self.log.write_plan(plan))
         self.log.start(plan)
         with self.log.closing():
             every = config.evaluation.val_frequency if self.val is not None else 0
@@ -263,6 +274,7 @@ class Trainer:
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, state_names)
         optimizer = create_optimizer(model, self.config)
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
+        self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
@@ -281,7 +293,7 @@ class Trainer:
             while True:
                 started = time.perf_counter()
                 group = [] if self.stop else list(itertools.islice(batches, accum_freq))
-                # a rank with undecodable images may run out of batches first: then all ranks stop
+                # a rank with bad samples may run out of batches first: then all ranks stop
                 if distributed.any_rank(self.stop or bool(self.signals.received) or len(group) < accum_freq, self.device):
                     break
                 waited = time.perf_counter() - started
@@ -291,22 +303,25 @@ class Trainer:
                 self.position = self.loader.position()
                 progress.update(metrics, waited)
                 if logged:
+                    self.log.warn(self.collapse.update(self.step - 1, metrics))
                     health = {f"coder/{name}": value for name, value in model.coder.health().items()}
                     rate = max(self.schedule.get_last_lr())
-                    self.log.write({**metrics, **health, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
+                    skipped = {"skipped_samples": len(self.loader.bad)} if len(self.loader.bad) else {}  # of the first rank
+                    self.log.write({**metrics, **health, **skipped, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
                 for callback in self.callbacks:
                     callback.on_step_end(self, metrics)
                 if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
                     self._save()
         if distributed.any_rank(bool(self.signals.received), self.device):
             self._leave()
-        self.log.bad_images(self.loader.bad)
+        bad = total(distributed.gather_objects(self.loader.bad))
+        self.log.bad_samples(bad, epoch=self.epoch, step=self.step)
         self._log_caption_stats()
         stopped = distributed.any_rank(self.stop, self.device)
         if self.position is None and not stopped:
             raise CoderError(
-                f"epoch {self.epoch} gave no step on some rank: {len(self.loader.bad)} images of rank {distributed.rank()} "
-                "could not be used (see the warnings), and the rest is less than a batch"
+                f"epoch {self.epoch} gave no step on some rank: {bad} (see the warnings), and the rest is less than a batch on "
+                "some rank"
             )
         return not stopped or (self.position is not None and self._is_epoch_over(self.position))
 
@@ -393,7 +408,7 @@ class Trainer:
 
     def forward_backward(self, batches: Sequence[Mapping[str, Any]]) -> StepResult:
         """Forward pass, loss and backward pass: gradients of all micro-batches are in ``.grad`` afterwards."""
-        return forward_backward(self.wrapped, self.loss, batches, self.accelerator, shares=self.is_logging_step)
+        return forward_backward(self.wrapped, self.loss, batches, self.accelerator, measure=self.is_logging_step)
 
     def clip_gradients(self, result: StepResult) -> float:
         """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping."""
@@ -461,9 +476,12 @@ class Trainer:
         self.last = {**result, "epoch": self.epoch, "step": self.step}
         self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
         shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
-        self.log.write({f"val/{k}": v for k, v in {**self.last, **shortlist}.items() if k != "step"}, step=self.step)
+        skipped = {"skipped_samples": sum(self.last["skipped"].values())} if "skipped" in self.last else {}
+        figures = {**self.last, **shortlist, **skipped}
+        self.log.write({f"val/{k}": v for k, v in figures.items() if k != "step"}, step=self.step)
         rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
-        self.log.say(f"{when}:\n{format_table({name: row for name, row in rows.items() if row})}")
+        table = format_table({name: row for name, row in rows.items() if row})
+        self.log.say(f"{when}:\n{table}{format_skipped({'val': self.last})}")
         if self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
             self.best = {**self.last, "checkpoint": self._checkpoint_name()}
             self._export("best")

@@ -28,13 +28,14 @@ def append_line(path: Path, line: str) -> None:
             raise
 
 
-def cut_back(path: Path, *, step: int, evaluated: int) -> int:
+def cut_back(path: Path, *, step: int, evaluated: int, epochs: int = 0) -> int:
     """Remove the rows that a resumed run writes again, and lines that a kill has cut short.
 
     Args:
         path: the file; nothing happens if it does not exist.
         step: steps that the checkpoint has taken. The row of a training step has the number of steps before it.
         evaluated: the step of the last evaluation that the checkpoint knows; -1 for none.
+        epochs: epochs that the checkpoint has completed.
 
     Returns:
         The number of rows that were removed.
@@ -53,16 +54,18 @@ def cut_back(path: Path, *, step: int, evaluated: int) -> int:
         return 0
     content = path.read_bytes()
     lines = content.splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _is_before(line, step, evaluated)]
+    kept = [line for line in lines if line.endswith(b"\n") and _is_before(line, step, evaluated, epochs)]
     if kept != lines:
         with atomic_write(path) as file:
             file.write(b"".join(kept))
     return len(lines) - len(kept)
 
 
-def _is_before(line: bytes, step: int, evaluated: int) -> bool:
+def _is_before(line: bytes, step: int, evaluated: int, epochs: int) -> bool:
     try:
         record: dict[str, Any] = json.loads(line)
+        if any(key.startswith("epoch/") for key in record):
+            return record["epoch"] < epochs
         is_evaluation = any(key.startswith("val/") for key in record)
         return record["step"] <= evaluated if is_evaluation else record["step"] < step
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

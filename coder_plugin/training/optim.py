@@ -127,10 +127,15 @@ def _layer_of(name: str) -> int | None:
 def create_schedule(optimizer: Optimizer, config: TrainConfig, steps_per_epoch: int) -> LambdaLR:
     """Linear warm-up, then cosine to zero, constant, or drops. Step it once per optimizer step."""
     total = max(1, steps_per_epoch * config.optim.epochs)
-    warmup = total // 20 if config.optim.warmup is None else config.optim.warmup
-    if config.optim.warmup_epochs is not None:
-        warmup = round(config.optim.warmup_epochs * steps_per_epoch)
+    warmup = warmup_steps(config, steps_per_epoch)
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, steps_per_epoch, total, warmup))
+
+
+def warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Steps of the linear warm-up: ``--warmup``, ``--warmup-epochs``, or 5 % of all steps."""
+    if config.optim.warmup_epochs is not None:
+        return round(config.optim.warmup_epochs * steps_per_epoch)
+    return max(1, steps_per_epoch * config.optim.epochs) // 20 if config.optim.warmup is None else config.optim.warmup
 
 
 def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, warmup: int) -> float:

@@ -30,6 +30,7 @@ from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.training.failures import process_group_timeout
 from coder_plugin.training.optim import after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
@@ -236,10 +237,7 @@ def make_training_model(
         model: a model to use; heads are added if it has none. None or a name: make the one that ``config`` names.
     """
     if model is None or isinstance(model, str):
-        data = config.data
-        model = make_model(
-            config.model, objective, device, source, max_regions=data.max_regions, max_bad_images=data.max_bad_images
-        )
+        model = make_model(config.model, objective, device, source, max_regions=config.data.max_regions)
     elif not hasattr(model, "coder"):
         model.output_dict = True
         aggregator: Any = config.model.aggregator
@@ -402,7 +400,12 @@ def make_accelerator(config: TrainConfig) -> Any:
         raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
     # training_step accumulates (cached features); accelerate's own setting, from its environment, must not divide gradients
     accumulation = utils.GradientAccumulationPlugin(num_steps=1)
-    options = {"gradient_accumulation_plugin": accumulation, "project_dir": config.run.logs}
+    patience = utils.InitProcessGroupKwargs(timeout=process_group_timeout(config.run.rank_timeout))
+    options = {
+        "gradient_accumulation_plugin": accumulation,
+        "project_dir": config.run.logs,
+        "kwargs_handlers": [patience],
+    }
     try:
         return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
     except (ValueError, ImportError) as error:

@@ -23,7 +23,7 @@ from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.files import remove_leftovers
 from coder_plugin.objective import Objective
-from coder_plugin.training import checkpoint
+from coder_plugin.training import checkpoint, finite
 from coder_plugin.training.metrics_file import cut_back
 from coder_plugin.training.run_folder import FILES
 from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
@@ -108,7 +108,7 @@ def begin_after(trainer: Trainer, state: SavedState | None) -> None:
     aside = trainer.folder / "set-aside"
     if moved := checkpoint.set_aside(trainer.folder / "checkpoints", aside, after=trainer.step):
         trainer.log.say(f"moved to {aside}, because they are later than step {trainer.step}: {', '.join(moved)}")
-    cut_back(metrics, step=trainer.step, evaluated=trainer.last.get("step", -1))
+    cut_back(metrics, step=trainer.step, evaluated=trainer.last.get("step", -1), epochs=trainer.epoch)
 
 
 def advice(folder: Path) -> str:
@@ -148,6 +148,7 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
             "training captions: name the one it had with --model-kwargs vocabulary=FILE)"
         )
     _check_fixed_buffers(trainer.model, weights)
+    finite.check_loaded(weights)
     try:
         trainer.model.load_state_dict(weights)
     except RuntimeError as error:
@@ -210,9 +211,15 @@ def _set_rates(trainer: Trainer, rates: list[float]) -> None:
 
 
 def collect_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint keeps: the state that all ranks share, and this rank's."""
+    """What a checkpoint keeps: the state that all ranks share, and this rank's.
+
+    Raises:
+        NonFiniteError: weights or the heads' state hold NaN or infinity.
+    """
+    weights = trainer.model.state_dict()
+    finite.check_before_saving(weights, trainer.step)
     common = {
-        "model": trainer.model.state_dict(),
+        "model": weights,
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.schedule.state_dict(),
     }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coder_plugin.data.bad_samples import KINDS
 from coder_plugin.errors import CoderError
 
 #: Fields of a training run's manifest, where present.
@@ -20,8 +21,9 @@ _OBJECTS = ("config", "objective", "last", "best", "versions")
 #: Fields of a rank's position in the data.
 _POSITION = {
     **{name: int for name in ("epoch", "batches", "last", "leftover", "offset", "before", "rank")},
-    **{"consumed": list, "rest": list, "bad": list, "setting": dict},
+    **{"consumed": list, "rest": list, "bad": dict, "again": dict, "setting": dict},
 }
+_NONE: dict[str, Any] = {"read": 0, "kinds": {}}
 _DEEP = 20  # numbers of ranks and workers within one epoch
 #: Entries of an optimizer's state that have their parameter's shape.
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
@@ -84,7 +86,7 @@ def check_position(position: Any, *, depth: int = 0) -> None:
         return
     fields = dict(position) if isinstance(position, dict) else {}
     if depth:
-        fields.setdefault("bad", [])  # the last position has the keys of all
+        fields = {"bad": _NONE, "again": _NONE, **fields}  # the last position has the counts of all
     for name, kind in _POSITION.items():
         if type(fields.get(name)) is not kind:
             shown = str(fields.get(name))[:40]
@@ -93,12 +95,20 @@ def check_position(position: Any, *, depth: int = 0) -> None:
     counts = [fields[name] for name in ("epoch", "batches", "leftover", "offset", "before", "rank")]
     are_counts = all(type(count) is int and count >= 0 for count in [*counts, *fields["consumed"]])
     are_sizes = all(type(size) is int and size >= 1 for size in sizes) and len(fields["consumed"]) == sizes[1]
-    if not are_counts or not are_sizes or not all(isinstance(key, str) for key in fields["bad"]):
-        raise CoderError("the checkpoint's position in the data holds something else than counts and keys")
+    if not are_counts or not are_sizes or not all(map(_are_counts, (fields["bad"], fields["again"]))):
+        raise CoderError("the checkpoint's position in the data holds something else than counts")
     if depth == _DEEP:
         raise CoderError(f"the checkpoint's epoch was continued by more than {_DEEP} numbers of ranks or workers")
     for each in fields["rest"]:
         check_position(each, depth=depth + 1)
+
+
+def _are_counts(bad: dict[str, Any]) -> bool:
+    """Whether a value is a :meth:`~coder_plugin.data.bad_samples.BadSamples.state`."""
+    kinds = bad.get("kinds")
+    if not isinstance(kinds, dict) or not kinds.keys() <= KINDS.keys():
+        return False
+    return all(type(count) is int and count >= 0 for count in (bad.get("read"), *kinds.values()))
 
 
 def check_like(saved: Any, own: Any, path: str) -> None:

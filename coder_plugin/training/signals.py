@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
+import multiprocessing.util
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,6 +22,16 @@ class StoppedBySignal(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(EXIT_STATUS)
+
+
+def _kill_children() -> None:
+    """At exit: loading processes inherit the handlers, so the SIGTERM by which multiprocessing ends them does nothing, and it
+    would wait for them for ever."""
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loading process is killed
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 class StopSignals:
@@ -46,6 +59,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            atexit.unregister(_kill_children)
+            atexit.register(_kill_children)  # it runs before the function that multiprocessing.util registered when imported
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,8 +9,9 @@ of n, so that a parameter that the loss reads directly (``logit_scale``) gets it
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
+from coder_plugin.training.collapse import spread
 
 #: Outputs that a model returns once, not per sample.
 SHARED = ("logit_scale", "logit_bias")
@@ -36,17 +38,19 @@ class StepResult:
         losses: each term's weighted loss, mean over ranks.
         shares: each term's share of the gradient with respect to the features, in [0, 1]; empty unless it was measured.
         leaves: the features, to explain a non-finite gradient with.
+        spread: figures of :func:`coder_plugin.training.collapse.spread`; empty unless they were measured.
     """
 
     losses: dict[str, float]
     shares: dict[str, float]
     leaves: Mapping[str, Tensor]
+    spread: dict[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The total loss, each term's, and each term's share of the gradient, by the names they are logged with."""
+        """The total loss, each term's, its share of the gradient, and the spread, by the names they are logged with."""
         shares = {f"share/{name}": value for name, value in self.shares.items()}
-        return {"loss": sum(self.losses.values()), **self.losses, **shares}
+        return {"loss": sum(self.losses.values()), **self.losses, **shares, **self.spread}
 
 
 def forward_backward(
@@ -55,17 +59,18 @@ def forward_backward(
     batches: Sequence[Mapping[str, Tensor]],
     accelerator: Any,
     *,
-    shares: bool = False,
+    measure: bool = False,
 ) -> StepResult:
     """Accumulate into ``.grad`` the gradient of the loss over all micro-batches (and, gathered, over all ranks).
 
     Args:
         batches: keyword arguments of the model's forward, one dict a micro-batch.
         accelerator: for autocast, loss scaling and DDP's ``no_sync``.
-        shares: also measure each term's gradient with respect to the features.
+        measure: also measure each term's gradient with respect to the features, and the spread of the embeddings.
 
     Raises:
-        NonFiniteError: a loss is NaN or infinite on any rank; names the term. No gradient has been touched.
+        NonFiniteError: a loss, or what a head will write into its state, is NaN or infinite on any rank; names the term and
+            where the value comes from. No gradient has been touched.
     """
     reads = {key for binding in loss.bindings for key in binding.values()}
     single = len(batches) == 1
@@ -78,8 +83,8 @@ def forward_backward(
             passes.append(_rng_state())
     leaves = _join(outputs)
     losses = loss(**leaves)
-    values = _check_losses(losses)
-    share = gradient_shares(losses, leaves) if shares else {}
+    values = _check_losses(losses, leaves, model)
+    share = gradient_shares(losses, leaves) if measure else {}
     names = [key for key, leaf in leaves.items() if leaf.requires_grad]
     gradients = torch.autograd.grad(sum(losses.values()), [leaves[key] for key in names], allow_unused=True)
     received = {key: grad for key, grad in zip(names, gradients, strict=True) if grad is not None}
@@ -97,7 +102,7 @@ def forward_backward(
             accelerator.backward(_surrogate(output, received, rows, with_shared=last))
     if not single:
         _set_rng_state(passes[-1])
-    return StepResult(values, share, leaves)
+    return StepResult(values, share, leaves, spread(leaves) if measure else {})
 
 
 def _rows(output: Mapping[str, Tensor]) -> int:
@@ -125,13 +130,50 @@ def _surrogate(
     return total
 
 
-def _check_losses(losses: Mapping[str, Tensor]) -> dict[str, float]:
-    stacked = torch.stack([value.detach().float() for value in losses.values()])
-    values = dict(zip(losses, distributed.all_mean(stacked).tolist(), strict=True))
-    bad = [name for name, value in values.items() if not -torch.inf < value < torch.inf]
+def _check_losses(losses: Mapping[str, Tensor], leaves: Mapping[str, Tensor], model: nn.Module) -> dict[str, float]:
+    """Each term's value, mean over ranks. What the heads will write after the step is checked in the same transfer.
+
+    Raises:
+        NonFiniteError: on all ranks, if a value or a stash is not finite on one.
+    """
+    stashed = _stashed(model)
+    flags = [value.detach().isfinite().logical_not().any().float() for value in stashed.values()]
+    stacked = torch.stack([*(value.detach().float() for value in losses.values()), *flags])
+    numbers = distributed.all_mean(stacked).tolist()
+    values = dict(zip(losses, numbers, strict=False))
+    bad = [f"loss {name} = {value}" for name, value in values.items() if not math.isfinite(value)]
+    bad += [f"{name} is not finite" for name, flag in zip(stashed, numbers[len(losses) :], strict=True) if flag]
     if bad:
-        raise NonFiniteError(f"loss {', '.join(f'{name} = {values[name]}' for name in bad)}")
+        causes = _causes(leaves, model)
+        raise NonFiniteError(f"{causes}{': ' if causes else ''}{', '.join(bad)}")
     return values
+
+
+def _stashed(model: nn.Module) -> dict[str, Tensor]:
+    """What the heads write into their state after this step, by name."""
+    coder = getattr(getattr(model, "module", model), "coder", None)
+    return {} if coder is None else coder.stashed()
+
+
+def _causes(leaves: Mapping[str, Tensor], model: nn.Module) -> str:
+    """Where a value that is not finite comes from: a head's state, or outputs of the model on some ranks. Empty if neither.
+
+    Call it on all ranks.
+    """
+    inner: Any = getattr(model, "module", model)
+    own = [name for name, value in inner.state_dict().items() if value.is_floating_point() and value.isnan().any()]
+    outputs = [key for key, leaf in leaves.items() if leaf.is_floating_point() and not leaf.isfinite().all()]
+    everywhere = distributed.gather_objects((own, outputs))
+    causes = []
+    for which, verb in ((0, "holds NaN"), (1, "is not finite")):
+        ranks: dict[str, list[int]] = {}
+        for rank, names in enumerate(everywhere):
+            for name in names[which]:
+                ranks.setdefault(name, []).append(rank)
+        for name, bad in list(ranks.items())[:3]:
+            where = "" if len(bad) == len(everywhere) else f" on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad[:8]))}"
+            causes.append(f"{name} {verb}{where}")
+    return ", ".join(causes)
 
 
 def gradient_shares(losses: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str, float]:

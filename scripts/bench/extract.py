@@ -37,9 +37,9 @@ import torchvision
 from PIL import Image
 from torchvision.ops import nms
 
+from coder_plugin.data.decode import decode_image
 from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.source import decode_image
 from coder_plugin.detectors.base import Detector, Prepared
 from coder_plugin.detectors.extract import Job, extract
 from coder_plugin.detectors.select import Choice, select

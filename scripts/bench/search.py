@@ -36,7 +36,7 @@ from coder_plugin.pretrained.encode import Batch
 class RandomEncoder:
     """An encoder that returns random image vectors."""
 
-    batch_size, max_bad, reranking, model = 512, 0, None, torch.nn.Identity()
+    batch_size, max_bad_samples, reranking, model = 512, 0, None, torch.nn.Identity()
 
     def __init__(self, items: int, dimensions: int) -> None:
         self.items, self.dimensions = items, dimensions

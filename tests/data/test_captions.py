@@ -112,9 +112,7 @@ def changed(number: int, **changes: object) -> list[dict[str, object]]:
         (IMAGES[:1], ANNOTATIONS, ["not in 'images': 2, the first: annotations[0], id 9, of image 7"]),
         (IMAGES, changed(1, image_id=[42]), ["not in 'images': 1", "annotations[1]"]),
         (IMAGES, changed(1, image_id="42"), ["not in 'images': 1", "of image '42'"]),
-        (IMAGES, changed(2, caption=" "), ["'caption' is missing, empty or not text: 1", "annotations[2], id 1"]),
-        (IMAGES, changed(0, caption=["a"]), ["not text: 1", "annotations[0]"]),
-        (IMAGES, [{"id": 1, "image_id": 7, "bbox": [0, 0, 1, 1]}] * 2, ["missing, empty or not text: 2"]),
+        (IMAGES, [{"id": 1, "image_id": 7, "bbox": [0, 0, 1, 1]}], ["none of 1 images", "not text"]),
         (IMAGES, changed(2, id=3), ["annotations that share their 'id' with another: 1, the first: 3"]),
         ([*IMAGES, {"id": 7, "file_name": "c.jpg"}], ANNOTATIONS, ["share their 'id'", ": 1, the first: 7"]),
         ([*IMAGES, {"id": 8, "file_name": "a.jpg"}], ANNOTATIONS, ["share their 'file_name'", ": 1, the first: 'a.jpg'"]),
@@ -128,6 +126,14 @@ def test_coco_faults(tmp_path, images, annotations, words):
     spec = coco(tmp_path, images, annotations)
     message = fault(open_coco, spec)
     assert all(word in message for word in [spec, *words]), message
+
+
+@pytest.mark.parametrize("caption", [" ", ["a"], None])
+def test_a_faulty_annotation_makes_its_image_a_bad_sample(tmp_path, caption):
+    items = [item for _, item in open_coco(coco(tmp_path, IMAGES, changed(2, caption=caption))).items()]
+    (bad,) = (item for item in items if item.fault is not None)
+    assert bad.fault.kind == "caption" and bad.captions == () and bad.names == (str(ANNOTATIONS[2]["image_id"]),)
+    assert len(items) == 2
 
 
 def test_coco_truncated_absent_or_of_another_kind(tmp_path):
@@ -296,16 +302,18 @@ def test_img2dataset_what_is_left_out_is_counted_and_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"json": '{"status": "succ'}, ["000000001.json", "cannot be read as JSON"]),
-        ({"json": "[]"}, ["000000001.json", "not an object"]),
-        ({"json": '{"caption": 3}', "txt": None}, ["000000001.json", "'caption' is not text"]),
+        ({"json": '{"status": "succ'}, ["json: ", "000000001.json", "cannot be read as JSON"]),
+        ({"json": "[" * 100_000}, ["json: ", "000000001.json", "nested too deep"]),
+        ({"json": "[]"}, ["json: ", "000000001.json", "not an object"]),
+        ({"json": '{"caption": 3}', "txt": None}, ["caption: ", "000000001.json", "'caption' is not text"]),
     ],
 )
-def test_img2dataset_faults(tmp_path, changes, words):
+def test_faulty_files_of_img2dataset_are_bad_samples(tmp_path, changes, words):
     downloaded(tmp_path, "000000000")
     downloaded(tmp_path, "000000001", **changes)
-    message = fault(open_img2dataset, str(tmp_path))
-    assert all(word in message for word in words), message
+    first, second = (item for _, item in open_img2dataset(str(tmp_path)).items())
+    message = f"{second.fault.kind}: {second.fault}"
+    assert first.fault is None and all(word in message for word in words), message
 
 
 def test_img2dataset_text_that_is_none_nothing_left_and_other_output(tmp_path):

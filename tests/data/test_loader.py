@@ -17,6 +17,7 @@ from PIL import Image
 
 from coder_plugin.data import loader as module
 from coder_plugin.data import open_source
+from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.item import Item, stable_hash
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.data.regions.base import Regions
@@ -297,44 +298,51 @@ def test_resuming_in_mid_epoch_with_other_settings_is_refused(tmp_path, changes,
 
 @kinds
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_are_left_out_counted_once_and_reported(tmp_path, kind, workers, caplog):
+def test_bad_images_are_left_out_counted_by_epoch_and_named_once(tmp_path, kind, workers, caplog):
     source = make(kind, tmp_path, bad=(4, 11))
     made = loader(source, workers=workers)
     for epoch in range(3):
         seen = [n for batch in numbers(made.epoch(epoch)) for n in batch]
         assert len(seen) == len(set(seen)) == 40 and not {4, 11} & set(seen)
-    assert len(made.bad) == 2
+        assert made.bad.kinds == {"picture": 2} and 42 <= made.bad.read <= 43  # the last chunk may not be needed
     keys = {"4.png", "11.png"} if kind == "table" else {"4", "11"}
-    assert set(made.bad.keys) == keys
     for key in keys:
-        assert sum(f"skipped image '{key}'" in record.getMessage() for record in caplog.records) == 1
+        assert sum(f"skipped sample '{key}' (picture)" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_missing_file_is_an_image_that_does_not_decode(tmp_path):
     made = loader(make("table", tmp_path, absent=(2,)))
     list(made.epoch(0))
-    assert made.bad.keys == ["2.png"]
+    assert made.bad.kinds == {"file": 1}
 
 
 @kinds
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_bad_images_end_the_run(tmp_path, kind, workers):
     source = make(kind, tmp_path, bad=(4, 11, 12))
-    list(loader(source, workers=workers, max_bad=3).epoch(0))
-    made = loader(source, workers=workers, max_bad=2)
-    message = fault(list, made.epoch(0))
-    assert "max_bad=2" in message and repr(made.bad.keys[-1]) in message and source.name in message
+    list(loader(source, workers=workers, max_bad_samples=0.003).epoch(0))  # three of 1,000
+    message = fault(list, loader(source, workers=workers, max_bad_samples=0.002).epoch(0))
+    assert f"{source.name}: 3 of 43 samples skipped (picture 3)" in message and "max_bad_samples=0.002" in message
+    message = fault(list, loader(source, workers=workers, max_bad_samples=0).epoch(0))  # at once
+    assert "1 of" in message and "the last one: " in message and "(picture)" in message
 
 
 def test_bad_images_before_an_interruption_still_count(tmp_path):
     source = make("table", tmp_path, bad=tuple(range(10)))
     made = loader(source)
-    list(made.epoch(0))
-    position = {**made.position(), "batches": 1}
-    assert "max_bad=9" in fault(lambda: list(loader(source, max_bad=9).epoch(0)))
-    resumed = loader(source, max_bad=10)
+    batches = made.epoch(0)
+    for _ in range(3):
+        next(batches)
+    position, before = made.position(), len(made.bad)
+    assert before > 1
+    list(batches)
+    assert "10 of 43" in fault(lambda: list(loader(source, max_bad_samples=0.009).epoch(0)))
+    resumed = loader(source, max_bad_samples=0.01)
     list(resumed.epoch(0, position))
-    assert sorted(resumed.bad.keys) == sorted(f"{n}.png" for n in range(10))
+    assert resumed.bad.state() == made.bad.state() == {"read": 43, "kinds": {"picture": 10}}
+    assert "10 of 43" in fault(lambda: list(loader(source, max_bad_samples=0.009).epoch(0, position)))
+    list(resumed.epoch(1))  # another pass
+    assert resumed.bad.state() == {"read": 43, "kinds": {"picture": 10}}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -366,7 +374,7 @@ def test_steps_per_epoch_and_data_that_is_too_small(tmp_path):
     message = fault(loader, source, batch_size=44)
     assert "batch of 44 is larger than the data (43 samples)" in message
     assert "2 ranks" in fault(loader, source, batch_size=22, world_size=2)
-    for name, number in (("batch_size", 0), ("workers", -1), ("max_bad", -1)):
+    for name, number in (("batch_size", 0), ("workers", -1), ("max_bad_samples", -1), ("max_bad_samples", 100)):
         assert str(number) in fault(loader, source, **{name: number})
 
 
@@ -416,8 +424,10 @@ def test_evaluation_shows_every_image_once_and_in_order(tmp_path, kind, world, w
 
 def test_evaluation_counts_bad_images(tmp_path):
     source = make("table", tmp_path, bad=(6, 40))
-    batches = evaluation_batches(source, batch_size=4, transform=transform, max_bad=1)
-    assert "'40.png'" in fault(list, batches)
+    bad = BadSamples("val", 0.001)
+    list(evaluation_batches(source, batch_size=4, transform=transform, bad=bad))
+    assert str(bad) == "2 of 43 samples skipped (picture 2)" and "2 of 43" in fault(bad.finish)
+    fault(list, evaluation_batches(source, batch_size=4, transform=transform, bad=BadSamples("val", 0)))
 
 
 # real data
@@ -488,7 +498,7 @@ def test_all_tensors_of_an_image_stay_with_its_text(bad, workers):
     made = regions_loader(source, workers=workers)
     batches = flat(made.epoch(0))
     ids = {n: stable_hash(f"image {n}") for n in range(NUMBER)}
-    assert len(batches) == (NUMBER - len(bad)) // BATCH and set(made.bad.keys) == {f"image {n}" for n in bad}
+    assert len(batches) == (NUMBER - len(bad)) // BATCH and len(made.bad) == len(bad)
     seen = []
     for batch in batches:
         shown = batch["text"][:, 0].tolist()

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from coder_plugin.data import open_source
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.shards import ShardSource, expand, open_shards, scan
 from coder_plugin.data.source import Plan
 from coder_plugin.errors import CoderError
@@ -124,6 +125,16 @@ def caption_shard(path: Path, *contents: dict[str, object]) -> str:
     return write_tar(path, [sample(n, json=json.dumps(each).encode()) for n, each in enumerate(contents)])
 
 
+def fault_of(spec: str, **options: Any) -> str:
+    """The fault of the last sample."""
+    *_, (_, item) = open_shards(spec, **options).items()
+    assert item.fault is not None and item.captions == ()
+    with pytest.raises(BadSample) as caught:
+        item.load()
+    assert str(caught.value) == str(item.fault)
+    return f"{item.fault.kind}: {item.fault}"
+
+
 def captions(spec: str, **options: Any) -> list[tuple[str, ...]]:
     return [item.captions for _, item in open_shards(spec, **options).items()]
 
@@ -138,11 +149,12 @@ def test_captions_under_another_key_as_list_or_text(tmp_path):
 @pytest.mark.parametrize("content", [{"captoin": "x"}, {"caption": None, "captoin": 1}])
 def test_a_caption_key_that_an_image_lacks_does_not_fall_back_to_txt(tmp_path, content):
     shard = caption_shard(tmp_path / "s.tar", {"caption": "x"}, content)
-    message = fault(captions, shard, caption_key="caption")
-    assert all(word in message for word in ["s.tar", "'s/0001'", "'caption'", "'captoin'", "caption_key"]), message
-    assert "not a list" in fault(captions, caption_shard(tmp_path / "t.tar", {"caption": 7}), caption_key="caption")
+    items = [item for _, item in open_shards(shard, caption_key="caption").items()]
+    assert items[0].fault is None and items[1].key == "s/0001"
+    assert all(word in str(items[1].fault) for word in ["'caption'", "'captoin'", "caption_key"])
+    assert "not a list" in fault_of(caption_shard(tmp_path / "t.tar", {"caption": 7}), caption_key="caption")
     bare = write_tar(tmp_path / "u.tar", [sample(1)])
-    assert "its keys are: none" in fault(captions, bare, caption_key="caption")
+    assert "its keys are: none" in fault_of(bare, caption_key="caption")
 
 
 def test_a_txt_of_several_lines_is_one_caption_unless_asked(tmp_path):
@@ -151,9 +163,9 @@ def test_a_txt_of_several_lines_is_one_caption_unless_asked(tmp_path):
     assert captions(shard, newline_captions=True) == [("one", "two\u2028still two")]
 
 
-def test_an_empty_line_among_newline_captions_is_an_error(tmp_path):
+def test_an_empty_line_among_newline_captions_is_a_bad_sample(tmp_path):
     shard = write_tar(tmp_path / "s.tar", [sample(1, txt=b"one\n\nthree")])
-    assert "number 2 of 3" in fault(captions, shard, newline_captions=True)
+    assert "number 2 of 3" in fault_of(shard, newline_captions=True)
 
 
 def test_img2dataset_tars_have_distinct_keys_and_their_uids(tmp_path):
@@ -413,24 +425,31 @@ def test_shards_without_images_are_an_error(tmp_path):
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"txt": b" \n"}, ["empty caption"]),
-        ({"json": b'{"captions": ["fine", ""]}'}, ["empty caption", "number 2 of 2"]),
-        ({"json": b'{"captions": []}'}, ["no captions"]),
-        ({"json": b'{"captions": {"a": "text"}}'}, ["not a list"]),
-        ({"json": b'{"captions": [3]}'}, ["not text"]),
-        ({"json": b"{"}, ["not JSON"]),
-        ({"txt": b"\xff\xff"}, ["not UTF-8"]),
+        ({"txt": b" \n"}, ["caption: ", "empty caption"]),
+        ({"txt": b"a" * 3000}, ["caption: ", "word of over 2,000"]),
+        ({"txt": b"a " * 20_000}, ["caption: ", "over 20,000 characters"]),
+        ({"json": b'{"captions": ["fine", ""]}'}, ["caption: ", "empty caption", "number 2 of 2"]),
+        ({"json": b'{"captions": []}'}, ["caption: ", "no captions"]),
+        ({"json": b'{"captions": {"a": "text"}}'}, ["caption: ", "not a list"]),
+        ({"json": b'{"captions": [3]}'}, ["caption: ", "not text"]),
+        ({"json": b'{"captions": ["\\ud800"]}'}, ["caption: ", "not valid Unicode"]),
+        ({"json": b"{"}, ["json: ", "not JSON"]),
+        ({"json": b"[" * 100_000}, ["json: ", "nested too deep"]),
+        ({"json": b'{"image_id": [1], "captions": ["a"]}'}, ["json: ", "image_id"]),
+        ({"txt": b"\xff\xff"}, ["caption: ", "not UTF-8"]),
     ],
 )
-def test_faults_of_a_sample_name_the_shard_and_the_key(tmp_path, fields, words):
+@pytest.mark.parametrize("mode", ["draw", "all"])
+def test_a_bad_sample_keeps_its_place_and_has_its_fault(tmp_path, fields, words, mode):
     shard = write_tar(tmp_path / "s.tar", [sample(1), sample(2, **fields)])
-    message = fault(keys, ShardSource([shard], name="set"))
-    assert all(word in message for word in ["set", "s.tar", "s/0002", *words]), message
+    message = fault_of(shard)
+    assert all(word in message for word in words), message
+    data = ShardSource([shard], name="set")
+    assert sorted(keys(data, captions=mode)) == ["s/0001", "s/0002"] and data.samples(mode) == 2
 
 
-def test_an_image_without_text_is_an_error_and_a_text_without_image_does_not_decode(tmp_path):
-    data = ShardSource([write_tar(tmp_path / "s.tar", [("a", {"png": png()})])])
-    assert "'s/a' has no captions" in fault(keys, data)
+def test_an_image_without_text_or_a_text_without_image_is_a_bad_sample(tmp_path):
+    assert "it has no captions" in fault_of(write_tar(tmp_path / "s.tar", [("a", {"png": png()})]))
     ((_, item),) = ShardSource([write_tar(tmp_path / "t.tar", [("a", {"txt": b"x"})])]).items()
     with pytest.raises(ValueError, match="no field jpg"):
         item.load()
@@ -464,9 +483,9 @@ def test_a_damaged_shard_is_an_error_that_names_it(tmp_path, where):
         assert "cut.tar' cannot be read" in message
 
 
-def test_twice_the_same_file_in_a_shard_is_an_error(tmp_path):
-    shard = write_tar(tmp_path / "twice.tar", [sample(1), sample(1)])
-    assert "twice.tar" in fault(keys, ShardSource([shard]))
+def test_twice_the_same_file_in_a_sample_is_a_bad_sample(tmp_path):
+    shard = write_tar(tmp_path / "twice.tar", [sample(1), sample(2), sample(2)])
+    assert "two files .txt" in fault_of(shard)
 
 
 def test_a_stream_that_fails_is_an_error(tmp_path):

@@ -162,8 +162,8 @@ def test_the_real_split_file():
     [
         ([("a", "b")], ("image", "title"), ["'filepath'", "'image', 'title'", "--csv-img-key"]),
         ([("a", "b")], ("filepath", "text"), ["'title'", "'filepath', 'text'", "--csv-caption-key"]),
-        ([("a", "b"), ("c.png", " ")], ("filepath", "title"), ["line 3", "'c.png'", "empty caption"]),
-        ([("a", "b"), ("c.png",)], ("filepath", "title"), ["line 3", "2 columns"]),
+        ([("c.png", "fine"), ("c.png", " ")], ("filepath", "title"), ["line 3", "'c.png'", "empty caption"]),
+        ([("c.png",)], ("filepath", "title"), ["line 2", "2 columns"]),
         ([("c.png", "one", "two")], ("filepath", "title"), ["line 2", "2 columns"]),
         ([("", "one")], ("filepath", "title"), ["line 2", "no image"]),
         ([], ("filepath", "title"), ["no images"]),
@@ -173,6 +173,20 @@ def test_csv_faults(tmp_path, rows, header, words):
     spec = write_table(tmp_path, rows, header=header)
     message = fault(open_csv, spec)
     assert all(word in message for word in [spec, *words]), message
+
+
+def test_a_faulty_row_makes_its_image_a_bad_sample(tmp_path):
+    rows = [("a", "one"), ("b", " "), ("c",), ("", "two"), ("b", "three"), ("d", "four")]
+    data = open_csv(write_table(tmp_path, rows))
+    assert [(item.key, item.fault and item.fault.kind) for _, item in data.items()] == [
+        ("a", None),
+        ("b", "caption"),
+        ("c", "caption"),
+        ("line 5", "file"),
+        ("d", None),
+    ]
+    assert (data.samples("draw"), data.samples("all")) == (5, 5)
+    assert sorted(item.key for chunk in data.chunks(plan(captions="all")) for item in chunk) == ["a", "b", "c", "d", "line 5"]
 
 
 def test_csv_that_is_absent_or_not_text(tmp_path):
@@ -196,7 +210,12 @@ def test_csv_that_is_absent_or_not_text(tmp_path):
 )
 def test_karpathy_faults(tmp_path, changes, words):
     spec = karpathy(tmp_path, **changes)
-    message = fault(open_karpathy, spec)
+    if words[0] == "two or more images":
+        message = fault(open_karpathy, spec)
+    else:
+        data = open_karpathy(spec)
+        (item,) = (item for _, item in data.items() if item.fault is not None)
+        message = f"{data.name} {item.key!r} images[0] {item.fault}"
     assert all(word in message for word in [spec, *words]), message
 
 
@@ -212,7 +231,8 @@ def test_karpathy_folder_split_and_format(tmp_path):
 
 
 def test_items_without_captions_are_refused_wherever_they_come_from():
-    assert "plugin: image 'x' has no captions" == fault(ItemSource, [Item("x", (), Image.Image)], name="plugin")
+    message = fault(ItemSource, [Item("x", (), Image.Image)], name="plugin")
+    assert message == "plugin: none of 1 images can be used; image 'x': it has no captions"
 
 
 # how an epoch is dealt

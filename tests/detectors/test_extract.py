@@ -195,19 +195,22 @@ def test_captions_per_image_is_of_precomp(pictures, tmp_path):
 
 def test_bad_pictures_are_named_counted_and_left_out(tmp_path):
     folder = make_pictures(tmp_path / "pictures", 10, bad=(2, 8))
-    report = extract(job(folder, tmp_path / "out", max_bad=2))
+    report = extract(job(folder, tmp_path / "out", max_bad_samples=0.002))
     assert report.images == 8
-    assert [key for key, _ in report.bad] == ["002.png", "008.png"]
-    assert "not an image" in report.bad[0][1]
+    assert [key for _, key, _ in report.bad] == ["002.png", "008.png"]
+    assert "not an image" in report.bad[0][2]
     assert len(ShardFile(str(tmp_path / "out"))) == 8
-    again = extract(job(folder, tmp_path / "out", max_bad=2))
+    again = extract(job(folder, tmp_path / "out", max_bad_samples=0.002))
     assert (again.images, again.new, again.bad) == (8, 0, report.bad)
 
 
 def test_too_many_bad_pictures_end_the_run_and_a_higher_limit_goes_on(tmp_path):
     folder = make_pictures(tmp_path / "pictures", 10, bad=(2, 8))
-    assert "max_bad=1" in (told := fault(job(folder, tmp_path / "out", max_bad=1))) and "008.png" in told
-    assert extract(job(folder, tmp_path / "out", max_bad=2)).new == 2  # the first unit was done
+    message = fault(job(folder, tmp_path / "out", max_bad_samples=0))
+    assert "1 of 3 samples skipped (picture 1), more than max_bad_samples=0 " in message and "008.png" not in message
+    message = fault(job(folder, tmp_path / "out", max_bad_samples=0.001))  # at the end
+    assert "2 of 10 samples skipped (picture 2), more than max_bad_samples=0.001" in message
+    assert extract(job(folder, tmp_path / "out", max_bad_samples=0.002)).images == 8
 
 
 def test_a_unit_of_bad_pictures_alone_has_no_shard(tmp_path):

@@ -169,7 +169,7 @@ def test_no_leak_is_said_only_where_there_is_none(tmp_path: Path) -> None:
 def test_many_unreadable_pictures_are_a_problem(tmp_path: Path) -> None:
     train = made.write_split(tmp_path, "train", 0, a=sample(50, jpg=b"x"), b=sample(51, jpg=b"y"))
     levels = [
-        amiss(examine(train_data=train, max_bad_images=most))["train.pictures.unreadable"].level for most in (1, 2)
+        amiss(examine(train_data=train, max_bad_samples=most))["train.pictures.unreadable"].level for most in (0.001, 0.002)
     ]
     assert levels == ["problem", "warning"]
 
@@ -258,7 +258,7 @@ def test_commands_are_not_run(tmp_path: Path, tiny_model: str) -> None:
 
 
 def test_other_readers_speak_for_themselves(tmp_path: Path) -> None:
-    """Tables are read whole when they are opened, and refused at the first fault."""
+    """Tables are read whole when they are opened; faulty rows are bad samples, and faulty tables are refused."""
     for number in range(3):
         picture(number).save(tmp_path / f"{number}.jpg")
     rows = [f"{number}.jpg\ta dog {number}" for number in range(3)]
@@ -267,14 +267,14 @@ def test_other_readers_speak_for_themselves(tmp_path: Path) -> None:
     assert amiss(examine(train_data=str(table))) == {}
     table.write_text("\n".join(["filepath\ttitle", *rows, "3.jpg\t "]))
     found = amiss(examine(train_data=str(table)))
-    assert list(found) == ["train.refused"] and "line 5" in found["train.refused"].text
+    assert list(found) == ["train.samples.refused"] and "line 5" in found["train.samples.refused"].text
     table.write_text("\n".join(["filepath\ttitle", *rows, "gone.jpg\ta cat here"]))
     found = amiss(examine(train_data=str(table)))
     assert list(found) == ["train.pictures.unreadable"] and "gone.jpg" in found["train.pictures.unreadable"].text
     karpathy = tmp_path / "dataset.json"
     karpathy.write_text(json.dumps({"images": [{"filename": "0.jpg", "split": "train", "sentences": []}]}))
     found = amiss(examine(train_data=str(karpathy), image_root=str(tmp_path)))
-    assert "has no captions" in found["train.refused"].text
+    assert "has no captions" in found["train.refused"].text  # no other image is left
     assert list(amiss(examine(train_data=str(tmp_path / "absent.csv")))) == ["train.refused"]
     table.write_text("filepath\ttitle\ngone.jpg\ta cat here")
     found = examine(train_data=str(table), val_data=str(table))

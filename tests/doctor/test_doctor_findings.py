@@ -39,18 +39,18 @@ def test_what_a_check_raises_is_a_finding() -> None:
 
 
 def test_our_own_warnings_are_findings_and_those_of_others_are_not(caplog, monkeypatch) -> None:
-    from coder_plugin.data.source import BadImages
+    from coder_plugin.data.bad_samples import BadSamples
 
     def warns() -> Iterator[Finding]:
         for _ in range(2):
-            BadImages("set", 5).add("a", "broken")
+            BadSamples("set").add(1, [("picture", "a", "broken")])
         logging.getLogger("somebody").warning("something else")
         yield ok("part.first", "well")
 
     before = logging.getLogger().handlers
     found = guarded("part", warns)
     assert [(each.level, each.name) for each in found] == [("warning", "part.said"), ("ok", "part.first")]
-    assert "skipped image 'a': broken" in found[0].text and not caplog.records
+    assert "skipped sample 'a' (picture): broken" in found[0].text and not caplog.records
     assert logging.getLogger().handlers is before
 
 

@@ -207,7 +207,7 @@ def test_regions_from_another_file(tmp_path: Path) -> None:
     found = amiss(examine(**flags))
     assert found.keys() == {"train.said", "train.regions.unreadable"}
     assert "train_047" in found["train.said"].text and "train_047" in found["train.regions.unreadable"].text
-    assert list(amiss(examine(**flags, max_bad_images=0))) == ["train.refused"]
+    assert list(amiss(examine(**flags, max_bad_samples=0.0))) == ["train.refused"]
 
 
 def test_regions_of_shards_elsewhere(tmp_path: Path) -> None:

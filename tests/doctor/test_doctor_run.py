@@ -14,6 +14,7 @@ from coder_plugin.cli import main
 from coder_plugin.doctor import run
 from coder_plugin.doctor.findings import Finding, guarded
 from coder_plugin.errors import CoderError
+from coder_plugin.training.finite import not_finite
 from tests.doctor import made
 from tests.doctor.made import amiss
 
@@ -86,9 +87,9 @@ def test_damaged_exports(copy: Path) -> None:
 
 def test_an_attention_mask_alone_holds_infinity() -> None:
     masked, sound = torch.tensor([0.0, -torch.inf]), torch.arange(3)
-    assert run.not_finite({"attn_mask": masked, "text.attn_mask": masked, "ids": sound}) == []
+    assert not_finite({"attn_mask": masked, "text.attn_mask": masked, "ids": sound}) == []
     lost = {"ln.weight": masked, "bias": -masked, "scale": torch.tensor(torch.nan), "ids": sound}
-    assert run.not_finite(lost) == ["ln.weight", "bias", "scale"]
+    assert not_finite(lost) == ["ln.weight", "bias", "scale"]
 
 
 def test_an_export_that_asks_a_hub(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ def test_the_command(
     out = capsys.readouterr().out
     assert "installation\n  ok       Python" in out and "\nmachine\n" in out and "\ntrain\n" not in out
     train = made.write_split(copy, "train", 0, x=made.sample(7000, jpg=b"x"))
-    data = ["--train-data", train, "--max-bad-images", "0"]
+    data = ["--train-data", train, "--max-bad-samples", "0"]
     before = sorted(path for path in tmp_path.rglob("*"))
     assert main(["doctor", *data]) == 1
     assert "problem  1 of 13 (7.7 %) pictures cannot be read: 'image 7000'" in capsys.readouterr().out

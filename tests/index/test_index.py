@@ -359,7 +359,7 @@ def test_nothing_is_left_behind(data: str, whole: Path, tmp_path: Path, monkeypa
 
 def test_captions_that_are_not_there(data: str, tmp_path: Path) -> None:
     encoder, source = make_encoder(data)
-    items = [SimpleNamespace(key=i.key, captions=(), image_id=i.image_id, load=i.load) for _, i in source.items()]
+    items = [Item(i.key, (), i.load) for _, i in source.items()]
     bare = SimpleNamespace(name="bare", num_images=24, items=lambda *_, **__: enumerate(items))
     with pytest.raises(CoderError, match="the data have no captions, and only captions were to be indexed"):
         build_index(tmp_path / "index", encoder, bare, model=MODEL, what="captions")
@@ -369,7 +369,7 @@ def failing_on_a_rank(data: str, folder: str) -> str:
     build.PART_SIZE = 5
     encoder, source = make_encoder(data)
     if distributed.rank() == 1:
-        encoder.max_bad, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
+        encoder.max_bad_samples, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
         source = ItemSource(broken, name=source.name)
     try:
         build_index(folder, encoder, source, model=MODEL)
@@ -384,7 +384,7 @@ def _broken() -> Any:
 
 def test_an_error_on_one_rank_is_raised_on_all(data: str, tmp_path: Path) -> None:
     first, second = gloo.run(failing_on_a_rank, data, str(tmp_path / "index"))
-    assert first.startswith("another process failed: ") and "cannot be decoded" in second and second in first
+    assert first.startswith("another process failed: ") and "1 of 5 samples skipped" in second and second in first
 
 
 @pytest.mark.parametrize(
@@ -431,8 +431,9 @@ def test_thumbnails_of_regions_come_from_their_pictures(data: str, tmp_path: Pat
 def test_names_that_are_not_unicode(tmp_path: Path, data: str) -> None:
     encoder, source = make_encoder(data)
     [(_, first), *_] = source.items()
-    made = [Item("half\udce9.jpg", ("half a \ud83d face", "naïve 猫"), first.load)]
-    build_index(tmp_path / "index", encoder, ItemSource(made), model=MODEL)
+    made = [Item("half\udce9.jpg", ("naïve 猫",), first.load), Item("b", ("half a \ud83d face",), first.load)]
+    manifest = build_index(tmp_path / "index", encoder, ItemSource(made), model=MODEL)
     found = Index(tmp_path / "index").records
-    assert found.captions_of(0) == ("half a \\ud83d face", "naïve 猫")
+    assert found.captions_of(0) == ("naïve 猫",)
+    assert manifest["unreadable_kinds"] == {"caption": 1} and manifest["unreadable_keys"] == ["b"]
     assert found.row_of("half\udce9.jpg") == 0

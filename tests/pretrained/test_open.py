@@ -69,12 +69,12 @@ def test_a_run_is_opened_with_its_way_of_reading_data(tmp_path: Path) -> None:
     export_model(model, tmp_path / "export" / "best")
     run = {
         "optim": {"batch_size": 7, "lr": 1.0},
-        "data": {"workers": 0, "max_bad_images": 3},
+        "data": {"workers": 0, "max_bad_samples": 0.03},
         "model": {"name": "no-such"},
     }
     (tmp_path / "config.json").write_text(json.dumps(run))
-    config = open_pretrained(tmp_path, {"max_bad_images": 5}, device="cpu").config
-    assert (config.batch_size, config.workers, config.max_bad_images) == (7, 0, 5)
+    config = open_pretrained(tmp_path, {"max_bad_samples": 0.05}, device="cpu").config
+    assert (config.batch_size, config.workers, config.max_bad_samples) == (7, 0, 0.05)
     assert open_pretrained(tmp_path / "export" / "best", device="cpu").config == InferenceConfig()
     (tmp_path / "config.json").write_text('{"optim":')
     with pytest.raises(CoderError, match=r"config\.json cannot be read"):

@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from coder_plugin.files import sha256_file, sha256_json
 from tests.reliability.hostile import Case, _honest, honest_run
 
 SEARCH = ["search", "index", "--text", "a red circle", "-k", "3"]
+BUILD = ["index", "export", "--data", "pictures", "--output", "index", "--workers", "0"]
 BY_KEY = ["search", "index", "--key", "0.png", "--among", "images", "-k", "3"]
 FUSION = "dcl + ascl(similarity=fusion)"
 COUNT = 6
@@ -199,6 +201,17 @@ def captions(path: Path) -> None:
     connection.close()
 
 
+def begun(content: str, folder: Path, canary: Path) -> None:
+    """An export, a picture, and a folder with the note of a build that was begun."""
+    from PIL import Image
+
+    shutil.copytree(honest_run("dcl") / "export" / "last", folder / "export")
+    (folder / "pictures").mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "pictures" / "0.png")
+    (folder / "index").mkdir()
+    (folder / "index" / "building.json").write_text(content)
+
+
 def page_is_escaped(folder: Path) -> None:
     page = (folder / "page.html").read_text()
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "onerror=alert(1)>" not in page.replace("&gt;", "")
@@ -373,6 +386,36 @@ CASES = [
     ),
     file_case(
         "array-records", "rerank/image_tokens.npy", npy(array=np.zeros(6, "f4,i4")), "is not an array of numbers", FUSION
+    ),
+    # -- other commands
+    file_case(
+        "doctor-view",
+        "records.sqlite",
+        sql("DROP TABLE images", f"CREATE VIEW images AS {LOOP}"),
+        "views or indexes",
+        status=1,
+        commands=[["doctor", "index"]],
+    ),
+    Case(
+        name="index-doctor-deep",
+        write=lambda folder, canary: (folder / "manifest.json").write_text("[" * 100_000),
+        commands=[["doctor", "."]],
+        says=["is neither a run's folder"],
+    ),
+    Case(name="index-begun-list", write=partial(begun, "[1]"), commands=[BUILD], says=["was not written by"]),
+    Case(name="index-begun-deep", write=partial(begun, "[" * 100_000), commands=[BUILD], says=["nested too deeply"]),
+    Case(
+        name="index-begun-no-plan",
+        write=partial(begun, '{"format": "coder-plugin index", "version": 1}'),
+        commands=[BUILD],
+        says=["has no plan"],
+    ),
+    Case(
+        name="index-begun-other-plan",
+        write=partial(begun, '{"format": "coder-plugin index", "version": 1, "plan": {"model": ["\\u001b[2J"]}}'),
+        commands=[BUILD],
+        says=["was begun with other options"],
+        hides=["\x1b"],
     ),
     # -- captions and keys where they are shown
     file_case("captions-in-a-terminal", "records.sqlite", captions, "\\u001b[2J", status=0, hides=CONTROLS),

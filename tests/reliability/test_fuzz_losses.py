@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from coder_plugin import create_loss, create_model, functional
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import masked_sets, similarity
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
 from tests.backbones import test_region_text as regions
@@ -242,6 +244,46 @@ def test_functions(name: str) -> None:
 
 def test_every_function_is_there() -> None:
     assert set(FUNCTIONS) == set(functional.__all__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_without_a_direction(dtype: torch.dtype) -> None:
+    """They stay zero and get no gradient; others are what ``normalize`` gives, to the last bit."""
+    x = torch.tensor([[0.0, 0.0], [1e-13, 0.0], [3.0, 4.0], [1e-3, -2e5]], dtype=dtype, requires_grad=True)
+    unit = similarity.unit(x)
+    assert torch.equal(unit[2:], torch.nn.functional.normalize(x[2:], dim=-1)) and not unit[:2].any()
+    (unit * torch.arange(8, dtype=dtype).view(4, 2)).sum().backward()
+    assert x.grad is not None and not x.grad[:2].any() and x.grad[2:].all() and x.grad.abs().max() < 10
+    mask = torch.tensor([[False, False], [True, False]])
+    tokens = torch.ones(2, 2, 3, dtype=dtype, requires_grad=True)
+    means, channels = masked_sets.mean(tokens, mask), masked_sets.unit_channels(tokens, mask)
+    assert means.tolist() == [[0.0] * 3, [1.0] * 3] and not channels[0].any() and channels[1, 0].tolist() == [1.0] * 3
+    (means.sum() + channels.sum()).backward()
+    assert tokens.grad is not None and tokens.grad.isfinite().all() and not tokens.grad[0].any()
+
+
+def test_padding_and_pairs_without_words_count_as_zero() -> None:
+    words, regions, prototypes = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(6, 4)
+    masks = torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 5, dtype=torch.bool)
+    empty = torch.tensor([[True] * 5, [False] * 5])
+    one = functional.lca(words[:1], masks[0][:1], regions[:1], masks[1][:1], prototypes)
+    assert torch.allclose(functional.lca(words, masks[0], regions, empty, prototypes), one / 2)
+    context, ids = torch.randn(2, 4), torch.tensor([1, 1])  # of one image: no negatives, so each local's loss is zero
+    assert functional.cra(context, regions, empty, image_ids=ids) == 0
+    assert functional.cra(context, regions, ~masks[1]) == 0
+    third, full = torch.randn(3, 4), torch.tensor([[True] * 5, [False] * 5, [True] * 5])
+    locals_ = torch.randn(3, 5, 4)
+    both = functional.cra(third[::2], locals_[::2], full[::2])
+    assert torch.allclose(functional.cra(third, locals_, full), both * 2 / 3)
+
+
+def test_what_could_overflow_is_named() -> None:
+    fine, huge = torch.full((2, 3), 1e7), torch.full((2, 3), 1e8)
+    assert functional.dcl(fine, fine, diversity_gradient=True).isfinite()
+    with pytest.raises(CoderError, match=r"text_features holds values of 1.0e\+08, which overflow: normalise it"):
+        functional.dcl(fine, huge)
+    assert functional.dcl(fine.double(), huge.double()).isfinite()
+    assert not functional.dcl(fine, huge * torch.inf).isfinite()  # NaN and infinities are the trainer's to name
 
 
 # -- heads and terms: what a model's towers give is replaced, the heads and the loss are computed ------------------------

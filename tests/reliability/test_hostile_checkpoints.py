@@ -131,7 +131,8 @@ PARTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
 }
 POSITION_OF_ONE = {
-    "epoch": 1, "batches": 1, "consumed": [1], "last": 0, "leftover": 0, "offset": 0, "before": 0, "rank": 0, "bad": [],
+    "epoch": 1, "batches": 1, "consumed": [1], "last": 0, "leftover": 0, "offset": 0, "before": 0, "rank": 0,
+    "bad": {"read": 0, "kinds": {}}, "again": {"read": 0, "kinds": {}},
     "rest": [], "setting": {"ranks": 1, "workers": 1, "batch size": 4},
 }
 

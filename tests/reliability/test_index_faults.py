@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import resource
 import shutil
 import signal
+import struct
 import sys
 import time
 from collections import Counter
@@ -14,10 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index import build, records
+from coder_plugin.index import build, parts, records, vectors
 from coder_plugin.index.build import build_index
 from coder_plugin.index.manifest import KINDS
 from coder_plugin.index.records import Records
@@ -261,6 +267,103 @@ def test_no_verification_still_reads_nothing_wrong(whole: Path, tmp_path: Path) 
             refused += 1
         shutil.rmtree(folder)
     assert refused
+
+
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "keys that are numbers": ({"names": {"keys": [1, 2], "captions": [[], []], "bad": []}}, "its names are not texts"),
+    "captions that are texts": ({"names": {"keys": ["a", "b"], "captions": ["x", "y"], "bad": []}}, "its names are not lists"),
+    "no keys": ({"names": {"captions": [[], []], "bad": []}}, "keys"),
+    "more keys": ({"names": {"keys": ["a"], "captions": [[]], "bad": []}}, "has the shape .2., not 1 rows"),
+    "captions of fewer images": ({"names": {"keys": ["a", "b"], "captions": [[]], "bad": []}}, "captions of 1 images"),
+    "positions of another type": ({"positions": torch.zeros(2)}, "positions is torch.float32"),
+    "positions of two dimensions": ({"positions": torch.zeros(2, 2, dtype=torch.int64)}, "positions is torch.int64 of"),
+    "vectors of fewer images": ({"images": torch.zeros(1, 4)}, r"images has the shape \[1, 4\], not 2 rows"),
+    "no positions": ({"positions": None}, "positions"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_of_other_types(tmp_path: Path, case: str) -> None:
+    """Written by somebody else, with the digest of what they wrote."""
+    changes, text = PARTS[case]
+    path = tmp_path / "part.safetensors"
+    two = torch.arange(2)
+    names = {"keys": ["a", "b"], "captions": [["x"], []], "bad": []}
+    none = torch.zeros(0, dtype=torch.uint8)
+    tensors = {"positions": two, "image_ids": two, "thumbnail_sizes": 0 * two, "thumbnails": none, "images": torch.zeros(2, 4)}
+    tensors = {name: value for name, value in {**tensors, **changes, "names": None}.items() if value is not None}
+    text_bytes = json.dumps(changes.get("names", names)).encode()
+    tensors["names"] = torch.tensor(list(text_bytes), dtype=torch.uint8)
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    save_file(tensors, path, {"digest": parts._digest(tensors)})
+    with pytest.raises(CoderError, match=f"part.safetensors is damaged .*{text}.*: remove it"):
+        parts.read(path)
+    if "images" not in changes:
+        with pytest.raises(CoderError, match="part.safetensors is damaged"):
+            parts.summary(path)
+
+
+# -- what rests on FAISS: the files of indexes that are not flat ---------------------------------------------------------------
+
+FACTORIES = ("HNSW8", "IVF4,Flat", "PQ4x4", "OPQ4,IVF4,PQ4x4", "SQ8", "IVF4,SQ8", "PCA8,Flat", "Flat")
+
+
+def mutate(content: bytes, draw: random.Random) -> bytes:
+    """A flipped bit, another number, or the beginning."""
+    data = bytearray(content)
+    place = draw.randrange(min(len(data) - 8, draw.choice((60, 200, len(data)))))
+    kind = draw.randrange(3)
+    if kind == 0:
+        data[place] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        data[place : place + 8] = struct.pack("<q", draw.choice((-1, 2**31, 2**40, 2**62, 1 << 20, 7)))
+    return bytes(data[: draw.randrange(len(data))] if kind == 2 else data)
+
+
+def run_mutations(tmp_path: Path, each: int, seed: int) -> Counter[str]:
+    import faiss
+
+    draw, results = random.Random(seed), Counter[str]()
+    array = np.random.default_rng(0).normal(size=(300, 1, 16)).astype("float32")
+    for factory in FACTORIES:
+        path = tmp_path / "images.faiss"
+        vectors.write(path, array, factory)
+        content = path.read_bytes()
+        for _ in range(each):
+            path.write_bytes(mutate(content, draw))
+            pid = os.fork()
+            if pid == 0:
+                status = 9
+                try:
+                    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+                    signal.alarm(10)
+                    faiss.omp_set_num_threads(1)
+                    opened = vectors.Vectors(path, items=300, views=1, dimensions=16, flat=factory == "Flat", gpu=False)
+                    scores, rows = opened.search(array[:3, 0], 5)
+                    status = 0 if rows.max() < 300 and not np.isnan(scores).any() else 8
+                except CoderError:
+                    status = 2
+                finally:
+                    os._exit(status)
+            _, code = os.waitpid(pid, 0)
+            results[f"{'read' if code == 0 else 'refused' if code == 512 else os.waitstatus_to_exitcode(code)}"] += 1
+    return results
+
+
+HARDENED = pytest.mark.skipif("not hasattr(__import__('faiss'), 'set_deserialization_loop_limit')", reason="an older FAISS")
+
+
+@HARDENED
+def test_faiss_refuses_damaged_files(tmp_path: Path) -> None:
+    assert set(run_mutations(tmp_path, 8, seed=0)) <= {"read", "refused"}
+
+
+@HARDENED
+@pytest.mark.slow
+def test_faiss_refuses_many_damaged_files(tmp_path: Path) -> None:
+    results = run_mutations(tmp_path, 100, seed=1)
+    print(f"{len(FACTORIES)} kinds of FAISS files, changed: {dict(results)}")
+    assert set(results) <= {"read", "refused"}
 
 
 # -- a query that does not end -----------------------------------------------------------------------------------------------

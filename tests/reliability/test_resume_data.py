@@ -86,10 +86,13 @@ def samples(taken: list[list[torch.Tensor]]) -> Counter[int]:
 
 def check_exact(source: Any, settings: list[dict[str, Any]], steps: list[int], bad: tuple[int, ...]) -> None:
     """No sample twice. None is missing but those that do not fill the last step of the last setting."""
-    position, used = None, Counter()
+    position: Any = None
+    used: Counter[int] = Counter()
     for setting, count in zip(settings, steps, strict=True):
         taken, position = take(source, position, count, **setting)
         used += samples(taken)
+        step = setting.get("batch_size", BATCH) * setting.get("world_size", 1)
+        assert position[0]["before"] + position[0]["batches"] * step == sum(used.values())
     assert not [number for number, times in used.items() if times > 1], (settings, steps)
     assert not used.keys() & set(bad)
     last = settings[-1]

@@ -23,6 +23,7 @@ from tiny_run import assert_same_run, differences, in_child, options, rows, stat
 from coder_plugin.cli import main
 from coder_plugin.errors import CoderError
 from coder_plugin.training import checkpoint
+from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.metrics_file import append_line, cut_back
 from coder_plugin.training.run_folder import RunFolder
 from coder_plugin.training.run_lock import run_lock
@@ -234,6 +235,10 @@ def test_rows_after_the_checkpoint_are_cut(tmp_path):
     assert path.read_text().splitlines() == lines
     assert cut_back(path, step=3, evaluated=0) == 1  # the evaluation was not in the checkpoint: it is repeated
     assert path.read_text().splitlines() == lines[:-1]
+    epochs = [json.dumps({"step": 3 * epoch + 3, "epoch": epoch, "epoch/read_samples": 9}) for epoch in range(3)]
+    path.write_text("\n".join([*lines[:-1], *epochs]) + "\n")
+    assert cut_back(path, step=6, evaluated=0, epochs=2) == 1
+    assert path.read_text().splitlines() == [*lines[:-1], *epochs[:2]]
 
 
 def test_a_row_is_written_as_a_whole_or_not_at_all(tmp_path):
@@ -396,6 +401,56 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_as_uninterrupted(fini
     assert_same_run(tmp_path / "run", tmp_path / name)
 
 
+def stop_at_random(made: Any, folder: Path, draws: int, seconds: float) -> list[float]:
+    """Signals at random instants of a run and its successors: how long each took to leave, with its checkpoint whole."""
+    draw = random.Random(5)
+    delays = []
+    while len(delays) < draws:
+        shutil.rmtree(folder, ignore_errors=True)
+        while len(delays) < draws:
+            resume = (folder / "config.json").exists()
+            read, write = os.pipe()
+            child = os.fork()
+            if not child:
+                status = 1
+                try:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                    made.folder = made.log.folder = folder
+                    made.config = made.log.config = made.config.with_options(resume="latest" if resume else None)
+                    with made.signals:  # as in a run: it has begun when the signal comes
+                        os.write(write, b"1")
+                        made.run()
+                    status = 0
+                except SystemExit as error:
+                    status = int(error.code or 0)
+                finally:
+                    os._exit(status)
+            os.read(read, 1)
+            os.close(read), os.close(write)
+            time.sleep(draw.uniform(0, seconds))
+            before = checkpoint.newest(folder / "checkpoints", problems=[])
+            started = time.monotonic()
+            os.kill(child, draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]))
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if status == 0:  # the run was over
+                break
+            assert status == EXIT_STATUS
+            delays.append(time.monotonic() - started)
+            after = checkpoint.newest(folder / "checkpoints", problems=(problems := []))
+            assert not problems and (before is None or (after is not None and after.name >= before.name))
+    return delays
+
+
+@pytest.mark.slow
+def test_signals_at_random_instants(finished, tmp_path):
+    started = time.monotonic()
+    made = trainer(options(finished))
+    made_seconds = time.monotonic() - started
+    delays = stop_at_random(made, tmp_path / "run", 60, made_seconds)
+    print(f"{len(delays)} signals at random instants: left within {max(delays):.1f} s, median {sorted(delays)[30]:.1f} s")
+    assert max(delays) < 20  # of which a step on a busy machine
+
+
 def test_a_signal_during_evaluation_ends_it_and_the_resumed_run_repeats_it(finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     made = trainer(options(tmp_path, name="stopped", save_every_steps=0))
@@ -404,9 +459,9 @@ def test_a_signal_during_evaluation_ends_it_and_the_resumed_run_repeats_it(finis
     def run() -> None:
         def call(self: Any, source: Any) -> Any:
             if made.step == 4:
-                with torch.no_grad():  # in the middle of what has averaged weights
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(1)
+                torch.rand(1)  # random numbers of an evaluation that is repeated must not count
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
             return encode(self, source)
 
         made.encoder.__class__.__call__ = call
@@ -417,6 +472,27 @@ def test_a_signal_during_evaluation_ends_it_and_the_resumed_run_repeats_it(finis
     assert not (tmp_path / "stopped/export/best").exists()
     trainer(options(tmp_path, name="stopped", resume="latest", save_every_steps=0)).run()
     assert_same_run(tmp_path / "run", tmp_path / "stopped")
+
+
+def test_a_signal_while_averaged_weights_are_put_in_place(monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    average = WeightAverage(model, 0.5)
+    for value in average.weights.values():
+        value.add_(1)
+    copy, calls = WeightAverage._copy, []
+
+    def interrupted(target: Any, weights: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            copy(target, dict(list(weights.items())[:1]))
+            raise StoppedBySignal
+        copy(target, weights)
+
+    monkeypatch.setattr(WeightAverage, "_copy", staticmethod(interrupted))
+    with pytest.raises(StoppedBySignal), average.applied(model):
+        pass
+    assert not differences(before, model.state_dict())
 
 
 def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path):

@@ -140,6 +140,10 @@ def exports(folder: Path) -> dict[str, Any]:
         name = str(path.relative_to(folder))
         if path.suffix == ".safetensors":
             found |= {f"{name}/{key}": value for key, value in load_file(path).items()}
+        elif path.name == "coder_export.json":  # its checksums: safetensors writes metadata in no fixed order
+            content = json.loads(path.read_text())
+            found[name] = {key: value for key, value in content.items() if key not in ("sha256", "files")}
+            found[f"{name}/files"] = sorted(content["files"])
         elif path.is_file():
             found[name] = path.read_bytes()
     return found

@@ -371,7 +371,7 @@ def test_captions_and_regions_of_two_files(tmp_path, made, layout, caplog):
     again = result(tmp_path, str(tmp_path / "run"), "--export", "last", "--split", "test")
     assert again["images"] == 20
     with pytest.raises(CoderError, match="2 of 48 images have no regions.*at most 1 may lack them"):
-        Trainer.from_config(config(made, tmp_path, "strict", **data, max_bad_images=1))
+        Trainer.from_config(config(made, tmp_path, "strict", **data, max_bad_samples=0.001))
 
 
 def test_regions_of_other_images(tmp_path, made):
@@ -400,22 +400,22 @@ def test_an_image_of_nan_is_skipped_named_and_counted(tmp_path, made, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = Trainer.from_config(config(made, tmp_path, **options))
         trainer.run()
-    assert trainer.loader.bad.keys == ["train_000"] and trainer.step == 5  # 47 images fill five batches of eight
-    told = [record.getMessage() for record in caplog.records if "skipped image" in record.getMessage()]
+    assert trainer.loader.bad.kinds == {"regions": 1} and trainer.step == 5  # 47 images fill five batches of eight
+    told = [record.getMessage() for record in caplog.records if "skipped sample" in record.getMessage()]
     assert len(told) == 1 and "'train_000'" in told[0] and "1 of 72 numbers in the features are NaN" in told[0]
     assert all(np.isfinite(losses(tmp_path)))
 
 
 def test_too_few_left_for_a_batch_end_the_run(tmp_path, made):
     path = damaged(made, tmp_path / "data", "train", *range(1, 44))
-    with pytest.raises(CoderError, match="epoch 0 gave no step on some rank: 43 images of rank 0 could not be used"):
-        Trainer.from_config(config(made, tmp_path, train_data=path, loss="triplet")).run()
+    with pytest.raises(CoderError, match="epoch 0 gave no step on some rank: 43 of 48 samples skipped"):
+        Trainer.from_config(config(made, tmp_path, train_data=path, loss="triplet", max_bad_samples=0.9)).run()
 
 
 def test_too_many_of_them_end_the_run(tmp_path, made):
     path = damaged(made, tmp_path / "data", "train", *range(5, 9))
-    with pytest.raises(CoderError, match="4 images cannot be decoded, more than max_bad=3"):
-        Trainer.from_config(config(made, tmp_path, train_data=path, max_bad_images=3)).run()
+    with pytest.raises(CoderError, match=r"4 of 48 samples skipped \(regions 4\), more than max_bad_samples=0.003"):
+        Trainer.from_config(config(made, tmp_path, train_data=path, max_bad_samples=0.003)).run()
     path = damaged(made, tmp_path / "none", "train", *range(48))
     with pytest.raises(CoderError, match="none of the first 48 images can be read; the first: train_000: .*NaN"):
         Trainer.from_config(config(made, tmp_path, "none", train_data=path))

@@ -111,7 +111,7 @@ def test_replayed_forward_has_the_same_dropout_and_statistics_move_once(accelera
 def test_shares_are_gradient_norms(accelerator):
     model = tiny("dcl + 3*triplet")
     loss = create_loss("dcl + 3*triplet", model=model)
-    result = forward_backward(model, loss, [batch(8)], accelerator, shares=True)
+    result = forward_backward(model, loss, [batch(8)], accelerator, measure=True)
     assert sum(result.shares.values()) == pytest.approx(1)
     outputs = model(**batch(8))
     features = [outputs["image_features"], outputs["text_features"]]

@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.regions.base import Regions, warn_once
 
 _FEATURES = ("x", "features", "feat")
@@ -32,6 +33,8 @@ _BOXES = ("bbox", "boxes", "norm_bb")
 _RESERVED = {*_FEATURES, *_BOXES, "num_bbox", "num_boxes", "image_w", "image_h", "whole", "info"}
 _EXTRA = "x_"  # prefix of an extra's name in our files
 
+#: Most bytes of an image's arrays. Those of 100 regions of 4,096 channels have 1.6 million.
+LARGEST_ARRAYS = 256 << 20
 #: Stands for an array that is a pickle.
 PICKLED = np.empty(0, object)
 
@@ -100,8 +103,13 @@ def encode_npz(regions: Regions) -> bytes:
 
 
 def decode_npz(data: bytes, path: str) -> Regions:
-    """Regions from the bytes of an ``npz`` file, ours or another tool's; ``ValueError`` where it is damaged."""
-    return from_arrays(read_npz(io.BytesIO(data)), path)
+    """Regions from the bytes of an ``npz`` file, ours or another tool's; ``BadSample`` where it is damaged."""
+    try:
+        return from_arrays(read_npz(io.BytesIO(data)), path)
+    except BadSample:
+        raise
+    except ValueError as exc:
+        raise BadSample("regions", str(exc)) from exc
 
 
 def npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -121,6 +129,9 @@ def read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
     file.seek(0)
     try:
         with np.load(file, allow_pickle=False) as archive:
+            size = sum(member.file_size for member in archive.zip.infolist())
+            if size > LARGEST_ARRAYS:
+                raise BadSample("file_size", f"its arrays have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
             return {name: _member(archive, name) for name in archive.files}
     except (OSError, ValueError):
         raise
@@ -134,6 +145,8 @@ def read_npy(path: str) -> np.ndarray:
         if file.read(6) != b"\x93NUMPY":
             raise ValueError(f"{os.path.basename(path)} is not an .npy file")
         file.seek(0)
+        if (size := os.fstat(file.fileno()).st_size) > LARGEST_ARRAYS:
+            raise BadSample("file_size", f"{os.path.basename(path)} has {size:,} bytes, more than {LARGEST_ARRAYS:,}")
         try:
             return np.load(file, allow_pickle=False)
         except OSError:

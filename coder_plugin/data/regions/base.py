@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Regions:
         extras: further arrays [L, …] that a layout carries, such as LXMERT's ``objects_id``.
 
     Raises:
-        ValueError: wrong shapes, no region, or NaN or infinity in a feature or box.
+        ValueError: wrong shapes or dtypes, no region, or NaN or infinity in a feature, a box or the size.
 
     Example:
         >>> import numpy as np
@@ -56,15 +57,18 @@ class Regions:
             )
         if self.boxes is not None and self.boxes.shape != (len(self), 4):
             raise ValueError(f"boxes have shape {list(self.boxes.shape)}, not [{len(self)}, 4] for {len(self)} regions")
-        if self.boxes is not None and not (self.size[0] > 0 and self.size[1] > 0):
-            raise ValueError(f"the image's size is {self.size[0]:g} x {self.size[1]:g}; both must be > 0")
+        if self.boxes is not None and not all(0 < side < np.inf for side in self.size):
+            raise ValueError(f"the image's size is {self.size[0]:g} x {self.size[1]:g}; both must be > 0 and finite")
+        whole = self.global_feature
+        if whole is not None and (whole.ndim != 1 or whole.dtype.kind not in "fiu"):
+            raise ValueError(f"the global feature is {whole.dtype} of shape {list(whole.shape)}; it must be numbers [channels]")
         for name, array in (("features", self.features), ("boxes", self.boxes), ("global feature", self.global_feature)):
             if array is not None and not np.isfinite(array).all():
                 count = int((~np.isfinite(array)).sum())
                 raise ValueError(f"{count} of {array.size} numbers in the {name} are NaN or infinite")
         for name, array in self.extras.items():
-            if len(array) != len(self):
-                raise ValueError(f"{name} has {len(array)} rows for {len(self)} regions")
+            if not array.ndim or len(array) != len(self):
+                raise ValueError(f"{name} has {len(array) if array.ndim else 'no'} rows for {len(self)} regions")
 
     def __len__(self) -> int:
         return len(self.features)
@@ -87,7 +91,7 @@ class Record(NamedTuple):
 
 
 #: Image names to their regions, in the file's order. ``file[name]`` reads one image; it raises ``KeyError`` for an unknown
-#: name and ``ValueError`` for a damaged entry. A file can be pickled for loader workers, is opened anew in each process, and
+#: name and ``BadSample`` for a damaged entry. A file can be pickled for loader workers, is opened anew in each process, and
 #: keeps neither features nor mapped pages in memory (a file of any size is read within 300 MB). It needs no ``close()``.
 RegionFile = Mapping[str, Regions]
 
@@ -144,13 +148,14 @@ class IndexedRegions(Mapping[str, Regions]):
 
 @contextmanager
 def entry_errors(path: str, name: str) -> Iterator[None]:
-    """Prefix file and image to the message of a ``ValueError``."""
+    """Turn a ``ValueError`` into a ``BadSample`` with file and image before its message."""
     try:
         yield
     except CoderError:
         raise
     except ValueError as exc:
-        raise ValueError(f"{path}: image {name!r}: {exc}") from exc
+        kind = exc.kind if isinstance(exc, BadSample) else "regions"
+        raise BadSample(kind, f"{path}: image {name!r}: {exc}") from exc
 
 
 def missing_file(path: str) -> CoderError:

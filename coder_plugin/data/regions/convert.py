@@ -138,7 +138,10 @@ def _join(
     source: str, regions: RegionFile, captions: Source, *, missing_ok: bool
 ) -> tuple[list[tuple[str, str, Sequence[str]]], tuple[str, ...], tuple[str, ...]]:
     """(key, name in the file, captions) of each captioned image; the keys without regions; the file's unused names."""
-    items = [without_image(item) for _, item in captions.items()]
+    listed = [item for _, item in captions.items()]
+    items = [without_image(item) for item in listed if item.fault is None]
+    if bad := [item for item in listed if item.fault is not None]:
+        log.warning("%s: left out %d bad samples, the first: %r: %s", captions.name, len(bad), bad[0].key, bad[0].fault)
     matches = match(items, regions, find_rule(items, regions, where=captions.name), where=captions.name)
     missing = tuple(item.key for item in items if item.key not in matches)
     if missing and not missing_ok:

@@ -22,13 +22,14 @@ With neither, the fractions come from ``spatial_features``; without those the bo
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import numpy as np
 
-from coder_plugin.data.regions.arrays import native
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.json_text import parse_json
+from coder_plugin.data.regions.arrays import LARGEST_ARRAYS, native
 from coder_plugin.data.regions.base import IndexedRegions, RegionFormat, Regions, missing_file, warn_once
 from coder_plugin.errors import CoderError
 
@@ -65,10 +66,22 @@ class Hdf5Regions(IndexedRegions):
             self._close()
             h5py = _h5py()
             self._file, self._pid = h5py.File(self.path, "r"), os.getpid()
-            extras = self._file.get("extras", ())
+            link = self._file.get("extras", getlink=True)
+            extras = () if link is None or isinstance(link, h5py.ExternalLink) else self._file.get("extras", ())
             names = (*_DATASETS, *(f"extras/{key}" for key in extras if not isinstance(extras, h5py.Dataset)))
-            self._sets = {name: self._file[name] for name in names if isinstance(self._file.get(name), h5py.Dataset)}
+            self._sets = {name: self._file[name] for name in names if self._is_inside(h5py, name)}
         return self._sets
+
+    def _is_inside(self, h5py: Any, name: str) -> bool:
+        """Whether a dataset of this name exists. CoderError where its numbers are in other files, which are never opened."""
+        parts = name.split("/")
+        links = [self._file.get("/".join(parts[: end + 1]), getlink=True) for end in range(len(parts))]
+        outside = any(isinstance(link, h5py.ExternalLink) for link in links)
+        if not outside and not isinstance(dataset := self._file.get(name), h5py.Dataset):
+            return False
+        if outside or dataset.external or dataset.is_virtual or dataset.file.filename != self._file.filename:
+            raise CoderError(f"{self.path}: {name} is stored in another file; copy its numbers into this one")
+        return True
 
     def _close(self) -> None:
         if self._file is not None:
@@ -108,7 +121,7 @@ class Hdf5Regions(IndexedRegions):
                 f"{self.path}: image_features is flat, {[regions, '…']}, and pos_boxes [images, 2] is missing, which says "
                 "which rows belong to an image"
             )
-        ends = data["pos_boxes"][()]
+        ends = self._whole(data, "pos_boxes")
         if ends.ndim != 2 or ends.shape[1] != 2 or ends.dtype.kind not in "iu":
             raise CoderError(f"{self.path}: pos_boxes is {ends.dtype} of shape {list(ends.shape)}, not integers [images, 2]")
         ends = ends.astype(np.int64)
@@ -119,6 +132,13 @@ class Hdf5Regions(IndexedRegions):
                 f"({len(wrong)} such rows of {len(ends)}): the file is damaged or incomplete"
             )
         return ends
+
+    def _whole(self, data: Any, name: str) -> np.ndarray:
+        """All of a dataset, unless it declares far more numbers than the file stores."""
+        dataset = data[name]
+        if dataset.nbytes > (1 << 20) + 100 * dataset.id.get_storage_size():
+            raise CoderError(f"{self.path}: {name} has shape {list(dataset.shape)}, but the file stores almost none of it")
+        return dataset[()]  # type: ignore[no-any-return]
 
     def _source_of_boxes(self, data: Any) -> str | None:
         """``pixels``, ``fractions`` or ``spatial`` (see the module's text); None where boxes cannot be used."""
@@ -146,7 +166,7 @@ class Hdf5Regions(IndexedRegions):
         if source:
             if data[source].dtype.kind not in "iuSO":
                 raise CoderError(f"{self.path}: {source} is {data[source].dtype}; it must be names or whole numbers")
-            names = [_name(each) for each in data[source][()].reshape(-1)]
+            names = [_name(each) for each in self._whole(data, source).reshape(-1)]
         else:
             listed, source = self._names_file()
             if isinstance(listed, dict):  # as in BAN's pickles, possibly not of every row
@@ -169,7 +189,7 @@ class Hdf5Regions(IndexedRegions):
         for path in (f"{stem}_ids.json", f"{stem}_ids.txt"):
             try:
                 with open(path, encoding="utf-8") as file:
-                    listed = json.load(file) if path.endswith(".json") else file.read().splitlines()
+                    listed = parse_json(file.read()) if path.endswith(".json") else file.read().splitlines()
             except FileNotFoundError:
                 continue
             except ValueError as exc:
@@ -189,6 +209,10 @@ class Hdf5Regions(IndexedRegions):
         rows = place if self._ends is None else slice(*self._ends[place].tolist())
         try:
             data = self._data()
+            features = data["image_features"]
+            length = features.shape[1] if self._ends is None else rows.stop - rows.start
+            if (size := length * features.shape[-1] * features.dtype.itemsize) > LARGEST_ARRAYS:
+                raise BadSample("file_size", f"its features have {size:,} bytes, more than {LARGEST_ARRAYS:,}")
             boxes, size = None, (1.0, 1.0)
             if self._boxes is not None:
                 boxes = data["spatial_features" if self._boxes == "spatial" else "image_bb"][rows][:, :4]
@@ -202,7 +226,7 @@ class Hdf5Regions(IndexedRegions):
                 global_feature=data["whole"][place] if "whole" in data else None,
                 extras={key[7:]: array[rows] for key, array in data.items() if key.startswith("extras/")},
             )
-        except (OSError, RuntimeError, KeyError) as exc:
+        except (OSError, RuntimeError, KeyError, TypeError) as exc:
             raise ValueError(f"HDF5 cannot read row {place}: {exc}") from exc
 
 

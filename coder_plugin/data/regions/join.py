@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+from coder_plugin.data.bad_samples import BadSample, allowed
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import DERIVATIONS, RegionFile, Regions, names_of
 from coder_plugin.data.source import ItemSource, Plan, Source
@@ -44,19 +45,19 @@ class Rule(NamedTuple):
 class RegionSource:
     """Another :class:`~coder_plugin.data.source.Source` with regions instead of pictures: same keys, captions and batches.
 
-    An image without regions fails to load; it is skipped and counted like one that cannot be decoded.
+    An image without regions fails to load; it is skipped and counted as a bad sample.
 
     Args:
         captions: the source of the items. If it holds them in memory, all are looked up at once and missing ones are
             logged; of a stream the first :data:`FIRST` are looked up, and the rule that matches them is used for all.
         regions: their regions, under the items' keys, their other names, or a name that :func:`names_of` derives from one.
-        max_missing: how many of the images looked up may lack regions; None: any number, but not all.
+        max_missing: fraction of the images looked up that may lack regions, of at least 1,000; None: any number, but not all.
 
     Raises:
-        CoderError: none of the images looked up has regions, or more than ``max_missing`` have none.
+        CoderError: none of the images looked up has regions, or more than ``max_missing`` allows have none.
     """
 
-    def __init__(self, captions: Source, regions: RegionFile, *, max_missing: int | None = None) -> None:
+    def __init__(self, captions: Source, regions: RegionFile, *, max_missing: float | None = None) -> None:
         self.name = captions.name
         self.captions, self._regions = captions, regions
         in_memory = isinstance(captions, ItemSource)
@@ -66,8 +67,9 @@ class RegionSource:
         matches = match(items, regions, self._rule, where=self.name)
         if missing := [item.key for item in items if item.key not in matches]:
             text = f"{len(missing)} of {len(items)} {which} have no regions, such as {examples(missing)}"
-            if max_missing is not None and len(missing) > max_missing:
-                raise CoderError(f"{self.name}: {text}; at most {max_missing} may lack them")
+            if max_missing is not None and len(missing) > (most := allowed(max_missing, len(items))):
+                hint = f"at most {int(most):,} may lack them (--max-bad-samples {max_missing:g})"
+                raise CoderError(f"{self.name}: {text}; {hint}")
             log.warning("%s: %s: they are left out", self.name, text)
 
     @property
@@ -86,7 +88,9 @@ class RegionSource:
             yield index, self.with_regions(item)
 
     def with_regions(self, item: Item) -> Item:
-        """The item with its regions as image."""
+        """The item with its regions as image; a bad sample as it is."""
+        if item.fault is not None:
+            return item
         name = self._rule.apply(item)
         if name is None or name not in self._regions:
             return replace(item, load=partial(_no_regions, item.key))
@@ -229,4 +233,4 @@ def _read(regions: RegionFile, name: str) -> Regions:
 
 
 def _no_regions(key: str) -> Regions:
-    raise ValueError(f"image {key!r} is not in the file of regions")
+    raise BadSample("regions", f"image {key!r} is not in the file of regions")

@@ -14,7 +14,6 @@ LMDB maps its file, and mapped pages count as memory of the process. The file is
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import threading
@@ -24,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from coder_plugin.data.regions.arrays import from_arrays, read_npz
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.json_text import parse_json
+from coder_plugin.data.regions.arrays import LARGEST_ARRAYS, from_arrays, read_npz
 from coder_plugin.data.regions.base import IndexedRegions, RegionFormat, Regions, missing_file, warn_once
 from coder_plugin.errors import CoderError
 
@@ -113,7 +114,7 @@ def _read_names(data: str) -> list[str]:
     if order is None:
         return list(_keys(data))
     try:
-        names = json.loads(order)
+        names = parse_json(bytes(order))
     except ValueError as exc:
         raise CoderError(f"{data}: the value of {_ORDER.decode()} is not JSON: {exc}") from exc
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -168,8 +169,8 @@ def _decode(value: bytes, path: str) -> dict[str, np.ndarray]:
     msgpack = _import("msgpack.fallback")
     try:
         content = msgpack.unpackb(value, raw=True)  # older writers do not distinguish text from bytes
-    except (ValueError, _import("msgpack").UnpackException) as exc:
-        raise ValueError(f"damaged msgpack: {exc or type(exc).__name__}") from exc
+    except Exception as exc:  # damaged content raises many kinds of errors
+        raise ValueError(f"damaged msgpack: {type(exc).__name__}: {exc}") from exc
     if not isinstance(content, dict):
         raise ValueError("its msgpack value is not a dictionary of arrays")
     arrays = {}
@@ -206,9 +207,15 @@ def _array(name: str, packed: Mapping[Any, Any]) -> np.ndarray:
 def _decompress(value: bytes) -> bytes:
     frame = _import("lz4.frame")
     try:
-        return frame.decompress(value)
-    except RuntimeError as exc:
+        decompressor = frame.LZ4FrameDecompressor()
+        content = decompressor.decompress(value, max_length=LARGEST_ARRAYS)
+    except (RuntimeError, EOFError) as exc:
         raise ValueError(f"damaged LZ4 frame: {exc}") from exc
+    if not decompressor.eof:
+        if len(content) >= LARGEST_ARRAYS:
+            raise BadSample("file_size", f"it expands to over {LARGEST_ARRAYS:,} bytes")
+        raise ValueError("damaged LZ4 frame: it ends early")
+    return content  # type: ignore[no-any-return]
 
 
 def matches(path: str) -> bool:

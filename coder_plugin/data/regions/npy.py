@@ -39,6 +39,8 @@ class NpyRows:
             raise CoderError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
         except ValueError as exc:
             raise CoderError(f"{path}: not a .npy file: {' '.join(str(exc).split())}") from exc
+        if any(length < 0 for length in self.shape):
+            raise CoderError(f"{path}: has shape {list(self.shape)}; lengths must not be negative")
         self.dtype = np.dtype(dtype)
         allowed = {"f": "floating point", "iu": "whole numbers", "iuf": "numbers"}[kinds]
         if self.dtype.kind not in kinds:
@@ -82,7 +84,7 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
         warnings.simplefilter("ignore")  # files written by Python 2, as many released ones are, have shapes like (36L,)
         try:
             return readers[version](file)  # type: ignore[no-untyped-call, no-any-return]
-        except (SyntaxError, TypeError, tokenize.TokenError) as exc:  # numpy parses the header as Python
+        except (SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError) as exc:  # numpy parses it as Python
             raise ValueError("its header is damaged") from exc
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import RegionFormat, Regions
 from coder_plugin.data.regions.npy import NpyRows
@@ -102,7 +103,7 @@ class PrecompFile(Mapping[str, Regions]):
         return os.path.join(self.folder, f"{self.split}_{ending}")
 
     def read(self, row: int) -> Regions:
-        """The regions of an image by its number in the split; ``ValueError`` where they are damaged."""
+        """The regions of an image by its number in the split; ``BadSample`` where they are damaged."""
         features = self._rows[row * self._repeat]
         count = len(features) if self._counts is None else int(_row(self._counts, row, len(self)))
         try:
@@ -111,7 +112,7 @@ class PrecompFile(Mapping[str, Regions]):
             feature = None if self._whole is None else _row(self._whole, row, len(self))
             return Regions(features[:count], boxes, (width, height), feature)
         except ValueError as exc:
-            raise ValueError(f"{self._rows.path}: image {self._names[row]!r}, number {row}: {exc}") from exc
+            raise BadSample("regions", f"{self._rows.path}: image {self._names[row]!r}, number {row}: {exc}") from exc
 
     def resolve(self, name: str) -> str:
         """The name that the file lists an image by, from any name that finds it."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 from collections.abc import Sequence
 
+from coder_plugin.data.json_text import parse_json
 from coder_plugin.errors import CoderError
 
 #: Exactly the texts that repr() writes for bytes.
@@ -63,7 +63,7 @@ def read_id_mapping(folder: str) -> dict[str, str]:
             continue
         try:
             with open(path, encoding="utf-8") as file:
-                content = json.load(file)
+                content = parse_json(file.read())
         except (OSError, ValueError) as exc:
             raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
         if not isinstance(content, dict) or not all(isinstance(name, str) and name for name in content.values()):

@@ -18,8 +18,18 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz, encode_npz
-from coder_plugin.data.regions.base import IndexedRegions, Record, RegionFormat, Regions, entry_errors, read_at
+from coder_plugin.data.regions.base import (
+    IndexedRegions,
+    Record,
+    RegionFormat,
+    Regions,
+    entry_errors,
+    read_at,
+    warn_once,
+)
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
 
@@ -145,35 +155,42 @@ def _shards(path: str, split: str) -> list[str]:
 
 
 def _index(shard: str) -> Iterator[tuple[str, tuple[str, ...], tarfile.TarInfo]]:
-    """(name, captions, header of the npz field) of each image with regions."""
-    from coder_plugin.data.tars import members
+    """(name, captions, header of the npz field) of each image with regions. Bad samples are left out with a warning."""
+    from coder_plugin.data.tars import members, too_large
 
     last, name = "", ""
     captions: tuple[str, ...] = ()
     npz: tarfile.TarInfo | None = None
+    refused: set[str] = set()
     for tar, stem, field, member in members(shard):
         if stem != last:
-            if npz is not None:
+            if npz is not None and last not in refused:
                 yield name, captions, npz
             last, name, captions, npz = stem, stem, (), None
-        if field == "npz":
-            npz = member
-        elif field == "json":
-            name, captions = _metadata(f"{shard}: sample {stem!r}", stem, tar.extractfile(member).read())  # type: ignore[union-attr]
+        try:
+            if field in ("npz", "json") and (fault := too_large(field, member.size)):
+                raise fault
+            if field == "npz":
+                npz = member
+            elif field == "json":
+                name, captions = _metadata(f"{shard}: sample {stem!r}", stem, tar.extractfile(member).read())  # type: ignore[union-attr]
+        except BadSample as fault:
+            warn_once(shard, f"left out: {fault}")
+            refused.add(stem)
         tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-    if npz is not None:
+    if npz is not None and last not in refused:
         yield name, captions, npz
 
 
 def _metadata(where: str, stem: str, data: bytes) -> tuple[str, tuple[str, ...]]:
     try:
-        metadata = json.loads(data)
+        metadata = parse_json(data)
     except ValueError as exc:
-        raise CoderError(f"{where}: its json field is not JSON: {exc}") from exc
+        raise BadSample("json", f"{where}: its json field is not JSON: {exc}") from exc
     metadata = metadata if isinstance(metadata, dict) else {}
     captions = metadata.get("captions") or []
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise CoderError(f"{where}: 'captions' in its json field is not a list of texts")
+        raise BadSample("caption", f"{where}: 'captions' in its json field is not a list of texts")
     return str(stem if metadata.get("image_id") is None else metadata["image_id"]), tuple(captions)
 
 
@@ -191,7 +208,7 @@ def _add_sizes(folder: str, sizes: dict[str, int]) -> None:
     path = os.path.join(folder, SIZES)
     entries: Any = {}
     with suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
-        entries = json.load(file)
+        entries = parse_json(file.read())
     items = entries.items() if isinstance(entries, dict) else ()
     existing = {name: size for name, size in items if os.path.exists(os.path.join(folder, name))}
     with atomic_write(path, "w") as file:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.source import Unusable
 from coder_plugin.errors import CoderError
 
 
@@ -28,8 +28,8 @@ class RegionTransform:
         global_dim: G, checked, if the model reads a feature of the whole image, else 0. An image without is unusable.
 
     Raises:
-        CoderError: an option out of range, or regions of another width than the model's.
-        Unusable: an image that lacks what the model reads.
+        CoderError: an option out of range, or pictures instead of regions.
+        BadSample: regions of another width than the model's, or an image that lacks what the model reads.
 
     Example:
         >>> import numpy as np
@@ -52,7 +52,9 @@ class RegionTransform:
         if not isinstance(regions, Regions):
             raise CoderError("this model reads regions, but the data are pictures: extract regions, then give --regions FILES")
         if regions.features.shape[1] != self.region_dim:
-            raise CoderError(f"regions have {regions.features.shape[1]} channels, but the model reads {self.region_dim}")
+            raise BadSample(
+                "region_width", f"regions have {regions.features.shape[1]} channels, but the model reads {self.region_dim}"
+            )
         rows = self._rows(min(len(regions), self.max_regions))
         out = {
             "features": self._padded(regions.features, rows),
@@ -61,17 +63,20 @@ class RegionTransform:
         if self.boxes:
             fractions = regions.fractions
             if fractions is None:
-                raise Unusable("it has no boxes, which this model reads (--model-kwargs context=none does not)")
+                raise BadSample("unusable", "it has no boxes, which this model reads (--model-kwargs context=none does not)")
             out["boxes"] = self._padded(fractions, rows)
             out["aspect"] = torch.tensor(regions.size[0] / regions.size[1], dtype=torch.float32)
         if self.global_dim:
             feature = regions.global_feature
             if feature is None:
-                raise Unusable(
-                    "it has no feature of the whole image, which this model reads (--model-kwargs global_dim=0 does not)"
+                raise BadSample(
+                    "unusable",
+                    "it has no feature of the whole image, which this model reads (--model-kwargs global_dim=0 does not)",
                 )
             if len(feature) != self.global_dim:
-                raise CoderError(f"whole images have {len(feature)} channels, but the model reads {self.global_dim}")
+                raise BadSample(
+                    "region_width", f"whole images have {len(feature)} channels, but the model reads {self.global_dim}"
+                )
             out["global"] = torch.from_numpy(feature.astype(np.float32))
         return out
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.base import IndexedRegions, RegionFormat, Regions, missing_file, read_at
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
@@ -179,14 +180,17 @@ def _load_index(path: str, layout: _Layout, stamp: list[int]) -> dict[str, tuple
     try:
         with open(_index_path(path), "rb") as file:
             digest, payload = file.read().split(b"\n", 1)
-    except (OSError, ValueError):
+        if digest.decode("latin-1") != hashlib.blake2b(payload).hexdigest():
+            return None
+        content = parse_json(payload)
+        if content["file"] != [_VERSION, layout.name, *stamp]:
+            return None
+        index = dict(zip(content["names"], zip(*content["places"], strict=True), strict=True))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    if digest.decode("latin-1") != hashlib.blake2b(payload).hexdigest():
-        return None
-    content = json.loads(payload)
-    if content["file"] != [_VERSION, layout.name, *stamp]:
-        return None
-    return dict(zip(content["names"], zip(*content["places"], strict=True), strict=True))
+    whole = all(type(number) is int and number >= 0 for place in index.values() for number in place)
+    inside = whole and all(len(place) == 3 and place[0] + place[1] <= stamp[0] for place in index.values())
+    return index if inside and all(isinstance(name, str) for name in index) else None
 
 
 def _save_index(path: str, layout: _Layout, stamp: list[int], index: dict[str, tuple[int, int, int]]) -> None:

@@ -379,11 +379,11 @@ def test_no_name_in_common_shows_one_of_each_side(tmp_path):
 def test_some_missing_are_warned_of_and_fail_to_load(tmp_path, caplog):
     path = written(tmp_path)
     with caplog.at_level(logging.WARNING):
-        source = joined(path, captioned(*NAMES, "7", "8", "9", "10"), max_missing=4)
+        source = joined(path, captioned(*NAMES, "7", "8", "9", "10"), max_missing=0.004)
     assert "4 of 7 images have no regions, such as '7', '8', '9' and 1 more" in caplog.text
     with pytest.raises(ValueError, match="'7'"):
         [item for _, item in source.items()][3].load()
-    assert "at most 3 may" in fault(joined, path, captioned(*NAMES, "7", "8", "9", "10"), max_missing=3)
+    assert "at most 3 may" in fault(joined, path, captioned(*NAMES, "7", "8", "9", "10"), max_missing=0.003)
 
 
 def test_captions_that_come_as_a_stream(tmp_path):
@@ -412,7 +412,7 @@ def test_one_rule_names_a_whole_stream(tmp_path, caplog):
     """The last images are missing, and their samples' numbers are other images' in the file."""
     stream = open_shards(stream_of(tmp_path, [(40 + n, 391890 + n) for n in range(4)]))
     file = {"391890": 0, "391891": 1, "42": "another's", "43": "another's"}
-    source = RegionSource(stream, file, max_missing=2)
+    source = RegionSource(stream, file, max_missing=0.002)
     assert "2 of 4 images at its start have no regions, such as '391892', '391893'" in caplog.text
     found = {item.key: item for chunk in source.chunks(Plan(seed=1, epoch=0, batch_size=4)) for item in chunk}
     found |= {item.key: item for _, item in source.items()}
@@ -420,7 +420,7 @@ def test_one_rule_names_a_whole_stream(tmp_path, caplog):
     for key in ("391892", "391893"):
         with pytest.raises(ValueError, match=f"'{key}' is not in the file"):
             found[key].load()
-    assert "at most 1 may" in fault(RegionSource, stream, file, max_missing=1)
+    assert "at most 1 may" in fault(RegionSource, stream, file, max_missing=0.001)
 
 
 def test_the_start_of_a_stream_decides(tmp_path, monkeypatch):

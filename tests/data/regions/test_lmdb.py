@@ -167,7 +167,15 @@ def test_lz4_is_asked_for_when_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lz4", None)
     monkeypatch.setitem(sys.modules, "lz4.frame", None)
     assert "package lz4: pip install" in str(pytest.raises(CoderError, file.__getitem__, "a").value)
-    stand_in = types.SimpleNamespace(decompress=lambda data: zlib.decompress(data[4:]))
+
+    class Decompressor:
+        eof = False
+
+        def decompress(self, data: bytes, max_length: int) -> bytes:
+            self.eof = True
+            return zlib.decompress(data[4:])
+
+    stand_in = types.SimpleNamespace(LZ4FrameDecompressor=Decompressor)
     monkeypatch.setitem(sys.modules, "lz4", types.ModuleType("lz4"))
     monkeypatch.setitem(sys.modules, "lz4.frame", stand_in)
     check_uniter(file["a"])

@@ -242,14 +242,20 @@ def test_a_flipped_bit_is_noticed():
     "fields, words",
     [
         ({"a.jpg": b"x"}, ["no regions", "npz"]),
-        ({"a.npz": b"x", "a.json": b"{"}, ["sample 'a'", "not JSON"]),
-        ({"a.npz": b"x", "a.json": b'{"captions": "dog"}'}, ["sample 'a'", "'captions'"]),
         ({"a.npz": b"", "a.json": b'{"image_id": 3}', "b.npz": b"", "b.json": b'{"image_id": "3"}'}, ["'3'", "twice"]),
     ],
 )
 def test_faults_of_a_shard(tmp_path, fields, words):
     message = fault(SHARDS.open, tar_of(tmp_path / "x.tar", fields))
     assert all(word in message for word in ["x.tar", *words]), message
+
+
+@pytest.mark.parametrize("note, words", [(b"{", "not JSON"), (b'{"captions": "dog"}', "'captions'"), (b"[" * 99999, "deep")])
+def test_a_bad_sample_is_left_out_with_a_warning(tmp_path, caplog, note, words):
+    good = encode_npz(Regions(np.ones((2, 3))))
+    path = tar_of(tmp_path / "x.tar", {"a.npz": good, "a.json": note, "b.npz": good, "b.json": b"{}"})
+    assert list(SHARDS.open(path)) == ["b"]
+    assert "x.tar: left out: " in caplog.text and "sample 'a'" in caplog.text and words in caplog.text
 
 
 def test_an_image_in_two_shards(tmp_path):

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import default_collate
 
+from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.regions.transform import RegionTransform
-from coder_plugin.data.source import Unusable, isolated_rng
+from coder_plugin.data.source import isolated_rng
 from coder_plugin.errors import CoderError
 
 CHANNELS = 3
@@ -62,7 +63,7 @@ def test_keys_are_what_the_model_reads(boxes):
 
 def test_an_image_without_boxes_is_unusable_only_where_they_are_read():
     assert transform_of(boxes=False)(regions(2, boxes=False)).keys() == {"features", "mask"}
-    with pytest.raises(Unusable, match="no boxes"):
+    with pytest.raises(BadSample, match="no boxes"):
         transform_of()(regions(2, boxes=False))
 
 
@@ -160,8 +161,9 @@ def test_what_is_no_set_of_regions(image):
 
 
 def test_other_channels():
-    with pytest.raises(CoderError, match="regions have 3 channels, but the model reads 7"):
+    with pytest.raises(BadSample, match="regions have 3 channels, but the model reads 7") as caught:
         RegionTransform(7)(regions(2))
+    assert caught.value.kind == "region_width"
 
 
 def test_it_travels_to_workers():

@@ -1,0 +1,176 @@
+"""Samples that cannot be used are left out, counted by kind and named; a rate of them ends the reading."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from coder_plugin.errors import CoderError
+
+#: Kinds of faults, and what each means.
+KINDS = {
+    "picture": "a picture that is damaged or of a format that is not read",
+    "picture_size": "a picture of more pixels than --max-image-pixels",
+    "file": "a file that is missing or cannot be opened, or a sample without an image",
+    "file_size": "a file in a shard, or an array, that is larger than any sample's should be",
+    "json": "JSON that is broken or nested too deep",
+    "caption": "no caption, an empty one, or one that is not text",
+    "regions": "region features that are missing, damaged, not finite, or of another shape or dtype",
+    "region_width": "region features of another width than the model reads",
+    "duplicate": "two files of one name in a sample",
+    "unusable": "an image that lacks what the model reads",
+    "image": "an image that a reader of another package refuses",
+}
+#: Samples that must be read before their rate is judged, except where the data end earlier.
+ENOUGH = 1000
+DEFAULT_RATE = 0.01
+_SHOWN = 10  # of each kind, by name
+_LONGEST = 200  # characters of a key or a reason in a message
+log = logging.getLogger(__name__)
+
+
+class BadSample(ValueError):
+    """A sample that cannot be used, found while it is read. It is left out and counted.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        reason: what is wrong with it.
+
+    Example:
+        >>> BadSample("caption", "it is empty").kind
+        'caption'
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(kind, reason)  # both, so that it can be pickled
+        assert kind in KINDS
+        self.kind, self.reason = kind, reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+#: A sample that was left out: its kind of fault, its key, and the reason.
+Bad = tuple[str, str, str]
+
+
+def describe(key: str, error: BaseException) -> Bad:
+    """The entry of a sample whose reading raised ``error``."""
+    kind = error.kind if isinstance(error, BadSample) else "file" if isinstance(error, OSError) else "image"
+    return kind, key, shorten(" ".join(str(error).split()) or type(error).__name__)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def allowed(rate: float, read: int) -> float:
+    """How many of ``read`` samples may be bad: ``rate`` of them, and of data with fewer than :data:`ENOUGH` as of so many."""
+    return rate * max(read, ENOUGH)
+
+
+def check_rate(rate: float) -> float:
+    if not 0 <= rate <= 1:
+        raise CoderError(f"max_bad_samples is {rate}; it is a fraction of the samples, from 0 to 1, such as {DEFAULT_RATE}")
+    return rate
+
+
+class BadSamples:
+    """Counts the bad samples of one pass over data, by kind, and ends it where they are too many.
+
+    The first ten of each kind are logged by name. The rate is judged while reading, with four standard deviations to spare
+    (the bad samples read first may by chance be more than their share), and exactly when the pass ends. Data with fewer than
+    :data:`ENOUGH` samples are judged as if they had so many.
+
+    Args:
+        name: of the data.
+        rate: allowed fraction of the samples read, from 0 to 1.
+        keep: whether to keep kind and key of every bad sample, in ``kept``.
+
+    Raises:
+        CoderError: a rate out of range; too many bad samples.
+
+    Example:
+        >>> bad = BadSamples("data", 0.01)
+        >>> bad.add(64, [("caption", "a.jpg", "it is empty")])
+        >>> len(bad), str(bad)
+        (1, '1 of 64 samples skipped (caption 1)')
+    """
+
+    def __init__(self, name: str, rate: float = DEFAULT_RATE, *, keep: bool = False) -> None:
+        self.name, self.rate = name, check_rate(rate)
+        self.read = 0
+        self.kinds: Counter[str] = Counter()
+        self.kept: list[tuple[str, str]] | None = [] if keep else None
+        self._named: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return self.kinds.total()
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()))
+        return f"{len(self):,} of {self.read:,} samples skipped" + (f" ({kinds})" if kinds else "")
+
+    def add(self, read: int, bad: Iterable[Bad] = ()) -> None:
+        """Count ``read`` samples, of which ``bad`` were left out."""
+        self.read += read
+        for kind, key, reason in bad:
+            self.kinds[kind] += 1
+            if self.kept is not None:
+                self.kept.append((kind, key))
+            self._log(kind, key, reason)
+            limit = allowed(self.rate, self.read)
+            if len(self) > limit + 4 * math.sqrt(limit):
+                self._stop(kind, key, reason)
+
+    def finish(self) -> None:
+        """Judge the rate at the end of the pass."""
+        if len(self) > allowed(self.rate, self.read) + 1e-9:
+            self._stop()
+
+    def restart(self) -> None:
+        """Begin another pass over the same data. Samples that were logged by name are not logged again."""
+        self.read = 0
+        self.kinds.clear()
+
+    def state(self) -> dict[str, Any]:
+        """The counts as JSON values."""
+        return {"read": self.read, "kinds": dict(self.kinds)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Add what another pass, which was interrupted, had counted."""
+        self.read += state["read"]
+        self.kinds.update(state["kinds"])
+
+    def forget(self, state: dict[str, Any]) -> None:
+        """Take away samples that will be read and counted again."""
+        self.read -= state["read"]
+        self.kinds -= Counter(state["kinds"])
+
+    def _log(self, kind: str, key: str, reason: str) -> None:
+        named = self._named.setdefault(kind, set())
+        if key in named or len(named) == _SHOWN:
+            return
+        named.add(key)
+        more = "; further ones of this kind are only counted" if len(named) == _SHOWN else ""
+        log.warning("%s: skipped sample %r (%s): %s%s", self.name, shorten(key), kind, reason, more)
+
+    def _stop(self, kind: str = "", key: str = "", reason: str = "") -> None:
+        last = f"; the last one: {shorten(key)!r} ({kind}): {reason}" if kind else ""
+        raise CoderError(
+            f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{last}: fix or leave them out, or allow a "
+            "greater fraction (--max-bad-samples)"
+        )
+
+
+def total(parts: Iterable[BadSamples]) -> BadSamples:
+    """The counts of several ranks' shares of the same data as one."""
+    parts = list(parts)
+    whole = BadSamples(parts[0].name, parts[0].rate)
+    for part in parts:
+        whole.read += part.read
+        whole.kinds += part.kinds
+    return whole

@@ -1,0 +1,133 @@
+"""One rank fails: all ranks end with its reason, within the limit, and no process is left (docs/RELIABILITY.md, Ranks)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import coder_plugin.training.loop  # noqa: F401 - what is imported here need not be imported by each rank
+from coder_plugin import Trainer, distributed
+from coder_plugin.data.item import Item
+from coder_plugin.training import checkpoint
+from tests.reliability import ranks as forked
+from tests.reliability.rank_faults import STALL, options, train
+
+#: Seconds from the fault to the end of the last rank.
+LIMIT = 20.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have imported torch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> None:
+    """Import what training imports late once, instead of in each rank."""
+    from coder_plugin.training.optim import create_optimizer
+
+    folder = tmp_path_factory.mktemp("imported")
+    trainer = Trainer(model=tiny_model, loss="dcl", train="scenes", config=options(folder, model=tiny_model))
+    create_optimizer(trainer.model, trainer.config)
+
+
+REASONS = {
+    "raises": "rank 1 failed: RuntimeError: the picture reader broke",
+    "refuses": "rank 1 failed: the captions of rank 1 are gone",
+    "killed": r"rank 1 failed: its process \d+ on .* is gone without a word",
+    "stalls": r"rank 1 stalled: nothing was done for 8 s \(rank 1 at .*in on_step_end, called from .*loop.py",
+    "full disk": "rank 1 failed: .*No space left on device",
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "refuses" else k for k in REASONS])
+def test_all_ranks_end_with_the_reason_of_the_one_that_failed(kind, tmp_path, tiny_model) -> None:
+    workers = 1 if kind == "stalls" else 0  # a loading process must not survive its rank either
+    more = {"save_every_steps": 2, "workers": workers, **({"rank_timeout": STALL} if kind == "stalls" else {})}
+    endings = forked.run(lambda folder: train(folder, kind, tiny_model, **more), tmp_path)
+    check_endings(kind, endings)
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step_00000002"
+
+
+def check_endings(kind: str, endings: list[forked.Ending]) -> None:
+    assert endings[0].status == 2, endings
+    assert re.search(f"coder-plugin: error: {REASONS[kind]}", endings[0].output), endings[0].output
+    if kind == "killed":
+        assert endings[1].status == -signal.SIGKILL
+    else:
+        assert endings[1].status in (1, 2)
+        assert re.search(REASONS[kind].removeprefix("rank 1 failed: "), endings[1].output), endings[1].output
+    assert max(ending.seconds for ending in endings) < LIMIT + STALL * (kind == "stalls")
+
+
+EXIT = """
+import multiprocessing, time
+from coder_plugin.training.signals import StopSignals
+with StopSignals():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    process.start()
+    print(process.pid, flush=True)
+    raise SystemExit(3)
+"""
+
+
+def test_a_process_does_not_wait_for_its_loading_processes() -> None:
+    ended = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3 and not ended.stderr, ended
+    assert not Path(f"/proc/{ended.stdout.strip()}").exists()
+
+
+def uneven(folder: Path, model: str) -> None:
+    """48 pictures, 6 batches a rank; rank 1 cannot read some of its own."""
+    from PIL import Image
+
+    def load(number: int) -> Image.Image:
+        if distributed.rank() == 1 and number % 12 == 0:
+            raise OSError("a picture of rank 1 cannot be read")
+        return Image.new("RGB", (64, 64))
+
+    items = [Item(f"{n}.png", (f"picture {n} of something",), functools.partial(load, n)) for n in range(48)]
+    config = options(folder, model=model, train_num_samples=None, epochs=2)
+    trainer = Trainer(model=model, loss="dcl", train=items, config=config)
+    trainer.run()
+    print(f"{trainer.step} steps, {len(trainer.loader.bad)} bad")
+
+
+def test_a_rank_that_runs_out_of_batches_ends_the_epoch_of_all(tmp_path, tiny_model) -> None:
+    endings = forked.run(lambda folder: uneven(folder, tiny_model), tmp_path)
+    assert [ending.status for ending in endings] == [0, 0], endings
+    assert "10 steps, 0 bad" in endings[0].output and re.search("10 steps, [1-9] bad", endings[1].output), endings
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate": [
+        "accelerate.commands.launch", "--num_machines", "1", "--num_processes", "2", "--multi_gpu", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "--main_process_port", "0",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("kind", REASONS)
+def test_under_launchers(launcher, kind, tmp_path, tiny_model) -> None:
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "tests.reliability.rank_faults", kind, str(tmp_path)]
+    command.append(tiny_model)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    seconds = time.time() - (tmp_path / "fault").stat().st_mtime - 40.0 * (kind == "stalls")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("coder-plugin: error")]
+    print(f"{launcher}, {kind}: {seconds:.1f} s; {lines}")
+    assert result.returncode != 0
+    reason = REASONS[kind].replace("for 8 s", "for 40 s")
+    assert re.search(f"coder-plugin: error: {reason}", result.stderr), result.stderr[-3000:]
+    assert seconds < LIMIT + 40  # two cores for everything: the launcher itself takes its time
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in path.read_bytes()]
+    assert not left
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step_00000002"

@@ -37,10 +37,10 @@ from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_heads, export_model, inference_options
+from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, failures, prepare, resume
+from coder_plugin.training import checkpoint, exports, failures, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
@@ -239,6 +239,8 @@ class Trainer:
         if state is not None:
             resume.restore_training(self, state)
             self.saved = (self.step, self.epoch)
+            if exports.last_is_behind(self.folder, self.step):
+                self._export("last")
         else:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
         plan = make_plan(self)
@@ -542,8 +544,8 @@ class Trainer:
 
     def _write_export(self, folder: Path) -> None:
         with self.averaged_weights():
-            export_model(self.model, folder, tokenizer=self.tokenizer, options=inference_options(self.config))
-            export_heads(self.model, folder)
+            options = inference_options(self.config)
+            export_model(self.model, folder, tokenizer=self.tokenizer, options=options, step=self.step)
 
     def print_plan(self) -> None:
         """Print the resolved plan as JSON, with every option and where it came from."""

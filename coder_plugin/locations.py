@@ -19,6 +19,7 @@ LOCATIONS = ("train_data", "val_data", "regions")
 #: A pattern of shards in a file may stand for at most so many.
 MOST_SHARDS = 1_000_000
 _MARK = "<from a file: "
+_RANGE = re.compile(r"\{(-?\d{1,30})\.\.(-?\d{1,30})")
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
 _LOCAL = re.compile(r"(file:(//)?/|[A-Za-z]:[\\/])")  # a file's URL, or a drive of Windows
 
@@ -32,6 +33,9 @@ def is_local(location: str) -> bool:
     """
     from braceexpand import UnbalancedBracesError, braceexpand
 
+    spans = (abs(int(first) - int(last)) for first, last in _RANGE.findall(location))
+    if max(spans, default=0) > MOST_SHARDS:
+        return False
     for part in location.split("::"):
         patterns = [part]
         try:

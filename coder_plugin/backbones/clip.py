@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -23,16 +22,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin import registry
+from coder_plugin.backbones.allowed import (
+    TEXT_FOLDER,
+    check_config,
+    check_folder,
+    check_hub_names,
+    check_preprocessing,
+    check_size,
+)
 from coder_plugin.backbones.base import BackboneInfo, forward_with_heads
 from coder_plugin.backbones.feature_capture import FeatureCapture, text_mask_of, word_embedding_of
 from coder_plugin.backbones.word_embeddings import WordEmbeddings
 from coder_plugin.errors import CoderError
+from coder_plugin.files import read_json
 
 CONFIGS = Path(__file__).parent / "model_configs"
 #: Key in a checkpoint of open_clip's trainer, with the options of the heads.
 HEAD_OPTIONS = "coder"
-#: Folder in an export with the configuration of a Hugging Face text tower, in transformers' format.
-TEXT_FOLDER = "text"
 #: The keys of ``resolver.INTERMEDIATE_KEYS`` that open_clip's towers have.
 INTERMEDIATE_KEYS = frozenset(
     "image_tokens image_mask image_locals image_contexts image_context_mask image_pooled "
@@ -139,7 +145,7 @@ def create_clip(
 
     name = register_config(name)
     config = read_config(name, options.get("cache_dir"))
-    schema, _ = open_clip.factory.parse_model_name(name)
+    schema, location = open_clip.factory.parse_model_name(name)
     if schema:
         if pretrained and not Path(pretrained).is_file():
             raise CoderError(f"--pretrained {pretrained!r} is not a file, and {name} has no tags")
@@ -158,8 +164,11 @@ def create_clip(
     if needs_logit_bias and "init_logit_bias" not in config:
         options = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, **options}
     if schema == "local-dir" and "hf_model_name" in config.get("text_cfg", {}):
-        options = {**exported_text_config(Path(name.partition(":")[2]), config["text_cfg"]), **options}
+        options = {**exported_text_config(Path(location), config["text_cfg"]), **options}
+    if schema == "local-dir" and config and pretrained and Path(pretrained).is_file():
+        check_size(config, Path(pretrained), name)
     trained = is_training_checkpoint(pretrained)
+    weights = Path(pretrained or Path(location) / "open_clip_model.safetensors") if schema == "local-dir" else None
     try:
         create = create or open_clip.create_model
         model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
@@ -171,12 +180,37 @@ def create_clip(
         raise
     except Exception as error:  # open_clip, timm, transformers and torch raise many types
         raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
+    if weights is not None and weights.is_file():
+        _check_positions(model, weights, options)
     if not (schema or pretrained):
         init_decoder(model)
     if pretrained_image_path:
         load_image_tower(model, pretrained_image_path)
     model.coder_config = effective_config(config, options) if config else None
     return model
+
+
+def _check_positions(model: Any, weights: Path, options: Mapping[str, Any]) -> None:
+    """Refuse an export whose positional embeddings open_clip has resized, unless another size was asked for.
+
+    Raises:
+        CoderError: names the tensor.
+    """
+    from safetensors import safe_open
+
+    if weights.suffix != ".safetensors":
+        return
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    with safe_open(weights, "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if name in expected}
+    asked = {"visual.": "force_image_size", "": "force_context_length"}
+    for name, shape in shapes.items():
+        option = asked["visual." if name.startswith("visual.") else ""]
+        if name.endswith(("positional_embedding", "pos_embed")) and shape != expected[name] and not options.get(option):
+            raise CoderError(
+                f"{weights}: {name} has shape {list(shape)}, and the configuration beside it describes {list(expected[name])}: "
+                f"one of the two is of another model (to resize it, set --{option.replace('_', '-')})"
+            )
 
 
 def exported_text_config(folder: Path, text_cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,18 +229,18 @@ def saved_preprocessing(pretrained: str | None) -> dict[str, Any]:
     Read from the export's configuration in the folder of the weights, or from the checkpoint; empty if neither has them.
 
     Raises:
-        CoderError: a configuration that cannot be read.
+        CoderError: a configuration that cannot be read, or that holds what it may not.
     """
     path = Path(pretrained or "").parent / "open_clip_config.json"
     if pretrained and path.is_file():
-        try:
-            config = json.loads(path.read_text()).get("preprocess_cfg", {})
-        except (OSError, ValueError, AttributeError) as error:
-            raise CoderError(f"{path} cannot be read: {_cause(error)}") from error
+        config = _read_export_config(path).get("preprocess_cfg", {})
     elif (checkpoint := read_training_checkpoint(pretrained)) is not None:
-        config = checkpoint[HEAD_OPTIONS].get("preprocess_cfg", {})
+        options = checkpoint[HEAD_OPTIONS]
+        config = options.get("preprocess_cfg", {}) if isinstance(options, Mapping) else {}
+        path = Path(pretrained or "")
     else:
         return {}
+    config = check_preprocessing(config, path)
     return {key: value for key, value in config.items() if key != "size"}
 
 
@@ -255,20 +289,44 @@ def init_decoder(model: Any) -> None:
 
 
 def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
-    """open_clip's configuration of a model name, or that of a ``local-dir:`` or ``hf-hub:`` model; empty if there is none or it
-    cannot be read here."""
+    """open_clip's configuration of a model name, or that of a ``local-dir:`` or ``hf-hub:`` model; empty if there is none, or
+    if the hub does not give it.
+
+    Raises:
+        CoderError: a configuration of a folder or a repository that holds what it may not
+            (:mod:`coder_plugin.backbones.allowed`).
+    """
     import open_clip
     from open_clip.factory import _get_hf_config
 
     schema, location = open_clip.factory.parse_model_name(name)
     if not schema:
         return open_clip.get_model_config(name.replace("/", "-")) or {}
+    if schema == "local-dir":
+        path = Path(location) / "open_clip_config.json"
+        if not path.is_file():
+            return {}  # open_clip reports it when it creates the model
+        config = check_config(_read_export_config(path).get("model_cfg"), path)
+        check_preprocessing(_read_export_config(path).get("preprocess_cfg") or {}, path)
+        check_folder(Path(location), config)
+        return dict(config)
     try:
-        if schema == "hf-hub":
-            return _get_hf_config(location, cache_dir)["model_cfg"]
-        return json.loads((Path(location) / "open_clip_config.json").read_text())["model_cfg"]
+        stored = _get_hf_config(location, cache_dir)
     except Exception:  # open_clip reports the error when it creates the model
         return {}
+    if not isinstance(stored, dict):
+        raise CoderError(f"{name}: its open_clip_config.json is not an object")
+    config = check_config(stored.get("model_cfg"), name)
+    check_preprocessing(stored.get("preprocess_cfg") or {}, name)
+    check_hub_names(config, name, repository=location)
+    return dict(config)
+
+
+def _read_export_config(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise CoderError(f"{path} cannot be read: it is not an object")
+    return config
 
 
 def effective_config(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,11 +361,12 @@ def register_config(name: str) -> str:
         if not Path(name).is_file():
             raise CoderError(f"model configuration {name} does not exist")
         try:  # checked first: open_clip keeps the path of a broken file and fails on it in every later call
-            config = json.loads(Path(name).read_text())
-        except (OSError, ValueError) as error:
-            raise CoderError(f"model configuration {name} cannot be read: {_cause(error)}") from error
+            config = read_json(name)
+        except CoderError as error:
+            raise CoderError(f"model configuration {error}") from error
         if not (isinstance(config, dict) and {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys()):
             raise CoderError(f"{name} is not an open_clip model configuration: it needs embed_dim, vision_cfg and text_cfg")
+        check_config(config, name)
         open_clip.add_model_config(name)
         return Path(name).stem
     return name

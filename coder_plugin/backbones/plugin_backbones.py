@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from coder_plugin import registry
 from coder_plugin.backbones.base import CONFIG, Backbone
 from coder_plugin.errors import CoderError
+from coder_plugin.files import read_json
 
 #: The weights in an export's folder.
 WEIGHTS = "coder_model.safetensors"
@@ -36,6 +36,9 @@ def find_backbone(name: str) -> PluginBackbone | None:
     """The backbone that a name of the group ``coder_plugin.backbones``, or an export's configuration or folder, stands for.
 
     None for any other name, which may be an open_clip model.
+
+    Raises:
+        CoderError: an export's configuration that holds what it may not.
     """
     if name in registry.names("backbones"):
         return PluginBackbone(name, registry.load("backbones", name))
@@ -44,15 +47,20 @@ def find_backbone(name: str) -> PluginBackbone | None:
     if path.suffix != ".json" or not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+        config = read_json(path)
+    except CoderError:
+        if path.name == CONFIG:
+            raise
+        return None  # open_clip's, and reported as such
     if not isinstance(config, dict) or "backbone" not in config:
         return None
-    options = dict(config.get("options", {}))
-    if isinstance(text := options.get("text"), str) and (path.parent / text).is_dir():
-        options["text"] = str(path.parent / text)  # the export holds its text encoder's configuration and tokenizer
-    return PluginBackbone(config["backbone"], registry.load("backbones", config["backbone"]), options)
+    options = config.get("options", {})
+    if not isinstance(config["backbone"], str) or not isinstance(options, dict):
+        raise CoderError(f"{path} is damaged: it needs the name of a backbone and an object of options")
+    factory = registry.load("backbones", config["backbone"])
+    if hasattr(factory, "saved_options"):
+        options = factory.saved_options(options, path)
+    return PluginBackbone(config["backbone"], factory, options)
 
 
 def create_backbone(

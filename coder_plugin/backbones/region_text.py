@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from coder_plugin.backbones.allowed import TEXT_FOLDER, check_bytes, check_transformers, transformers_size
 from coder_plugin.backbones.base import CONFIG, Backbone, BackboneInfo
 from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
@@ -33,9 +34,6 @@ from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
 from coder_plugin.functional.masked_sets import without_start
 from coder_plugin.functional.similarity import unit
-
-#: The folder in which :meth:`RegionText.save_config` writes BERT's configuration and tokenizer.
-TEXT_FOLDER = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +349,43 @@ class Preset:
     name: str
     options: Mapping[str, Any]
     training: Mapping[str, Any]
+
+    def saved_options(self, options: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """The options of an export's configuration, which somebody else may have written, with the text encoder's folder.
+
+        Args:
+            options: from the file.
+            path: the file, ``coder_model.json``.
+
+        Raises:
+            CoderError: an encoder that is not in the export, a vocabulary that is a file, or sizes that do not fit the weights.
+        """
+        options = dict(options)
+        folder, weights = path.parent, path.with_name("coder_model.safetensors")
+        if "vocabulary" in options and not isinstance(options["vocabulary"], (list, type(None))):
+            raise CoderError(f"{path}: the vocabulary must be a list of words, got {str(options['vocabulary'])[:80]!r}")
+        encoder = {**self.options, **options}.get("encoder", "bert")
+        text = options.pop("text", None)
+        if encoder == "bert":
+            if text != TEXT_FOLDER or not (folder / TEXT_FOLDER / "config.json").is_file():
+                raise CoderError(
+                    f"{path}: its text encoder is {str(text)[:100]!r}; it must be the folder {TEXT_FOLDER} beside it, with a "
+                    "config.json: nothing is fetched because a file says so"
+                )
+            check_transformers(folder / TEXT_FOLDER)
+            options.update(text=str(folder / TEXT_FOLDER), pretrained_text=False)
+        sizes = {name: value for name, value in options.items() if type(value) is int}
+        if large := [name for name, value in sizes.items() if value > 1 << 20]:
+            raise CoderError(f"{path}: {large[0]} is {sizes[large[0]]}; the most is {1 << 20:,}")
+        if weights.is_file():
+            words = len(options.get("vocabulary") or ()) * sizes.get("word_dim", 0)
+            count = sizes.get("embed_dim", 0) * sizes.get("region_dim", 0) + words
+            if encoder == "bert":
+                count += transformers_size(folder / TEXT_FOLDER)
+            else:
+                count += 3 * sizes.get("embed_dim", 0) ** 2 * sizes.get("text_layers", 1)
+            check_bytes(count, weights, path)
+        return options
 
     def __call__(
         self,

@@ -5,6 +5,7 @@ Shapes: B batch, T token positions, D joint dimension, E channels of the word em
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from coder_plugin.backbones.allowed import check_transformers
 from coder_plugin.backbones.context import GatedSelfAttention
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
@@ -208,20 +210,25 @@ class _CameraText(nn.Module):
 def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | None = None) -> tuple[Any, Any]:
     """A transformers encoder and its tokenizer, by hub name or folder; without ``pretrained`` with random weights.
 
+    Code that comes with the files is not run.
+
     Raises:
-        CoderError: neither a folder nor a name that can be loaded here.
+        CoderError: neither a folder nor a name that can be loaded here; a folder whose files name code.
     """
     from transformers import AutoConfig, AutoModel, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
+    if Path(name).is_dir():
+        check_transformers(Path(name))
+    options: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": False}
     progress_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # each rank would show its own
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
         if pretrained:
-            model = AutoModel.from_pretrained(name, cache_dir=cache_dir)
+            model = AutoModel.from_pretrained(name, **options)
         else:
-            model = AutoModel.from_config(AutoConfig.from_pretrained(name, cache_dir=cache_dir))
+            model = AutoModel.from_config(AutoConfig.from_pretrained(name, **options))
     except Exception as error:  # the hub and transformers raise many types
         raise CoderError(
             f"text encoder {name!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}; "

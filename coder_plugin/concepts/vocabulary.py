@@ -146,7 +146,7 @@ def load_vocabulary(path: str | os.PathLike[str]) -> Vocabulary:
         raise CoderError(f"{path}: cannot be read: {error}") from error
     try:
         texts = json.loads(text_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CoderError(f"{text_path}: cannot be read as JSON: {error}") from error
     fields = ("words", "types", "missing", "settings")
     if not isinstance(texts, dict) or (absent := [name for name in fields if name not in texts]):

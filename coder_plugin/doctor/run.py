@@ -106,8 +106,8 @@ def check_exports(folder: Path) -> Iterator[Finding]:
 def _check_export(export: Path) -> Iterator[Finding]:
     import torch
 
+    from coder_plugin.pretrained.export import NOT_FINITE
     from coder_plugin.pretrained.open import open_pretrained
-    from coder_plugin.training.finite import not_finite
 
     try:
         trained = open_pretrained(export, {"precision": "fp32"}, device="cpu")
@@ -118,12 +118,11 @@ def _check_export(export: Path) -> Iterator[Finding]:
                 "run.export.absent", text, "nothing, on a machine with a network; else run doctor where it was trained"
             )
             return
+        if NOT_FINITE in str(error):
+            do = "use an earlier checkpoint, and train with a lower --lr or with --grad-clip-norm"
+            yield problem("run.export.finite", one_line(error), do)
+            return
         yield problem("run.export", f"{export}: {one_line(error)}", "train or export it again, or use another export")
-        return
-    if bad := not_finite(trained.model.state_dict()):
-        text = f"{export}: {len(bad)} tensors hold NaN or infinity, such as {bad[0]}"
-        do = "use an earlier checkpoint, and train with a lower --lr or with --grad-clip-norm"
-        yield problem("run.export.finite", text, do)
         return
     with torch.no_grad():
         vector = trained.model.embed_text(trained.tokenizer(["a dog"]))

@@ -15,9 +15,10 @@ from torch import Tensor
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
-from coder_plugin.pretrained.export import export_heads, export_model, plain_state
+from coder_plugin.pretrained.export import export_model, plain_state
 from coder_plugin.pretrained.hub_cache import WISE_FT, is_on_hub
 from coder_plugin.pretrained.open import PretrainedModel, model_name, open_pretrained, saved_options
+from coder_plugin.pretrained.saved_model import SAVED_OPTIONS, check_saved_model
 
 #: Options of a run that do not apply to the plain CLIP that it started from.
 _PLAIN = {"aggregator": "tower", "context_blocks": 1}
@@ -110,7 +111,11 @@ def open_base(
         raise CoderError(f"{reason}, and this model reads region features")
     if tuning.alphas and spec is None and options.get("pretrained") is None:
         raise CoderError("--wise-ft goes to a fine-tuned model, which nothing names: give a run, an export or --pretrained")
-    saved = saved_options(spec)
+    saved = {key: value for key, value in saved_options(spec).items() if key not in ("cache_dir", *options)}
+    if tuning.base is not None:
+        saved.pop("pretrained", None)
+    opened = {key: value for key, value in saved.items() if key in SAVED_OPTIONS}
+    saved = {**saved, **check_saved_model(opened, f"{spec}/config.json")}
     name = tuning.base or saved.get("pretrained")
     if name is None:
         if tuning.alphas:
@@ -181,7 +186,6 @@ def save(pretrained: PretrainedModel, folder: Path, **origin: Any) -> None:
     try:
         options = pretrained.inference_options()
         export_model(pretrained.model, folder, tokenizer=pretrained.tokenizer, options=options)
-        export_heads(pretrained.model, folder)
         with atomic_write(folder / WISE_FT, "w") as file:
             file.write(json.dumps(origin, indent=1) + "\n")
     except (OSError, SafetensorError) as error:

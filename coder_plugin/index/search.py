@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coder_plugin.config import OPENING
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, read_manifest
@@ -359,18 +358,14 @@ def _checked_options(record: Mapping[str, Any], model: str | None) -> dict[str, 
     Raises:
         CoderError: other options, a model elsewhere, or no model at all.
     """
-    options, spec = dict(record.get("options", {})), record.get("spec")
-    if other := sorted(options.keys() - set(OPENING)):
-        raise CoderError(f"its manifest sets {other[0][:60]!r}, which does not describe a model")
-    options.pop("cache_dir", None)  # where this machine stores downloads is not for the index to say
+    from coder_plugin.pretrained.saved_model import check_model_record
+
+    options = dict(record.get("options", {}))
     if model is not None:
-        return {name: value for name, value in options.items() if name not in ("model", "pretrained")}
-    for place in (spec, options.get("model"), options.get("pretrained")):
-        if isinstance(place, str) and (place.startswith("hf-hub:") or "://" in place):
-            raise CoderError(f"its manifest would fetch {place[:200]!r}: if you trust it, give it with --model")
-    if spec is None and not isinstance(options.get("model"), str):
+        options = {name: value for name, value in options.items() if name not in ("model", "pretrained")}
+    elif record.get("spec") is None and not isinstance(options.get("model"), str):
         raise CoderError("its manifest names no model")
-    return options
+    return check_model_record({**record, "options": options}, "its manifest", spec=model)["options"]
 
 
 def load_image(path: str) -> Any:

@@ -11,6 +11,7 @@ import copy
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_path, atomic_write, remove_leftovers
+from coder_plugin.files import atomic_folder, atomic_path, atomic_write, read_json
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking, heads_with
 from coder_plugin.model import required_heads_with
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.export_manifest import MANIFEST, MARK, read_manifest, seal, verify_export, weights_id
+from coder_plugin.pretrained.saved_model import check_saved_model
 from coder_plugin.registry import load
 
 WEIGHTS = "open_clip_model.safetensors"  # of an open_clip model; region models have their own name
@@ -33,9 +36,15 @@ OLDER = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")  
 HEADS = "coder.safetensors"
 VOCABULARY = "concepts.safetensors"
 OPTIONS = "coder_options.json"
+#: What :func:`check_finite` says of a tensor.
+NOT_FINITE = "holds NaN or infinity"
+#: Files of tokenizers, where no manifest lists them.
+_TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.txt vocab.json merges.txt".split()
 #: Options that an export stores, because neither its weights nor its configuration hold them.
 INFERENCE_OPTIONS = ("max_regions", "precision", "rerank", "channels_last")
 
+#: The largest number in the options of heads.
+_MOST = 1 << 20
 #: Options that an export stores besides if open_clip's configuration, which holds them otherwise, could not be read.
 CONFIGURATION_OPTIONS = (
     "model",
@@ -57,40 +66,129 @@ def export_model(
     *,
     tokenizer: Any = None,
     options: Mapping[str, Any] | None = None,
+    step: int | None = None,
 ) -> Path:
-    """Write the weights, the configuration (overrides included), and how the model reads images and computes.
+    """Write the weights, the scoring heads with their vocabulary, the configuration (overrides included), and how the model
+    reads images and computes.
+
+    All is written to a folder beside ``folder`` and renamed, so that no half of an export is ever there. Files that are no
+    part of the export that it replaces are kept.
 
     Args:
         model: with or without heads.
-        folder: made if it does not exist.
+        folder: made if it does not exist; an export in it is replaced.
         state: the model's state dict, if it has been gathered already; None: taken from the model.
         tokenizer: open_clip's. The files of a Hugging Face tokenizer are written, because ``local-dir:`` looks for them.
         options: :data:`INFERENCE_OPTIONS` and :data:`CONFIGURATION_OPTIONS` by name. The latter are stored only if
             open_clip's configuration could not be read (from a hub that cannot be reached).
+        step: of the run, for :func:`exported_step`.
 
     Returns:
         The path of the weights.
     """
     folder = Path(folder)
+    with atomic_folder(folder) as temporary:
+        kept = _other_files(folder)
+        name = write_export(model, temporary, state, tokenizer=tokenizer, options=options, step=step).name
+        for each in kept:
+            target = temporary / each.name
+            shutil.copytree(each, target, symlinks=True) if each.is_dir() and not each.is_symlink() else shutil.copy2(
+                each, target, follow_symlinks=False
+            )
+    return folder / name
+
+
+def write_export(
+    model: Any,
+    folder: Path,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    tokenizer: Any = None,
+    options: Mapping[str, Any] | None = None,
+    step: int | None = None,
+) -> Path:
+    """Fill a folder as :func:`export_model` does, for callers that rename it themselves."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_options(model, folder, options or {})
     plain = plain_state(model) if state is None else without_heads(state)
+    scoring = _scoring_state(model, state)
+    vocabularies = [head.vocabulary for head in heads_with(model.coder.heads, ReadsConcepts).values() if head.vocabulary]
+    identity = weights_id(plain, scoring, vocabulary=vocabularies[-1].fingerprint if scoring and vocabularies else "")
+    mark = {MARK: identity}
     if isinstance(model, Backbone):
-        _write(plain, folder / plugin_backbones.WEIGHTS)
+        weights = folder / plugin_backbones.WEIGHTS
+        _write(plain, weights, **mark)
         model.save_config(folder)
-        return folder / plugin_backbones.WEIGHTS
-    _write(plain, folder / WEIGHTS)
-    inner: Any = getattr(tokenizer, "tokenizer", None)
-    if hasattr(inner, "save_pretrained"):
-        inner.save_pretrained(folder)
-    text: Any = getattr(getattr(model, "text", None), "config", None)
-    if hasattr(text, "save_pretrained"):  # a Hugging Face tower's shape; open_clip would fetch it from the hub or a path
-        text.save_pretrained(folder / TEXT_FOLDER)
-    if model.coder_config is not None:
-        config = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
-        with atomic_write(folder / "open_clip_config.json", "w") as file:
-            file.write(json.dumps(config, indent=2))
-    return folder / WEIGHTS
+    else:
+        weights = folder / WEIGHTS
+        _write(plain, weights, **mark)
+        inner: Any = getattr(tokenizer, "tokenizer", None)
+        if hasattr(inner, "save_pretrained"):
+            inner.save_pretrained(folder)
+        text: Any = getattr(getattr(model, "text", None), "config", None)
+        if hasattr(text, "save_pretrained"):  # a Hugging Face tower's shape; open_clip would fetch it from the hub or a path
+            text.save_pretrained(folder / TEXT_FOLDER)
+        if model.coder_config is not None:
+            config = {"model_cfg": model.coder_config, "preprocess_cfg": dict(model.visual.preprocess_cfg)}
+            with atomic_write(folder / "open_clip_config.json", "w") as file:
+                file.write(json.dumps(config, indent=2))
+    if scoring:
+        names = [name for name, head in model.coder.heads.items() if affects_ranking(head)]
+        settings = {**head_settings(model), "heads": names}
+        for each in settings["objective"]["heads"].values():
+            each.pop("vocabulary", None)  # it is in the folder, and its old path is private
+        _write(scoring, folder / HEADS, coder=json.dumps(settings), **mark)
+        for vocabulary in vocabularies:
+            vocabulary.save(folder / VOCABULARY)
+    seal(folder, id=identity, heads=bool(scoring), step=step)
+    return weights
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step of the run whose model an export holds; None if there is no export, a damaged one, or one of no run."""
+    try:
+        manifest = read_manifest(folder) if export_files(folder)[0] is not None else None
+    except CoderError:
+        return None
+    return None if manifest is None else manifest["step"]
+
+
+def verify(weights: str | Path | None) -> None:
+    """Check the export that a file of weights belongs to (:func:`~coder_plugin.pretrained.export_manifest.verify_export`).
+
+    Raises:
+        CoderError: files are missing, changed, or of two exports.
+    """
+    if weights is not None and Path(weights).is_file():
+        texts = (VOCABULARY.replace(".safetensors", ".json"), "open_clip_config.json", plugin_backbones.CONFIG)
+        verify_export(Path(weights), heads=HEADS, others=(VOCABULARY, OPTIONS, *texts))
+
+
+def check_finite(model: nn.Module, where: str) -> None:
+    """Refuse weights with NaN, and parameters with infinity.
+
+    Raises:
+        CoderError: names the first such tensor.
+    """
+    parameters = dict(model.named_parameters())
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            bad = ~value.isfinite() if name in parameters else value.isnan()
+            if bad.any():
+                raise CoderError(f"{where}: {name} {NOT_FINITE}; take an export from before, such as --export best")
+
+
+def _other_files(folder: Path) -> list[Path]:
+    """What is in a folder besides the export in it: notes, cards, links."""
+    try:
+        manifest = read_manifest(folder)
+    except CoderError:
+        manifest = None
+    listed = {name.split("/")[0] for name in manifest["files"]} if manifest is not None else set()
+    ours = {*listed, MANIFEST, WEIGHTS, HEADS, VOCABULARY, VOCABULARY.replace(".safetensors", ".json"), OPTIONS, TEXT_FOLDER}
+    ours |= {plugin_backbones.WEIGHTS, plugin_backbones.CONFIG, "open_clip_config.json", *_TOKENIZER_FILES}
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in entries if path.name not in ours and not path.name.endswith(".writing")]
 
 
 def inference_options(config: Any) -> dict[str, Any]:
@@ -117,37 +215,16 @@ def read_inference_options(folder: Path) -> dict[str, Any]:
     path = folder / OPTIONS
     if not path.is_file():
         return {}
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-        names = ("objective", *INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)
-        return {name: options[name] for name in names if options.get(name) is not None}
-    except (OSError, ValueError, AttributeError) as error:
-        raise CoderError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def export_heads(model: Any, folder: Path, state: Mapping[str, Tensor] | None = None) -> Path | None:
-    """Write the scoring heads and aggregators with their settings, and their vocabulary.
-
-    Args:
-        model: with its heads.
-        folder: of the export.
-        state: as in :func:`export_model`.
-
-    Returns:
-        The path of the heads' file; None if only the towers score.
-    """
-    scoring = _scoring_state(model, state)
-    if not scoring:
-        return None
-    heads = [name for name, head in model.coder.heads.items() if affects_ranking(head)]
-    settings = {**head_settings(model), "heads": heads}
-    for options in settings["objective"]["heads"].values():
-        options.pop("vocabulary", None)  # it is in the folder, and its old path is private
-    _write(scoring, folder / HEADS, coder=json.dumps(settings))
-    for head in heads_with(model.coder.heads, ReadsConcepts).values():
-        if head.vocabulary is not None:
-            head.vocabulary.save(folder / VOCABULARY)
-    return folder / HEADS
+    options = read_json(path)
+    if not isinstance(options, dict):
+        raise CoderError(f"{path} cannot be read: it is not an object")
+    names = ("objective", *INFERENCE_OPTIONS, *CONFIGURATION_OPTIONS)
+    options = {name: options[name] for name in names if options.get(name) is not None}
+    if not isinstance(options.get("objective", ""), str):
+        raise CoderError(f"{path} cannot be read: its objective is not a text")
+    if "model" in options:
+        check_saved_model({"model": options["model"]}, str(path))
+    return options
 
 
 def head_settings(model: Any) -> dict[str, Any]:
@@ -190,7 +267,7 @@ class HeadSettings(NamedTuple):
 
 
 def read_heads(path: Path) -> HeadSettings:
-    """The settings that :func:`export_heads` wrote, with the vocabulary in the same folder.
+    """The settings that :func:`export_model` wrote, with the vocabulary in the same folder.
 
     Raises:
         CoderError: the file is something else, or damaged.
@@ -201,6 +278,7 @@ def read_heads(path: Path) -> HeadSettings:
         with safe_open(path, "pt") as file:
             settings = json.loads(file.metadata()["coder"])
         objective = Objective.from_dict(settings["objective"], inference=True)
+        _check_settings(settings)
         names = settings.get("heads")
         if (vocabulary := path.parent / VOCABULARY).is_file():
             classes = required_heads_with(objective, Head) if names is None else {name: load("heads", name) for name in names}
@@ -208,10 +286,21 @@ def read_heads(path: Path) -> HeadSettings:
             objective = objective.with_options({f"{name}.vocabulary": str(vocabulary) for name in readers})
         heads = None if names is None else tuple(names)
         return HeadSettings(objective, settings["aggregator"], settings.get("context_blocks", 1), heads)
-    except CoderError:
-        raise
     except Exception as error:  # safetensors and json raise many kinds for damaged files
         raise CoderError(f"{path} is not a file of scoring heads: {error}") from error
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """The types and ranges of a heads' file, which somebody else may have written."""
+    names, blocks = settings.get("heads"), settings.get("context_blocks", 1)
+    if not (names is None or isinstance(names, list) and len(names) <= 64 and all(isinstance(name, str) for name in names)):
+        raise CoderError(f"its heads are {str(names)[:80]!r}, not a list of names")
+    if not isinstance(settings["aggregator"], str) or type(blocks) is not int:
+        raise CoderError("its aggregator is not a name, or its context_blocks is not a number")
+    for head, options in settings["objective"]["heads"].items():
+        for option, value in options.items():
+            if isinstance(value, int) and abs(value) > _MOST:
+                raise CoderError(f"the option {head}.{option} is {value}; the most is {_MOST:,}")
 
 
 def start_heads(model: Any, pretrained: str | None) -> bool:
@@ -221,6 +310,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
     Returns:
         Whether heads were loaded.
     """
+    verify(pretrained)
     file = heads_beside(pretrained)
     checkpoint = read_training_checkpoint(pretrained)
     if file is not None:
@@ -243,7 +333,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
 
 
 def load_heads(model: Any, path: Path) -> None:
-    """Load the weights that :func:`export_heads` wrote into a model with the same heads."""
+    """Load the weights of heads that :func:`export_model` wrote into a model with the same heads."""
     _load(model, _read(path), str(path))
 
 
@@ -291,7 +381,6 @@ def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
 
     # clones, because safetensors refuses tensors that share memory
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    remove_leftovers(path)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", **metadata})
         umask = os.umask(0)

@@ -7,14 +7,14 @@ and of the files. ``coder_plugin.integrations.hub`` writes it.
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import sha256_file
+from coder_plugin.files import read_json, sha256_file
 from coder_plugin.pretrained.export import OLDER, export_files
+from coder_plugin.pretrained.export_manifest import is_inside
 
 HUB = "hf-hub:"
 #: The record: the run, and the files' sizes and checksums.
@@ -101,10 +101,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     path = folder / RECORD
     if not path.is_file():
         return None
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CoderError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    record = read_json(path)
     if not isinstance(record, dict):
         raise CoderError(f"{path} cannot be read: it is not an object")
     record = {"objective": None, "terms": {}, "run": {}, "results": {}, "stated": {}, **record}
@@ -114,15 +111,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     for name, entry in record["files"].items():
         if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)):
             raise CoderError(f"{path} cannot be read: {name} has no size and checksum")
-        if not _is_inside(name):
+        if not is_inside(name):
             raise CoderError(f"{path} lists {name!r}, which is not a file in its folder")
     return record
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    outside = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name
-    return path.as_posix() == name != "." and not outside
 
 
 def _listed_files(folder: Path) -> list[str]:
@@ -157,6 +148,6 @@ def record_options(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     options = {name: record["options"][name] for name in _OPTION_TYPES if record["options"].get(name) is not None}
     for name, value in options.items():
-        if not isinstance(value, _OPTION_TYPES[name]):
+        if type(value) is not _OPTION_TYPES[name]:
             raise CoderError(f"{RECORD}: {name} must be {_OPTION_TYPES[name].__name__}, got {value!r}")
     return options

@@ -30,11 +30,13 @@ from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import (
     CONFIGURATION_OPTIONS,
     INFERENCE_OPTIONS,
+    check_finite,
     export_files,
     heads_beside,
     load_heads,
     read_heads,
     read_inference_options,
+    verify,
     weights_named,
 )
 from coder_plugin.pretrained.hub_cache import fetch, shared_options
@@ -249,9 +251,11 @@ def open_pretrained(
         return_intermediates: as in :func:`coder_plugin.create_model`.
 
     Raises:
-        CoderError: no export there, or a damaged one; unknown options; data that the model cannot read.
+        CoderError: no export there, or a damaged or incomplete one; weights with NaN; a configuration that holds what it may
+            not, such as code or a name on the hub; unknown options; data that the model cannot read.
     """
     config, inference, objective_text = _resolve(spec, options or {}, export)
+    verify(config.pretrained)
     heads = heads_beside(config.pretrained)
     if heads is not None:
         settings = read_heads(heads)
@@ -271,6 +275,7 @@ def open_pretrained(
     )
     if heads is not None:
         load_heads(model, heads)
+    check_finite(model, str(config.pretrained or config.name))
     return PretrainedModel(
         name=name or str(config.pretrained or config.name),
         objective=str(objective) if heads is not None else objective_text,
@@ -302,6 +307,9 @@ def _resolve(
             options.update(model=str(configuration), model_kwargs=[])
         elif (folder / "open_clip_config.json").is_file() or not {"model"} & (options.keys() | stored.keys()):
             options["model"] = f"local-dir:{folder}"
+    elif str(options.get("model")).startswith("local-dir:") and options.get("pretrained") is None:
+        weights, _ = export_files(Path(options["model"].removeprefix("local-dir:")))
+        options["pretrained"] = None if weights is None else str(weights)  # with the heads beside them
     objective = stored.pop("objective", "")
     config = resolve([("run", run), ("export", stored), ("flag", options)])
     inference = InferenceConfig(
@@ -329,6 +337,8 @@ def export_folder(spec: str | Path, *, export: str = "best", cache_dir: str | No
     """
     folder = fetch(spec, cache_dir=cache_dir)
     place = folder if export_files(folder)[0] is not None else folder / "export" / export
+    if not place.exists() and (replaced := place.with_name(f".{place.name}.old")).is_dir():
+        place = replaced  # its replacement was killed between two renames
     if export_files(place)[0] is None:
         shared_options(folder)  # names the missing file of a shared folder
         others = [name for name in ("best", "last") if export_files(folder / "export" / name)[0] is not None]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,15 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
+from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoded
-from coder_plugin.pretrained.export import export_heads, export_model, inference_options
+from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, failures, prepare, resume
+from coder_plugin.training import checkpoint, exports, failures, prepare, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
@@ -125,7 +126,9 @@ class Trainer:
         else:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
-        self.loss = loss if isinstance(loss, CoderLoss) else create_loss(self.objective, model=self.model)
+        self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
+            self.objective, model=self.model, implementation=cast(Implementation, config.loss.loss_impl)
+        )
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)
@@ -236,6 +239,8 @@ class Trainer:
         if state is not None:
             resume.restore_training(self, state)
             self.saved = (self.step, self.epoch)
+            if exports.last_is_behind(self.folder, self.step):
+                self._export("last")
         else:
             resume.seed_everything(config.run.seed + 1 + distributed.rank())  # dropout differs between ranks
         plan = make_plan(self)
@@ -539,8 +544,8 @@ class Trainer:
 
     def _write_export(self, folder: Path) -> None:
         with self.averaged_weights():
-            export_model(self.model, folder, tokenizer=self.tokenizer, options=inference_options(self.config))
-            export_heads(self.model, folder)
+            options = inference_options(self.config)
+            export_model(self.model, folder, tokenizer=self.tokenizer, options=options, step=self.step)
 
     def print_plan(self) -> None:
         """Print the resolved plan as JSON, with every option and where it came from."""

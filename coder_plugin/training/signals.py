@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import signal
 import threading
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
             atexit.unregister(_kill_children)
-            atexit.register(_kill_children)
+            atexit.register(_kill_children)  # it runs before the function that multiprocessing.util registered when imported
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,7 +20,8 @@ from coder_plugin.files import sha256_file
 from coder_plugin.integrations.hub import sentence_transformers as st
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.record import bare, bare_objective, read_wise_ft, run_record, without_paths
-from coder_plugin.pretrained.export import HEADS, VOCABULARY, export_files, export_heads, export_model
+from coder_plugin.pretrained.export import HEADS, VOCABULARY, export_files, write_export
+from coder_plugin.pretrained.export_manifest import seal_again
 from coder_plugin.pretrained.hub_cache import CARD, RECORD, fetch, read_record, record_options
 from coder_plugin.pretrained.open import PretrainedModel, export_folder, open_pretrained
 
@@ -65,12 +66,12 @@ def write_model(spec: str | Path, folder: Path, name: str, export: str, **card_f
         objective = trained.model.coder.objective
         record = {**record, "objective": str(objective), "terms": bare_objective(objective.to_dict())}
     folder.mkdir(parents=True, exist_ok=True)
-    export_model(trained.model, folder, tokenizer=trained.tokenizer, options=trained.inference_options())
-    export_heads(trained.model, folder)
+    write_export(trained.model, folder, tokenizer=trained.tokenizer, options=trained.inference_options())
     _remove_paths(folder)
     facts = _model_facts(trained, options)
     if facts["pictures"]:
         st.write_files(folder)
+    seal_again(folder)
     new_record = {
         "format": 1,
         **{key: record[key] for key in ("objective", "terms", "options", "run", "results")},

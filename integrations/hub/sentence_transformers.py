@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.hub_cache import HUB, fetch
 from coder_plugin.pretrained.open import PretrainedModel, open_pretrained
 
@@ -82,7 +82,6 @@ class PictureText(nn.Module):
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """Write the files that :meth:`load` reads. sentence-transformers adds its own files."""
         export_model(self.model, Path(output_path), tokenizer=self.tokenizer)
-        export_heads(self.model, Path(output_path))
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **_: Any) -> dict[str, Any]:
         """Tokenize texts and transform pictures.

@@ -15,7 +15,8 @@ from coder_plugin.config import TrainConfig, nest
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_folder, atomic_write
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import export_heads, export_model, inference_options
+from coder_plugin.pretrained.export import inference_options
+from coder_plugin.pretrained.export import write_export as write_files
 from coder_plugin.training.resume import comparable
 
 #: File in the directory of a sharded checkpoint (main) that records how its heads were built.
@@ -56,8 +57,7 @@ def write_export(
     """
     exports = run / "export"
     with atomic_folder(exports / "last") as last, atomic_folder(exports / name) as folder:
-        export_model(model, folder, state, tokenizer=tokenizer, options=inference_options(config))
-        export_heads(model, folder, state)
+        write_files(model, folder, state, tokenizer=tokenizer, options=inference_options(config))
         shutil.copytree(folder, last, copy_function=_link, dirs_exist_ok=True)
     with atomic_write(run / "config.json", "w") as file:
         file.write(json.dumps(nest(config.given()), indent=2))

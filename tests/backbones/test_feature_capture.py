@@ -20,7 +20,7 @@ from coder_plugin.backbones.clip import probe_backbone
 from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 from coder_plugin.errors import CoderError
 from coder_plugin.memory.momentum import MomentumCopy
-from coder_plugin.pretrained.export import export_heads, export_model, read_heads
+from coder_plugin.pretrained.export import HEADS, export_model, read_heads
 from coder_plugin.pretrained.open import load_model
 from tests.backbones.towers import EVERY, IMAGE, TEXT, D, images, texts, texts_of
 
@@ -262,8 +262,7 @@ def test_an_export_keeps_its_context_blocks(make, tmp_path: Path) -> None:
     objective = "dcl + concept_dcl"
     model = make(loss=objective, context_blocks=2)
     weights = export_model(model, tmp_path / "export" / "best")
-    heads = export_heads(model, weights.parent)
-    assert heads is not None and read_heads(heads).context_blocks == 2
+    assert read_heads(weights.with_name(HEADS)).context_blocks == 2
     assert load_model(tmp_path).coder.context_blocks == 2
     assert make(return_intermediates=()).coder.context_blocks == 1
 
@@ -272,8 +271,7 @@ def test_an_export_of_an_earlier_version_has_one(make, tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    heads = export_heads(make(loss="dcl + concept_dcl"), tmp_path)
-    assert heads is not None
+    heads = export_model(make(loss="dcl + concept_dcl"), tmp_path).with_name(HEADS)
     with safe_open(heads, "pt") as file:
         made = json.loads(file.metadata()["coder"])
     del made["context_blocks"]

@@ -20,7 +20,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.functional.masked_sets import unit_channels
 from coder_plugin.functional.similarity import cosine
 from coder_plugin.heads.tokens import Tokens
-from coder_plugin.pretrained.export import export_heads, export_model, load_heads
+from coder_plugin.pretrained.export import HEADS, export_model, load_heads
 from coder_plugin.pretrained.open import load_model
 
 REGIONS, CHANNELS, ROWS, DIM = 5, 6, 4, 16
@@ -638,7 +638,7 @@ def test_an_export_is_the_model_to_the_bit(tmp_path, bert, name, by):
     model = made(name, str(own_bert))
     expected = embeddings(model)
     weights = export_model(model, tmp_path / "made" / "here")
-    assert export_heads(model, weights.parent) is None  # dcl: the score is the towers' own
+    assert not weights.with_name(HEADS).exists()  # dcl: the score is the towers' own
     shutil.rmtree(own_bert)
     folder = tmp_path / "moved"
     shutil.move(weights.parent, folder)
@@ -660,8 +660,7 @@ def test_the_scoring_head_goes_beside_an_export(tmp_path, models, bert, name):
     expected = embeddings(model)
     folder = tmp_path / "export" / "best"
     weights = export_model(model, folder)
-    heads = export_heads(model, folder)
-    assert heads is not None
+    heads = weights.with_name(HEADS)
     opened = create_model(str(folder), loss=recipe_of("dcl + concept_dcl"), pretrained=str(weights), inference=True)
     load_heads(opened, heads)
     assert all(torch.equal(*pair) for pair in zip(embeddings(opened), expected, strict=True))
@@ -688,7 +687,7 @@ def test_what_is_no_export(tmp_path, bert):
     with pytest.raises(CoderError, match="weights nowhere.safetensors do not exist"):
         create_model(str(tmp_path), loss="dcl", pretrained="nowhere.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(CoderError, match="coder_model.safetensors cannot be read"):
+    with pytest.raises(CoderError, match="coder_model.safetensors has 100 bytes: is it cut off"):
         create_model(str(tmp_path), loss="dcl", pretrained=str(weights))
     path = tmp_path / "coder_model.json"
     made_of = json.loads(path.read_text())

@@ -15,7 +15,7 @@ import coder_plugin
 from coder_plugin.cli import main
 from coder_plugin.concepts import ModelVectors, build_vocabulary, lexicon_tagger, load_vocabulary
 from coder_plugin.errors import CoderError
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import load_model
 from coder_plugin.pretrained.text_models import open_text_model
 from tests.backbones import tiny_bert
@@ -180,7 +180,6 @@ def test_an_export_gives_its_retrieval_vectors(tiny_model, tmp_path):
     model = coder_plugin.create_model(tiny_model, loss=objective).eval()
     folder = tmp_path / "run" / "export" / "best"
     export_model(model, folder)
-    export_heads(model, folder)
     want = load_model(folder).embed_text(open_clip.get_tokenizer("ViT-B-32", context_length=40)(WORDS))
     assert want.shape[1] == 64
     for spec in (folder, tmp_path / "run"):

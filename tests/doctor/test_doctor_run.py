@@ -69,13 +69,19 @@ def test_a_damaged_checkpoint(copy: Path) -> None:
 
 
 def test_damaged_exports(copy: Path) -> None:
+    from safetensors import safe_open
     from safetensors.torch import load_file, save_file
+
+    from coder_plugin.pretrained.export_manifest import seal_again
 
     weights = copy / "export" / "best" / "open_clip_model.safetensors"
     state = load_file(weights)
     name = next(iter(state))
     state[name].view(-1)[0] = torch.nan
-    save_file(state, weights, metadata={"format": "pt"})
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    save_file(state, weights, metadata=metadata)
+    seal_again(weights.parent)
     heads = copy / "export" / "last" / "coder.safetensors"
     heads.write_bytes(heads.read_bytes()[:100])
     found = amiss(guarded("run", run.check_exports, copy))

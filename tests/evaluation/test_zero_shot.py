@@ -12,6 +12,7 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,7 +29,8 @@ from coder_plugin.evaluation.zero_shot import format_zero_shot, read_classes, re
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.encode import Encoder
-from coder_plugin.pretrained.export import WEIGHTS, export_heads, export_model
+from coder_plugin.pretrained.export import WEIGHTS, export_model
+from coder_plugin.pretrained.export_manifest import seal_again
 from coder_plugin.pretrained.open import open_pretrained
 from tests import gloo
 from tests.training import region_data
@@ -193,7 +195,6 @@ def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     base.register_buffer("steps", torch.tensor(3))
     out = tmp_path_factory.mktemp("tuned")
     export_model(tuned.model, out, tokenizer=tuned.tokenizer)
-    export_heads(tuned.model, out)
     return {"base": base, "tuned": tuned, "file": str(out / WEIGHTS)}
 
 
@@ -272,7 +273,10 @@ def test_between_is_of_the_model_as_opened_and_not_of_its_file(runs: Path, tmp_p
     """A file in half precision rounds no weight of the base; nor are the file's image size and names what count."""
     before, after = (runs / name / "export/last" for name in ("before", "after"))
     half = Path(shutil.copytree(after, tmp_path / "half"))
-    save_file({name: value.bfloat16() for name, value in load_file(after / WEIGHTS).items()}, half / WEIGHTS)
+    with safe_open(after / WEIGHTS, "pt") as opened:
+        metadata = opened.metadata()
+    save_file({name: value.bfloat16() for name, value in load_file(after / WEIGHTS).items()}, half / WEIGHTS, metadata)
+    seal_again(half)
     for file, given in ((half, {}), (after, {"force_image_size": 32}), (after, {"force_custom_text": True})):
         base, tuned = (open_pretrained(each, given, device="cpu").model for each in (before, file))
         ends = wise_ft.plain_weights(base), wise_ft.plain_weights(tuned)

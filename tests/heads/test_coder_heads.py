@@ -15,7 +15,7 @@ from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.concepts import Concepts
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_model
 
 WIDTHS = BackboneInfo(embed_dim=6, image_tokens=5, text_tokens=7)
 
@@ -169,7 +169,6 @@ def test_the_aggregators_decoder(tiny_model, tmp_path, aggregator, layers):
     assert len(pools) == 4
     assert {sum(isinstance(layer, nn.Linear) for layer in pool.score.children()) for pool in pools} == {layers}
     export_model(model, tmp_path)
-    export_heads(model, tmp_path)
     opened = coder_plugin.load_model(tmp_path, device="cpu")
     assert opened.coder.aggregator == aggregator
     assert torch.equal(opened.embed_image(batch()["image"]), model.embed_image(batch()["image"]))

@@ -14,7 +14,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.functional.masked_sets import without_start
 from coder_plugin.functional.similarity import cosine
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import load_model
 from coder_plugin.training.prepare import freeze_unread
 from tests.backbones import test_region_text as regions
@@ -130,7 +130,6 @@ def test_exports_keep_what_the_score_needs(models, name, tmp_path):
     model(**given)
     model.eval()
     export_model(model, tmp_path)
-    export_heads(model, tmp_path)
     again = load_model(tmp_path)
     assert list(again.coder.heads) == ["contexts"]
     with torch.no_grad():

@@ -21,7 +21,7 @@ from coder_plugin.data.regions.arrays import npz_bytes
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
 from coder_plugin.index.search import Query, open_searcher
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_model
 from tests.training import region_data
 
 COUNT = 40
@@ -46,7 +46,6 @@ def made(folder: Path, objective: str, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = coder_plugin.create_model("coder-tiny", loss=objective)
     export_model(model, folder)
-    export_heads(model, folder)
     return folder
 
 
@@ -179,7 +178,6 @@ def test_regions_with_a_fusion_score(tmp_path: Path, capsys) -> None:
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
     model = coder_plugin.create_model("region-bigru", loss="dcl + ascl(similarity=fusion)", **options)
     export_model(model, tmp_path / "export")
-    export_heads(model, tmp_path / "export")
     flags = ["--data", data, "--split", "dev", "--workers", "0", "--batch-size", "5", "--output", str(tmp_path / "index")]
     assert main(["index", str(tmp_path / "export"), *flags]) == 0
     searcher = open_searcher(tmp_path / "index")
@@ -222,7 +220,6 @@ def test_candidates_are_as_many_as_in_evaluation(tmp_path: Path) -> None:
     options = {"region_dim": 12, "embed_dim": 16, "word_dim": 8, "vocabulary": words, "context_length": 16}
     model = coder_plugin.create_model("region-bigru", loss="ascl(similarity=fusion)", **options)
     export_model(model, tmp_path / "export")
-    export_heads(model, tmp_path / "export")
     flags = ["--data", data, "--split", "dev", "--workers", "0", "--output", str(tmp_path / "index")]
     assert main(["index", str(tmp_path / "export"), *flags]) == 0
     searcher = open_searcher(tmp_path / "index")

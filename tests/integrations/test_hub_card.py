@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 
 import coder_plugin
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.record import bare, run_record, without_paths
 from coder_plugin.objective import Objective
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import WEIGHTS, export_model
 
 MODEL = {
     "class": "CLIP",
@@ -140,14 +142,22 @@ def test_what_is_not_known_is_not_said() -> None:
     assert made.data.eval_results is None and "None" not in made.content and "None" not in str(made.data)
 
 
+def _towers(export: Path) -> Path:
+    """The towers of an export, as open_clip would have saved them."""
+    towers = export.with_name("towers")
+    towers.mkdir()
+    shutil.copy(export / "open_clip_config.json", towers)
+    save_file(load_file(export / WEIGHTS), towers / WEIGHTS, metadata={"format": "pt"})
+    return towers
+
+
 def test_an_export_without_its_run_knows_the_recipe_of_its_heads(tmp_path: Path, tiny_model: str) -> None:
     """And is shared from wherever it lies; a plain one knows nothing."""
     torch.manual_seed(0)
     model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
     export_model(model, tmp_path / "export")
-    plain = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "plain")
+    plain = coder_plugin.save_pretrained(_towers(tmp_path / "export"), tmp_path / "plain")
     assert "objective: unknown" in (plain / "README.md").read_text()
-    export_heads(model, tmp_path / "export")
     whole = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "whole")
     text = (whole / "README.md").read_text()
     assert "objective: `dcl + concept_dcl`" in text and "scoring heads: concepts" in text
@@ -159,9 +169,8 @@ def test_the_middle_of_two_models_is_not_called_trained(tmp_path: Path, tiny_mod
     torch.manual_seed(0)
     model = coder_plugin.create_model(tiny_model, loss="dcl + concept_dcl").eval()
     export_model(model, tmp_path / "export")
-    plain = (coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "plain") / "README.md").read_text()
+    plain = (coder_plugin.save_pretrained(_towers(tmp_path / "export"), tmp_path / "plain") / "README.md").read_text()
     assert "an open_clip model (CLIP). Texts" in plain and "trained with" not in plain and "one seed" not in plain
-    export_heads(model, tmp_path / "export")
     trained = coder_plugin.save_pretrained(tmp_path / "export", tmp_path / "trained") / "README.md"
     assert "an open_clip model (CLIP) trained with coder_plugin. Texts" in trained.read_text()
     made = {"alpha": 0.5, "tuned": "/home/janedoe/logs/tuned/", "base": "/home/janedoe/logs/base/export/last"}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import coder_plugin
 from coder_plugin.cli import main
@@ -87,11 +87,12 @@ def test_nothing_is_left_of_a_share_that_fails(
 ) -> None:
     """And what was shared before is still there."""
     folder = shutil.copytree(shared / "lora", tmp_path / "folder")
-    monkeypatch.setattr("coder_plugin.integrations.hub.contents.export_heads", lambda *_: 1 / 0)
+    monkeypatch.setattr("coder_plugin.integrations.hub.contents.seal_again", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and coder_plugin.from_pretrained(folder)
-    monkeypatch.setattr("coder_plugin.integrations.hub.contents.export_heads", lambda *_: logging.info("forgotten"))
+    monkeypatch.undo()
+    monkeypatch.setattr("coder_plugin.integrations.hub.contents._features", lambda trained: [torch.rand(3)])
     with pytest.raises(CoderError, match="opens as another model"):
         coder_plugin.save_pretrained(runs["gpo"], folder, export="last")
 

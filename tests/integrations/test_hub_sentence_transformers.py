@@ -15,7 +15,7 @@ import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.hub.sentence_transformers import PictureText
-from coder_plugin.pretrained.export import export_heads, export_model
+from coder_plugin.pretrained.export import export_model
 from tests.integrations import hub_runs
 
 
@@ -28,7 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     with torch.no_grad():
         model.coder.heads["concepts"].steps.fill_(10**6)  # warmed up
     export_model(model, place / "export")
-    export_heads(model, place / "export")
     return coder_plugin.save_pretrained(place / "export", place / "shared")
 
 

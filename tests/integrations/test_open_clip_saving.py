@@ -204,7 +204,7 @@ def test_ddps_prefix_is_the_checkpoints_alone(small: Any, tmp_path: Path) -> Non
     assert_same(load_file(tmp_path / "export/epoch_1/open_clip_model.safetensors"), towers(small.state_dict()))
 
 
-@pytest.mark.parametrize("broken", ["export_model", "export_heads", "shutil.copytree", "os.replace", "nest"])
+@pytest.mark.parametrize("broken", ["write_files", "shutil.copytree", "os.replace", "nest"])
 def test_a_save_that_is_killed_leaves_the_one_before_whole(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_save_that_is_killed_leaves_the_one_before_whole(
     assert json.loads((tmp_path / "config.json").read_text()) == WRITTEN_CONFIG
 
     def killed(*args: Any, **options: Any) -> None:
-        if broken == "export_model":  # in the middle of a file
+        if broken == "write_files":  # in the middle of a file
             (args[1] / "open_clip_model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 

@@ -18,7 +18,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import shortlist_length
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model
-from coder_plugin.pretrained.export import export_heads, export_model, inference_options, read_heads
+from coder_plugin.pretrained.export import HEADS, export_model, inference_options, read_heads
 from coder_plugin.pretrained.open import InferenceConfig, load_model, open_pretrained
 
 
@@ -39,9 +39,8 @@ print(list(load_model(sys.argv[1]).coder.heads), "coder_plugin.heads.momentum" i
 def test_an_export_names_its_heads_and_opens_without_the_others(tmp_path: Path) -> None:
     objective = Objective.parse("coder").with_options({"concepts.vocabulary": "scenes", "prototypes.clusters": 3})
     model = coder_plugin.create_model("coder-tiny", loss=objective).eval()
-    export_model(model, tmp_path)
-    file = export_heads(model, tmp_path)
-    assert file is not None and read_heads(file).heads == ("concepts",) and len(model.coder.heads) > 1
+    file = export_model(model, tmp_path).with_name(HEADS)
+    assert read_heads(file).heads == ("concepts",) and len(model.coder.heads) > 1
     texts = torch.randint(1, 90, (3, model.context_length))
     with torch.no_grad():
         assert load_model(tmp_path).embed_text(texts).equal(model.embed_text(texts))
@@ -54,8 +53,7 @@ def test_an_export_names_its_heads_and_opens_without_the_others(tmp_path: Path) 
 def test_an_export_opens_without_the_term_objects_of_its_run(tmp_path: Path) -> None:
     loss = ["triplet(similarity=fusion)", (0.5, Spread())]
     model = coder_plugin.create_model("coder-tiny", loss=loss).eval()
-    export_model(model, tmp_path)
-    assert export_heads(model, tmp_path) is not None
+    assert export_model(model, tmp_path).with_name(HEADS).exists()
     opened = open_pretrained(tmp_path, device="cpu")
     assert opened.objective == str(model.coder.objective) and list(opened.model.coder.heads) == ["fusion"]
     assert shortlist_length(None, opened.encoder()) == 32  # the object trains the towers' features

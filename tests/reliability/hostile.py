@@ -100,7 +100,7 @@ def run_case(case: Case, root: Path) -> list[Outcome]:
             assert text not in outcome.output + outcome.errors, f"prints {text!r}: {what}"
     assert snapshot(outside) == before, f"{case.name}: wrote into {outside}"
     names = sorted(path.name for path in root.iterdir())
-    assert names == ["case", "outside", "temporary"], f"{case.name}: wrote beside its folder: {names}"
+    assert names == ["case", "outside"], f"{case.name}: wrote beside its folder: {names}"
     if case.check is not None:
         case.check(folder)
     return outcomes
@@ -126,10 +126,9 @@ def prepare() -> None:
 
 
 def run(command: Command, folder: Path, *, seconds: float) -> Outcome:
-    """Run a command in a forked process, in ``folder`` with a temporary folder beside it."""
-    temporary = folder.parent / "temporary"
-    temporary.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as logs:
+    """Run a command in a forked process, in ``folder`` with a temporary folder of its own."""
+    with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory(dir="/tmp") as short:
+        temporary = Path(short)  # short, because sockets of worker processes go there
         paths = [Path(logs) / name for name in ("output", "errors", "events")]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -280,11 +279,51 @@ def honest_run(loss: str = "dcl") -> Path:
     return trainer.folder
 
 
+@functools.cache
+def honest_export(kind: str = "heads") -> Path:
+    """An export of an untrained tiny model; copy it, do not change it.
+
+    Args:
+        kind: "heads" has scoring heads and a vocabulary; "bert" a Hugging Face text tower and tokenizer; "regions" is a region
+            model with a BiGRU, "regions-bert" one with BERT.
+    """
+    import json
+
+    import coder_plugin
+    from coder_plugin.config import ModelConfig
+    from coder_plugin.objective import Objective
+    from coder_plugin.pretrained.build import make_tokenizer
+    from coder_plugin.pretrained.export import export_model
+    from tests.backbones import tiny_bert
+    from tests.conftest import TINY
+
+    folder = _honest() / f"export-{kind}"
+    if kind.startswith("regions"):
+        options = {"region_dim": 8, "embed_dim": 16}
+        words = {"vocabulary": ["<pad>", "<start>", "<end>", "<unk>", "a", "dog"], "word_dim": 8}
+        more = words if kind == "regions" else {"text": tiny_bert.make(_honest() / "bert"), "heads": 2}
+        name = "region-bigru" if kind == "regions" else "region-bert"
+        model = coder_plugin.create_model(name, loss="dcl", **options, **more)
+        export_model(model, folder)
+        return folder
+    config = dict(TINY)
+    if kind == "bert":
+        bert = tiny_bert.make(_honest() / "bert")
+        tower = {"hf_model_name": bert, "hf_tokenizer_name": bert, "hf_pooler_type": "mean_pooler", "hf_proj_type": "mlp"}
+        config["text_cfg"] = {**tower, "context_length": 24}
+    path = _honest() / f"tiny-vit-{kind}-hostile.json"
+    path.write_text(json.dumps(config))
+    loss = Objective.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"}) if kind == "heads" else "dcl"
+    model = coder_plugin.create_model(str(path), loss=loss)
+    export_model(model, folder, tokenizer=make_tokenizer(ModelConfig(name=str(path)), model))
+    return folder
+
+
 def copy_run(folder: Path, *, loss: str = "dcl") -> Path:
     """Copy the honest run into ``folder / "run"``."""
     return Path(shutil.copytree(honest_run(loss), folder / "run"))
 
 
-def copy_export(folder: Path, *, loss: str = "dcl", tag: str = "last") -> Path:
-    """Copy an export of the honest run into ``folder / "export"``."""
-    return Path(shutil.copytree(honest_run(loss) / "export" / tag, folder / "export"))
+def copy_export(folder: Path, kind: str = "heads") -> Path:
+    """Copy an honest export into ``folder / "export"``."""
+    return Path(shutil.copytree(honest_export(kind), folder / "export"))

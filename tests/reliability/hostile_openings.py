@@ -1,14 +1,19 @@
-"""Hostile configurations, exports and checkpoints."""
+"""Hostile configurations, exports, shared models and checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
+import os
+import pickle
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.hostile import Case, copy_run
+from tests.reliability.hostile import Case, Command, copy_export, copy_run
+
+DEEP = "[" * 100_000 + "]" * 100_000
+Write = Callable[[Path, Path], object]
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
@@ -18,28 +23,439 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(value))
 
 
-def _data(location: str, field: str, folder: Path, canary: Path) -> None:
-    """A run whose configuration reads data from a location that would execute or fetch."""
-    run = copy_run(folder)
-    edit(run / "config.json", lambda config: config["data"].update({field: location.format(canary=canary)}))
+def code(folder: Path, canary: Path) -> None:
+    """A Python file that transformers would import as a tokenizer, a model or a configuration."""
+    lines = [f"open({str(canary)!r}, 'w').close()", "from transformers import BertConfig as C, BertTokenizerFast as T"]
+    (folder / "evil.py").write_text("\n".join([*lines, "class Tok(T): pass", "class Conf(C): pass", ""]))
 
 
-def _val(location: str) -> Callable[[Path, Path], object]:
-    return partial(_data, location, "val")
+# -- runs ----------------------------------------------------------------------------------------------------------------
 
 
-CASES = [
+def run_with(change: Callable[[dict[str, Any], Path], object]) -> Write:
+    """A run whose ``config.json`` is changed; ``change`` gets the configuration and the canary."""
+
+    def write(folder: Path, canary: Path) -> None:
+        run = copy_run(folder)
+        edit(run / "config.json", lambda config: change(config, canary))
+
+    return write
+
+
+def data(**locations: str) -> Write:
+    """A run that reads data from elsewhere; ``{canary}`` in a location is the canary's path."""
+
+    def change(config: dict[str, Any], canary: Path) -> None:
+        config["data"].update({name: location.format(canary=canary) for name, location in locations.items()})
+
+    return run_with(change)
+
+
+def file_of_run(name: str, content: str) -> Write:
+    def write(folder: Path, canary: Path) -> None:
+        data(val="nowhere.tar")(folder, canary)  # a report without results takes no time
+        (folder / "run" / name).write_text(content)
+
+    return write
+
+
+EVAL: Command = ["eval", "run", "--export", "last", "--workers", "0"]
+REPORT: Command = ["report", "run", "--export", "last", "--workers", "0"]
+PIPE = "pipe:touch {canary}; cat x.tar"
+ASKS = "give it again on the command line"
+
+
+def _config_file(folder: Path, canary: Path) -> None:
+    data(train=PIPE)(folder, canary)
+    (folder / "set-up.toml").write_text(f'train_data = "{PIPE.format(canary=canary)}"\nmodel = "coder-tiny"\n')
+    (folder / "recipe.toml").write_text(f'[recipes.evil]\nloss = "dcl"\ntrain_data = "{PIPE.format(canary=canary)}"\n')
+
+
+def _cache(config: dict[str, Any], canary: Path) -> None:
+    config["model"]["cache_dir"] = str(canary)
+
+
+RUNS = [
+    Case(name="run-val-data-pipe-report", write=data(val=PIPE), commands=[REPORT], status=0, says=[ASKS]),
+    Case(name="run-val-data-pipe-eval", write=data(val=PIPE), commands=[EVAL], says=[ASKS]),
+    Case(name="run-val-data-pipe-second", write=data(val="x.tar::" + PIPE), commands=[EVAL], says=[ASKS]),
     Case(
-        name="config-val-data-pipe-report",
-        write=_val("pipe:touch {canary}; cat x.tar"),
-        commands=[["report", "run", "--export", "last"]],
-        status=0,
+        name="run-val-data-pipe-braces", write=data(val="p{{i,o}}pe:touch {canary}"), commands=[EVAL], says=[ASKS]
+    ),
+    Case(name="run-val-data-pipe-capitals", write=data(val="PIPE:touch {canary}"), commands=[EVAL], says=[ASKS]),
+    Case(
+        name="run-train-data-pipe", write=data(train=PIPE), commands=[[*EVAL, "--split", "train"]], says=[ASKS]  # type: ignore[misc]
+    ),
+    Case(name="run-regions-pipe", write=data(regions=PIPE), commands=[EVAL], says=[ASKS]),
+    *(
+        Case(name=f"run-val-data-{scheme}", write=data(val=f"{scheme}://127.0.0.1:9/x.tar"), commands=[EVAL], says=[ASKS])
+        for scheme in ("http", "https", "s3", "gs", "hf", "sftp", "htgs", "ais")
+    ),
+    Case(name="run-val-data-endless-braces", write=data(val="{{0..99999999999}}.tar"), commands=[EVAL], says=[ASKS]),
+    Case(
+        name="run-config-file-pipe",
+        write=_config_file,
+        commands=[
+            ["train", "--config", "run/config.json", "--dry-run", "--logs", "logs"],
+            ["train", "--config", "set-up.toml", "--dry-run", "--logs", "logs"],
+            ["train", "--recipe", "recipe.toml", "--model", "coder-tiny", "--dry-run", "--logs", "logs"],
+        ],
+        says=[ASKS],
+    ),
+    Case(name="run-config-deep", write=file_of_run("config.json", DEEP), commands=[EVAL], says=["config.json"]),
+    Case(name="run-config-deep-html", write=file_of_run("config.json", DEEP), commands=[REPORT], status=0, says=[".html"]),
+    Case(name="run-plan-deep", write=file_of_run("plan.json", DEEP), commands=[REPORT], status=0, says=["report.html"]),
+    Case(name="run-metrics-deep", write=file_of_run("metrics.jsonl", DEEP), commands=[REPORT], status=0, says=["report.html"]),
+    Case(name="run-config-is-a-list", write=file_of_run("config.json", "[1]"), commands=[EVAL], says=["config.json"]),
+    Case(
+        name="run-config-is-no-text", write=file_of_run("config.json", '{"data": {"val": ["pipe:x"]}}'), commands=[EVAL],
         says=["--val-data"],
     ),
     Case(
-        name="config-val-data-pipe-eval",
-        write=_val("pipe:touch {canary}; cat x.tar"),
-        commands=[["eval", "run", "--export", "last"]],
-        says=["--val-data", "pipe:"],
+        name="run-base-on-the-hub",
+        write=run_with(lambda config, canary: config["model"].update(name="hf-hub:somebody/evil", pretrained="x.pt")),
+        commands=[[*EVAL, "--wise-ft", "0.5"]],  # type: ignore[misc]
+        says=["would fetch", "--model"],
     ),
+    Case(
+        name="run-base-by-url",
+        write=run_with(lambda config, canary: config["model"].update(name="RN50", pretrained="http://127.0.0.1:9/x.pt")),
+        commands=[[*EVAL, "--wise-ft", "0.5"]],  # type: ignore[misc]
+        says=["would fetch"],
+    ),
+    Case(
+        name="run-cache-elsewhere", write=run_with(_cache), commands=[[*EVAL, "--val-data", "nowhere.tar"]],  # type: ignore[misc]
+        says=["nowhere.tar"],
+    ),
+]  # fmt: skip
+
+
+# -- exports of open_clip's models -----------------------------------------------------------------------------------------
+
+
+def export_with(change: Callable[[Path, Path], object], kind: str = "heads", *, sealed: bool = True) -> Write:
+    """An export whose files are changed, its manifest written anew as the one who changed them would."""
+
+    def write(folder: Path, canary: Path) -> None:
+        from coder_plugin.pretrained.export_manifest import seal_again
+
+        export = copy_export(folder, kind)
+        change(export, canary)
+        if sealed:
+            seal_again(export)
+
+    return write
+
+
+def config_with(change: Callable[[dict[str, Any]], object], kind: str = "heads") -> Write:
+    return export_with(lambda export, canary: edit(export / "open_clip_config.json", change), kind)
+
+
+def tower(name: str, **values: Any) -> Write:
+    return config_with(lambda config: config["model_cfg"][name].update(values))
+
+
+def text_of(name: str, content: str, kind: str = "heads") -> Write:
+    return export_with(lambda export, canary: (export / name).write_text(content), kind)
+
+
+def values(name: str, kind: str = "heads", **changes: Any) -> Write:
+    return export_with(lambda export, canary: edit(export / name, lambda value: value.update(changes)), kind)
+
+
+def _from_pretrained() -> None:
+    import coder_plugin
+
+    coder_plugin.from_pretrained("export")
+
+
+def _sentence_transformers() -> None:
+    from coder_plugin.integrations.hub.sentence_transformers import PictureText
+
+    PictureText.load("export")
+
+
+def _load_model() -> None:
+    from coder_plugin.pretrained.open import load_model
+
+    load_model("export")
+
+
+def _create_model() -> None:
+    import coder_plugin
+
+    coder_plugin.create_model("local-dir:export", loss="dcl")
+
+
+#: Every way in which an export's configuration is opened.
+WAYS: Sequence[Command] = [
+    ["eval", "export"],
+    ["eval", "--model", "local-dir:export"],
+    ["eval", "--model", "local-dir:export", "--pretrained", "export/open_clip_model.safetensors"],
+    ["share", "export", "--to", "shared"],
+    ["train", "--model", "local-dir:export", "--dry-run", "--logs", "logs"],
+    _from_pretrained,
+    _sentence_transformers,
+    _load_model,
+    _create_model,
 ]
+OPEN: Command = ["eval", "export"]
+
+
+def _trusting(export: Path, canary: Path) -> None:
+    code(export, canary)
+    edit(export / "tokenizer_config.json", lambda value: value.update(auto_map={"AutoTokenizer": ["evil.Tok", "evil.Tok"]}))
+    edit(
+        export / "open_clip_config.json",
+        lambda config: config["model_cfg"]["text_cfg"].update(tokenizer_kwargs={"trust_remote_code": True}),
+    )
+
+
+def _mapped(file: str, entry: str) -> Write:
+    def change(export: Path, canary: Path) -> None:
+        code((export / file).parent, canary)
+        edit(export / file, lambda value: value.update(auto_map={entry: "evil.Conf"}))
+
+    return export_with(change, "bert")
+
+
+def _heads(change: Callable[[dict[str, Any]], object]) -> Write:
+    """An export whose heads' settings are changed."""
+
+    def write(export: Path, canary: Path) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import load_file, save_file
+
+        path = export / "coder.safetensors"
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        settings = json.loads(metadata["coder"])
+        change(settings)
+        save_file(load_file(path), path, metadata={**metadata, "coder": json.dumps(settings)})
+
+    return export_with(write)
+
+
+def _weights(content: bytes) -> Write:
+    return export_with(lambda export, canary: (export / "open_clip_model.safetensors").write_bytes(content))
+
+
+def header(value: Any, size: int | None = None) -> bytes:
+    """A safetensors file of a header alone."""
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+class Evil:
+    """Creates the canary when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.command = f"touch {canary}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def _pickled(name: str, *, keep: bool = False) -> Write:
+    """An export whose weights are a pickle that runs a command."""
+
+    def write(folder: Path, canary: Path) -> None:
+        export = copy_export(folder)
+        for each in ("open_clip_model.safetensors", "coder_export.json", "coder.safetensors"):
+            (export / each).unlink()
+        (export / name).write_bytes(pickle.dumps({"padding": bytes(1 << 22), "state_dict": Evil(canary)}))
+
+    return write
+
+
+def _pickle_file(folder: Path, canary: Path) -> None:
+    import torch
+
+    for name in ("evil.pt", "evil.pth", "evil.bin"):
+        torch.save({"state_dict": {"x": Evil(canary)}, "coder": {}, "model": Evil(canary)}, folder / name)
+    (folder / "raw.pt").write_bytes(pickle.dumps(Evil(canary)))
+
+
+def _manifest(change: Callable[[dict[str, Any]], object]) -> Write:
+    """An export whose manifest is changed, with a checksum that fits."""
+
+    def write(export: Path, canary: Path) -> None:
+        from coder_plugin.files import sha256_json
+
+        path = export / "coder_export.json"
+        manifest = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
+        change(manifest)
+        path.write_text(json.dumps({**manifest, "sha256": sha256_json(manifest)}))
+
+    return export_with(write, sealed=False)
+
+
+def _record(files: dict[str, Any], **fields: Any) -> Write:
+    record = {"format": 1, "files": files, "options": {}, "terms": {}, "run": {}, "results": {}, "stated": {}, **fields}
+    return export_with(lambda export, canary: (export / "coder_run.json").write_text(json.dumps(record)))
+
+
+def _adapter(export: Path, canary: Path) -> None:
+    (export / "text" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "somebody/evil"}))
+
+
+def _text_folder_away(export: Path, canary: Path) -> None:
+    import shutil
+
+    shutil.rmtree(export / "text")
+
+
+def _link_out(export: Path, canary: Path) -> None:
+    """The tokenizer's configuration is a link to a device without an end."""
+    (export / "tokenizer_config.json").unlink(missing_ok=True)
+    (export / "tokenizer_config.json").symlink_to("/dev/zero")
+
+
+def config_case(name: str, write: Write, *says: str, ways: Sequence[Command] = (OPEN,), **more: Any) -> Case:
+    return Case(name=name, write=write, commands=ways, says=says, **more)
+
+
+ENTRY = {"bytes": 1, "sha256": "0" * 64}
+
+EXPORTS = [
+    # code
+    config_case("export-tokenizer-code", export_with(_trusting, "bert"), "trust_remote_code", ways=WAYS),
+    config_case("export-tokenizer-auto-map", _mapped("tokenizer_config.json", "AutoTokenizer"), "auto_map", ways=WAYS),
+    config_case("export-text-auto-map", _mapped("text/config.json", "AutoConfig"), "auto_map", ways=WAYS),
+    config_case(
+        "export-attention-of-the-hub",
+        values("text/config.json", "bert", attn_implementation="somebody/evil-kernel"),
+        "attn_implementation",
+    ),
+    config_case("export-quantization", values("text/config.json", "bert", quantization_config={"x": 1}), "quantization_config"),
+    config_case("export-adapter-of-the-hub", export_with(_adapter, "bert"), "adapter_config.json"),
+    # names
+    config_case("export-text-of-the-hub", tower("text_cfg", hf_model_name="somebody/evil"), "somebody/evil", ways=WAYS),
+    config_case("export-text-folder-missing", export_with(_text_folder_away, "bert"), "text", "not in the folder"),
+    config_case("export-text-outside", tower("text_cfg", hf_model_name="../../outside"), "nothing is fetched"),
+    config_case("export-timm-of-the-hub", tower("vision_cfg", timm_model_name="hf-hub:somebody/evil"), "timm", ways=WAYS),
+    config_case("export-timm-of-a-folder", tower("vision_cfg", timm_model_name="local-dir:evil"), "timm"),
+    config_case("export-timm-no-name", tower("vision_cfg", timm_model_name={"x": 1}), "timm_model_name"),
+    # keys and types
+    config_case("config-unknown-key", config_with(lambda c: c["model_cfg"].update(hook="os.system")), "'hook'"),
+    config_case("config-unknown-tower-key", tower("text_cfg", custom_code="evil.py"), "text_cfg.custom_code"),
+    config_case("config-layer-options", tower("vision_cfg", norm_kwargs={"device": "meta"}), "norm_kwargs.device"),
+    config_case("config-tower-is-a-list", config_with(lambda c: c["model_cfg"].update(text_cfg=[1])), "text_cfg"),
+    config_case("config-width-is-a-text", tower("vision_cfg", width="768"), "vision_cfg.width"),
+    config_case("config-width-is-null", tower("vision_cfg", width=None), "vision_cfg.width"),
+    config_case("config-embed-dim-is-a-list", config_with(lambda c: c["model_cfg"].update(embed_dim=[1])), "embed_dim"),
+    config_case("config-without-text", config_with(lambda c: c["model_cfg"].pop("text_cfg")), "text_cfg"),
+    config_case("config-without-model", config_with(lambda c: c.pop("model_cfg")), "configuration is an object"),
+    config_case("config-is-a-list", text_of("open_clip_config.json", "[]"), "not an object"),
+    config_case("config-is-deep", text_of("open_clip_config.json", DEEP), "nested too deeply", ways=WAYS),
+    config_case("config-heads-of-zero", tower("text_cfg", heads=0), "cannot be created"),
+    config_case("config-patch-of-zero", tower("vision_cfg", patch_size=0), "cannot be created"),
+    # sizes
+    config_case("config-width-huge", tower("vision_cfg", width=10**12), "vision_cfg.width"),
+    config_case("config-width-too-large-for-the-weights", tower("vision_cfg", width=65_536), "describes a model of over"),
+    config_case("config-layers-huge", tower("text_cfg", layers=10**9), "text_cfg.layers"),
+    config_case("config-layers-too-many-for-the-weights", tower("text_cfg", layers=500, width=4096), "describes a model"),
+    config_case("config-vocabulary-huge", tower("text_cfg", vocab_size=16_000_000), "describes a model of over"),
+    config_case("config-image-huge", tower("vision_cfg", image_size=10**6), "vision_cfg.image_size"),
+    config_case("config-bert-huge", values("text/config.json", "bert", vocab_size=16_000_000), "describes a model"),
+    config_case("config-bert-layers", values("text/config.json", "bert", num_hidden_layers=10**6), "num_hidden_layers"),
+    config_case(
+        "config-pictures-huge", config_with(lambda c: c["preprocess_cfg"].update(size=[10**9, 10**9])), "preprocess_cfg.size"
+    ),
+    config_case(
+        "config-mean-of-many", config_with(lambda c: c["preprocess_cfg"].update(mean=[0.5] * 9)), "preprocess_cfg.mean"
+    ),
+    config_case("config-mean-is-code", config_with(lambda c: c["preprocess_cfg"].update(mean="os.system")), "cfg.mean"),
+    # options
+    config_case("options-model-of-the-hub", values("coder_options.json", model="hf-hub:somebody/evil"), "would fetch"),
+    config_case("options-model-nowhere", values("coder_options.json", model="no-such-model"), "no-such-model"),
+    config_case("options-rerank-is-a-list", values("coder_options.json", rerank=[1]), "--rerank"),
+    config_case("options-precision", values("coder_options.json", precision="evil"), "--precision"),
+    config_case("options-regions-huge", values("coder_options.json", max_regions=-1), "--max-regions"),
+    config_case("options-objective-is-a-list", values("coder_options.json", objective=[1]), "objective"),
+    config_case("options-are-a-list", text_of("coder_options.json", "[]"), "coder_options.json"),
+    config_case("options-are-deep", text_of("coder_options.json", DEEP), "coder_options.json"),
+    # heads and vocabulary
+    config_case("heads-of-no-package", _heads(lambda s: s.update(heads=["evil.module:Head"])), "evil.module:Head"),
+    config_case("heads-are-a-text", _heads(lambda s: s.update(heads="concepts")), "coder.safetensors"),
+    config_case("heads-option-unknown", _heads(lambda s: s["objective"]["heads"]["concepts"].update(code="x")), "code"),
+    config_case(
+        "heads-option-huge", _heads(lambda s: s["objective"]["heads"]["concepts"].update(dim=10**12)), "coder.safetensors"
+    ),
+    config_case("heads-blocks-is-a-text", _heads(lambda s: s.update(context_blocks="1")), "context_blocks"),
+    config_case("heads-aggregator-is-a-list", _heads(lambda s: s.update(aggregator=["tower"])), "aggregator"),
+    config_case("heads-objective-is-deep", _heads(lambda s: s.update(objective=[[[]]])), "coder.safetensors"),
+    config_case("vocabulary-is-deep", text_of("concepts.json", DEEP), "concepts"),
+    config_case("vocabulary-is-a-list", text_of("concepts.json", "[1]"), "concepts.json"),
+    # weights
+    config_case("weights-header-endless", _weights(header({}, size=2**62)), "open_clip_model.safetensors"),
+    config_case("weights-header-deep", _weights(header(DEEP.encode())), "open_clip_model.safetensors"),
+    config_case(
+        "weights-outside-of-the-file",
+        _weights(header({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}})),
+        "open_clip_model.safetensors",
+    ),
+    config_case(
+        "weights-that-overlap",
+        _weights(header({n: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} for n in "ab"}) + b"1234"),
+        "open_clip_model.safetensors",
+    ),
+    config_case("weights-empty", _weights(b""), "open_clip_model.safetensors"),
+    config_case("weights-are-a-pickle", _pickled("open_clip_pytorch_model.bin"), "cannot be created"),
+    Case(
+        name="pickles-as-weights",
+        write=_pickle_file,
+        commands=[
+            *(["eval", "--model", "coder-tiny", "--pretrained", name] for name in ("evil.pt", "evil.bin", "raw.pt")),
+            ["train", "--model", "coder-tiny", "--pretrained", "evil.pt", "--dry-run", "--logs", "logs"],
+            ["train", "--model", "coder-tiny", "--pretrained-image-path", "evil.pt", "--dry-run", "--logs", "logs"],
+        ],
+    ),
+    # manifests and records
+    config_case("manifest-lists-outside", _manifest(lambda m: m["files"].update({"../outside/x": ENTRY})), "outside/x"),
+    config_case("manifest-lists-absolute", _manifest(lambda m: m["files"].update({"/etc/passwd": ENTRY})), "/etc/passwd"),
+    config_case("manifest-lists-nothing", _manifest(lambda m: m.update(files={})), "coder"),
+    config_case("manifest-without-heads", _manifest(lambda m: m["files"].pop("coder.safetensors")), "coder.safetensors"),
+    config_case("manifest-of-types", _manifest(lambda m: m.update(step="1", heads="yes")), "coder_export.json"),
+    config_case("manifest-newer", _manifest(lambda m: m.update(format=99)), "newer"),
+    config_case(
+        "manifest-is-deep",
+        export_with(lambda export, canary: (export / "coder_export.json").write_text(DEEP), sealed=False),
+        "coder_export.json",
+    ),
+    config_case("record-lists-outside", _record({"../../outside/precious.txt": ENTRY}), "not a file in its folder"),
+    config_case("record-files-is-a-list", _record([]), "files is not an object"),  # type: ignore[arg-type]
+    config_case("record-options", _record({}, options={"max_regions": True}), "max_regions"),
+    config_case(
+        "record-is-deep", export_with(lambda export, canary: (export / "coder_run.json").write_text(DEEP)), "coder_run.json"
+    ),
+]  # fmt: skip
+
+
+# -- exports of region models ----------------------------------------------------------------------------------------------
+
+
+def region(kind: str = "regions", **options: Any) -> Write:
+    return export_with(
+        lambda export, canary: edit(export / "coder_model.json", lambda value: value["options"].update(options)), kind
+    )
+
+
+REGIONS = [
+    config_case("regions-text-of-the-hub", region("regions-bert", text="somebody/evil"), "somebody/evil"),
+    config_case("regions-text-outside", region("regions-bert", text="../../outside"), "outside"),
+    config_case("regions-text-switched-to-bert", region(encoder="bert"), "nothing is fetched"),
+    config_case("regions-vocabulary-is-a-file", region(vocabulary="/etc/passwd"), "vocabulary"),
+    config_case("regions-vocabulary-of-numbers", region(vocabulary=[1, 2, 3, 4]), "vocabulary"),
+    config_case("regions-unknown-option", region(hook="evil"), "hook"),
+    config_case("regions-size-huge", region(embed_dim=10**9), "embed_dim"),
+    config_case("regions-size-too-large-for-the-weights", region(embed_dim=2**20), "describes a model of over"),
+    config_case("regions-size-is-a-text", region(embed_dim="16"), "embed_dim"),
+    config_case("regions-backbone-unknown", values("coder_model.json", "regions", backbone="os:system"), "os:system"),
+    config_case("regions-backbone-is-a-list", values("coder_model.json", "regions", backbone=["x"]), "coder_model.json"),
+    config_case("regions-options-are-a-list", values("coder_model.json", "regions", options=[1]), "coder_model.json"),
+    config_case("regions-configuration-is-deep", text_of("coder_model.json", DEEP, "regions"), "coder_model.json"),
+    config_case("regions-code-beside-bert", _mapped("text/config.json", "AutoConfig"), "auto_map"),
+]
+
+CASES = [*RUNS, *EXPORTS, *REGIONS]

@@ -1,0 +1,149 @@
+"""The manifest of an export: which files belong together, with their checksums.
+
+An export is several files: towers, scoring heads, vocabulary, configuration, tokenizer. ``coder_export.json`` lists them all.
+Its id, a checksum of all weights, is in the towers' file as well, so that towers without their manifest are noticed. Folders
+without either are exports of earlier versions, or of open_clip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coder_plugin.errors import CoderError
+from coder_plugin.files import atomic_write, read_json, sha256_file, sha256_json
+
+MANIFEST = "coder_export.json"
+#: Key of the id in the towers' file.
+MARK = "coder_export"
+FORMAT = 1
+_TYPES: dict[str, tuple[type, ...]] = {
+    "format": (int,),
+    "id": (str,),
+    "heads": (bool,),
+    "step": (int, type(None)),
+    "files": (dict,),
+}
+
+
+def weights_id(*states: Mapping[str, Tensor], vocabulary: str = "") -> str:
+    """A checksum of named tensors and of a vocabulary's fingerprint, 64 hexadecimal digits."""
+    digest = hashlib.sha256(vocabulary.encode())
+    for state in states:
+        for name, value in sorted(state.items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def seal(folder: Path, *, id: str, heads: bool, step: int | None = None) -> None:
+    """Write the manifest of a folder whose other files are complete.
+
+    Args:
+        folder: of an export; every file in it is listed.
+        id: from :func:`weights_id`.
+        heads: whether scoring heads belong to the towers.
+        step: of the run that is exported.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_file(folder / name)}
+        for name in names
+        if name != MANIFEST
+    }
+    manifest = {"format": FORMAT, "id": id, "heads": heads, "step": step, "files": files}
+    with atomic_write(folder / MANIFEST, "w") as file:
+        file.write(json.dumps({**manifest, "sha256": sha256_json(manifest)}, indent=1) + "\n")
+
+
+def seal_again(folder: Path) -> None:
+    """Write the manifest anew after files of a verified export were edited on purpose."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    seal(folder, id=manifest["id"], heads=manifest["heads"], step=manifest["step"])
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of an export, checked in itself; None without one.
+
+    Raises:
+        CoderError: it is damaged, of a newer version, or lists files outside of the folder.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    manifest = read_json(path)
+    if not isinstance(manifest, dict):
+        raise CoderError(f"{path} is damaged: it is not an object")
+    if type(manifest.get("format")) is int and manifest["format"] > FORMAT:
+        raise CoderError(f"{path} is of a newer coder-plugin (format {manifest['format']}): update to open this export")
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    if manifest.get("sha256") != sha256_json(content):
+        raise CoderError(f"{path} is damaged: copy or download the export again")
+    if content.keys() != _TYPES.keys() or any(type(content[name]) not in kinds for name, kinds in _TYPES.items()):
+        raise CoderError(f"{path} is not the manifest of an export")
+    for name, entry in content["files"].items():
+        if not (isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)):
+            raise CoderError(f"{path}: {name!r} has no size and checksum")
+        if not is_inside(name):
+            raise CoderError(f"{path} lists {name!r}, which is not a file in its folder")
+    return content
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative name with forward slashes stays below its folder."""
+    path = PurePosixPath(name)
+    outside = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name
+    return path.as_posix() == name != "." and not outside
+
+
+def verify_export(weights: Path, *, heads: str, others: tuple[str, ...] = ()) -> None:
+    """Check an export before it is opened: all files are there, unchanged, and belong together.
+
+    Args:
+        weights: the towers' file.
+        heads: name of the heads' file.
+        others: names of further files that opening reads where they exist.
+
+    Raises:
+        CoderError: a file is missing, changed, or of another export; the message names it.
+    """
+    folder = weights.parent
+    manifest, mark = read_manifest(folder), _mark(weights)
+    if manifest is None:
+        if mark is not None:
+            raise CoderError(f"{folder} is incomplete: {MANIFEST} is missing; copy or download the whole export again")
+        return
+    listed = manifest["files"]
+    if manifest["heads"] and heads not in listed:
+        raise CoderError(f"{folder / MANIFEST} is not the manifest of an export: it lists no {heads}")
+    for name, entry in listed.items():
+        file = folder / name
+        if not file.is_file():
+            what = "the scoring heads, without which it is another model" if name == heads else "a file"
+            raise CoderError(f"{folder} is incomplete: it lacks {name} ({what}); copy or download the whole export again")
+        if file.stat().st_size != entry["bytes"] or sha256_file(file) != entry["sha256"]:
+            raise CoderError(f"{file} is damaged, or of another export: copy or download the whole export again")
+    for name in (weights.name, heads, *others):
+        if (folder / name).is_file() and name not in listed:
+            raise CoderError(f"{folder / name} does not belong to this export ({MANIFEST}): remove it, or export again")
+    if mark != manifest["id"]:
+        raise CoderError(f"{weights} and {folder / MANIFEST} are of two exports: copy or download the whole export again")
+
+
+def _mark(weights: Path) -> str | None:
+    from safetensors import SafetensorError, safe_open
+
+    if weights.suffix != ".safetensors":
+        return None
+    try:
+        with safe_open(weights, "pt") as file:
+            return (file.metadata() or {}).get(MARK)
+    except (SafetensorError, OSError) as error:
+        raise CoderError(f"{weights} cannot be read: {error}") from error

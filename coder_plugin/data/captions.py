@@ -97,9 +97,9 @@ def _coco_files(spec: str, entries: list[dict[str, Any]]) -> dict[int | str, str
 
 def _coco_captions(
     spec: str, entries: list[dict[str, Any]], images: set[int | str]
-) -> dict[int | str, list[tuple[str, Any]]]:
+) -> dict[int | str, list[tuple[Any, Any]]]:
     """Captions, whatever they hold, and their ids by image id, in the file's order."""
-    captions: dict[int | str, list[tuple[str, Any]]] = {}
+    captions: dict[int | str, list[tuple[Any, Any]]] = {}
     foreign = []
     for number, each in enumerate(entries):
         entry = f"annotations[{number}], id {each.get('id')!r}, of image {each.get('image_id')!r}"

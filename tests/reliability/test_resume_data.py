@@ -20,6 +20,7 @@ from coder_plugin.data.loader import TrainLoader
 from coder_plugin.errors import CoderError
 
 NUMBER, BATCH, EPOCH = 43, 4, 3
+BAD = (1, 8, 9, 20, 21, 30, 41)
 
 
 def png(number: int) -> bytes:
@@ -105,8 +106,10 @@ def check_exact(source: Any, settings: list[dict[str, Any]], steps: list[int], b
         )
 
 
-@pytest.mark.parametrize("kind", ["table", "shards"])
-@pytest.mark.parametrize("bad", [(), (1, 8, 9, 20, 21, 30, 41)], ids=["whole", "bad"])
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [("table", BAD), ("shards", BAD), *(pytest.param(kind, (), marks=pytest.mark.slow) for kind in ("table", "shards"))],
+)
 def test_other_numbers_of_workers_give_the_same_batches(tmp_path, kind, bad):
     """Bit for bit: pictures, augmentation and order; and again after a second change."""
     source = make(kind, tmp_path, bad)
@@ -123,7 +126,7 @@ def test_other_numbers_of_workers_give_the_same_batches(tmp_path, kind, bad):
 
 
 @pytest.mark.parametrize("kind", ["table", "shards"])
-@pytest.mark.parametrize("bad", [(), (1, 8, 9, 20, 21, 30, 41)], ids=["whole", "bad"])
+@pytest.mark.parametrize("bad", [(), BAD], ids=["whole", "bad"])
 def test_other_numbers_of_ranks_lose_no_sample_and_repeat_none(tmp_path, kind, bad):
     source = make(kind, tmp_path, bad)
     one, two, three = {"world_size": 1}, {"world_size": 2}, {"world_size": 3}
@@ -163,7 +166,7 @@ def test_the_positions_of_all_ranks_are_asked_for(tmp_path):
 def test_many_changes_lose_no_sample_and_repeat_none(tmp_path):
     """300 chains of up to five settings, drawn at random."""
     chains = changes = 0
-    for kind, bad in itertools.product(("table", "shards"), ((), (1, 8, 9, 20, 21, 30, 41))):
+    for kind, bad in itertools.product(("table", "shards"), ((), BAD)):
         folder = tmp_path / f"{kind}{len(bad)}"
         folder.mkdir()
         source = make(kind, folder, bad)

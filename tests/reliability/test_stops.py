@@ -295,7 +295,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, code: int = errno.ENOSP
     monkeypatch.setattr(checkpoint, "save_file", save_file)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.slow)])
 def test_a_full_or_read_only_disk_is_one_line_that_names_the_whole_checkpoint(tmp_path, code, monkeypatch):
     made = trainer(options(tmp_path))
     step = made.training_step
@@ -512,6 +512,7 @@ def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path):
     trainer(options(tmp_path, resume="latest")).run()  # as a requeued job does
 
 
+@pytest.mark.slow
 def test_the_process_itself_ends_with_the_status(tmp_path):
     """The command in a process group with workers, stopped as a terminal or a scheduler stops it: all its processes at once."""
     flags = {"model": options(tmp_path)["model"], "loss": "dcl", "logs": tmp_path, "name": "run", "batch-size": 4}

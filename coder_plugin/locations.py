@@ -40,8 +40,8 @@ def is_local(location: str) -> bool:
         patterns = [part]
         try:
             patterns += islice(braceexpand(part), MOST_SHARDS + 1)
-        except ValueError:
-            pass  # the reader reports it; it expands nothing
+        except ValueError:  # unbalanced braces, which expand to nothing; the reader reports them
+            pass
         if len(patterns) > MOST_SHARDS:
             return False
         if any(_SCHEME.match(each) and not _LOCAL.match(each) for each in patterns):

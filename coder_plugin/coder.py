@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.similarity import check_range
+from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, ReadsTags, Scores, heads_with
@@ -198,9 +199,17 @@ class CoderLoss(nn.Module):
     Args:
         bindings: for each term, the key that each of its arguments reads.
         heads: the model's heads by name.
+        implementation: how losses of pairs are computed, as in :func:`coder_plugin.functional.dcl`.
     """
 
-    def __init__(self, objective: Objective, bindings: tuple[Mapping[str, str], ...], heads: Mapping[str, Head]) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        bindings: tuple[Mapping[str, str], ...],
+        heads: Mapping[str, Head],
+        *,
+        implementation: Implementation = "auto",
+    ) -> None:
         super().__init__()
         self.objective: Objective = objective
         self.bindings: tuple[Mapping[str, str], ...] = bindings
@@ -211,6 +220,7 @@ class CoderLoss(nn.Module):
                 raise CoderError(f"loss {spec.name!r} owns parameters, which nothing would train: put them into a head")
             term = copy.copy(term)  # a term that was passed as an object may be in losses of other models too
             term._modules = dict(term._modules)
+            term.implementation = implementation
             self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
 
     def forward(self, *, output_dict: bool = True, **outputs: Tensor) -> dict[str, Tensor] | Tensor:

@@ -113,6 +113,12 @@ class LossConfig:
         None, "part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]"
     )
     local_loss: bool = _option(False, "each rank compares only its own anchors with the candidates of all ranks")
+    loss_impl: str = _option(
+        "auto",
+        "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to rounding, in "
+        "memory that grows with the batch size alone",
+        choices=("auto", "reference", "tiled"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

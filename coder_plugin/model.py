@@ -9,6 +9,7 @@ from typing import Any, get_args
 from coder_plugin import registry
 from coder_plugin.coder import AggregatorName, Coder, CoderLoss
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import Capability, affects_ranking
 from coder_plugin.objective import Objective, object_name
@@ -179,12 +180,15 @@ def add_heads(
     return model
 
 
-def create_loss(loss: Any, *, model: Any) -> CoderLoss:
+def create_loss(loss: Any, *, model: Any, implementation: Implementation = "auto") -> CoderLoss:
     """A loss for a model of :func:`create_model`; ``loss(**model(...))`` is a dict of weighted scalars.
 
     Args:
         loss: as in :func:`create_model`. It may leave out terms that the model was created with, but not need more heads.
         model: the model whose heads' output the loss reads.
+        implementation: ``"reference"``: each loss forms all similarities of the batch at once; ``"tiled"``: equal up to
+            rounding, in memory that grows with the batch size alone (docs/equations.md#tiles); ``"auto"``: tiles for the terms
+            and options that have them.
 
     Returns:
         The loss, an ``nn.Module`` without parameters and state. Called with the model's output as keywords it returns
@@ -216,7 +220,7 @@ def create_loss(loss: Any, *, model: Any) -> CoderLoss:
     absent = [name for name in resolution.heads if name not in model.coder.heads]
     if absent:
         raise CoderError(f"the model was made without the heads {', '.join(absent)}: give create_model the same loss")
-    coder_loss = CoderLoss(objective, resolution.bindings, model.coder.heads)
+    coder_loss = CoderLoss(objective, resolution.bindings, model.coder.heads, implementation=implementation)
     for spec, binding, term in zip(objective.terms, resolution.bindings, coder_loss.terms.values(), strict=True):
         if model.coder.views > 1 and "image_features" in binding.values() and not term.takes_views:
             raise CoderError(

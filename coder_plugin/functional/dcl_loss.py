@@ -16,15 +16,29 @@ from coder_plugin.functional.diversity_weights import (
     check_diversity_options,
     normalize_diversity,
     raw_diversity,
+    raw_diversity_from_variance,
 )
 from coder_plugin.functional.similarity import (
     Gather,
     anchor_rows,
     batch_similarity,
+    check_ids,
     check_range,
     check_rows,
     cosine,
+    cosine_of_rows,
     raise_precision,
+)
+from coder_plugin.functional.tiled import (
+    Candidates,
+    Implementation,
+    candidate_variance,
+    negative_sums,
+    one_tile,
+    pair_counts,
+    pair_sums,
+    pair_variances,
+    use_tiles,
 )
 
 
@@ -43,6 +57,7 @@ def dcl(
     effective_negatives: int | None = None,
     anchors: slice | None = None,
     gather: Gather | None = None,
+    implementation: Implementation = "auto",
 ) -> Tensor:
     """Diversity-sensitive contrastive loss of a batch of pairs, both directions (CODER eq. 4, 5).
 
@@ -65,6 +80,8 @@ def dcl(
             keeps its size at any batch size. None: the paper's plain sum.
         anchors: the rows of the batch that are anchors; the candidates stay all n. None: all rows.
         gather: collects the diversity weights of all processes' anchors, if ``anchors`` are one process's share.
+        implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows
+            with n alone; ``"auto"``: tiles if they support the options (docs/equations.md#tiles).
 
     Returns:
         Scalar, float32 or float64: the mean over image anchors plus the mean over text anchors.
@@ -86,14 +103,37 @@ def dcl(
     )
     _check_pairs(image_features, text_features)
     check_range(image_features=image_features, text_features=text_features)
+    n = len(image_features)
+    check_ids(image_ids, n)
+    a = len(anchor_rows(image_features, anchors))
+    if bank_diversity is not None and any(weights.shape != (a,) for weights in bank_diversity):
+        raise ValueError(
+            f"bank_diversity must have shape ({a},) for images and for texts, got "
+            + " and ".join(str(tuple(weights.shape)) for weights in bank_diversity)
+        )
+    if use_tiles(
+        implementation,
+        (image_features, text_features),
+        pairs=a * n,
+        diversity=diversity,
+        diversity_gradient=diversity_gradient,
+    ):
+        return _tiled_dcl(
+            image_features,
+            text_features,
+            image_ids,
+            mu=mu,
+            gamma=gamma,
+            epsilon=None if diversity == "none" else epsilon,
+            positive_weight=positive_weight,
+            bank_diversity=bank_diversity,
+            effective_negatives=effective_negatives,
+            anchors=anchors,
+            gather=gather,
+        )
     similarity = cosine(anchor_rows(image_features, anchors), text_features)
     transposed = None if anchors is None else cosine(anchor_rows(text_features, anchors), image_features)
     image_to_text, text_to_image, positive, negatives = batch_similarity(similarity, transposed, image_ids, anchors)
-    if bank_diversity is not None and any(weights.shape != positive.shape for weights in bank_diversity):
-        raise ValueError(
-            f"bank_diversity must have shape ({len(positive)},) for images and for texts, got "
-            + " and ".join(str(tuple(weights.shape)) for weights in bank_diversity)
-        )
     loss = positive.new_zeros(())
     for direction, rows in enumerate((image_to_text, text_to_image)):
         with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
@@ -111,6 +151,51 @@ def dcl(
             effective_negatives=effective_negatives,
         )
         loss = loss + per_anchor.mean()
+    return loss
+
+
+def _tiled_dcl(
+    image_features: Tensor,
+    text_features: Tensor,
+    image_ids: Tensor | None,
+    *,
+    mu: float,
+    gamma: float,
+    epsilon: float | None,
+    bank_diversity: tuple[Tensor, Tensor] | None,
+    anchors: slice | None,
+    gather: Gather | None,
+    **options: Any,
+) -> Tensor:
+    """:func:`dcl` by tiles. ``epsilon`` None: no diversity weights."""
+    n = len(image_features)
+    if anchors is None:  # one product serves both directions
+        tile = one_tile(image_features, text_features, image_ids)
+        with torch.no_grad():
+            counts = pair_counts(image_ids, n, tile)
+            if epsilon is None:
+                weights = image_features.new_ones(2, n, dtype=torch.promote_types(image_features.dtype, torch.float32))
+            else:
+                variance = pair_variances(image_features, text_features, image_ids, counts, tile)
+                weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))
+            if bank_diversity is not None:
+                weights = (weights + torch.stack(bank_diversity)) / 2
+        sums, positive = pair_sums(image_features, text_features, image_ids, 1 / (mu * weights), gamma, tile)
+        return anchor_losses(sums, positive, counts, mu=mu, **options).sum() / n
+    ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
+    loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
+    for direction, (live, others) in enumerate(((image_features, text_features), (text_features, image_features))):
+        rows, row_ids, candidates = live[anchors], ids[anchors], [Candidates(others, ids)]
+        positive = cosine_of_rows(rows, others[anchors])
+        with torch.no_grad():
+            weights = torch.ones_like(positive)
+            if epsilon is not None:
+                variance = candidate_variance(rows, row_ids, candidates)
+                weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon), gather)
+            if bank_diversity is not None:
+                weights = (weights + bank_diversity[direction]) / 2
+        sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * weights), gamma)
+        loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
     return loss
 
 
@@ -145,8 +230,38 @@ def directed_dcl(
     similarity, positive = raise_precision(similarity), raise_precision(positive)
     logits = (similarity - gamma) / (mu * weights[:, None])
     negative_sum = logits.masked_fill(~negatives, -torch.inf).logsumexp(1)
+    return anchor_losses(
+        negative_sum,
+        positive,
+        negatives.sum(1),
+        mu=mu,
+        positive_weight=positive_weight,
+        effective_negatives=effective_negatives,
+    )
+
+
+def anchor_losses(
+    negative_sum: Tensor,
+    positive: Tensor,
+    counts: Tensor | int,
+    *,
+    mu: float,
+    positive_weight: float | Literal["mu"],
+    effective_negatives: int | None = None,
+) -> Tensor:
+    """The loss of each anchor (CODER eq. 4) from the logarithm of its sum over negatives.
+
+    Args:
+        negative_sum: ``log sum_neg exp((S - gamma) / (mu * div))`` [..., a], -inf without negatives.
+        positive: cosine of each anchor with its positive [a].
+        counts: number of negatives of each anchor [a], or one number for all.
+
+    Returns:
+        [..., a], as ``negative_sum``.
+    """
     if effective_negatives is not None:
-        negative_sum = negative_sum + (effective_negatives / negatives.sum(1).clamp(min=1).to(logits.dtype)).log()
+        number = torch.as_tensor(counts, device=positive.device).clamp(min=1).to(negative_sum.dtype)
+        negative_sum = negative_sum + (effective_negatives / number).log()
     repulsion = mu * torch.logaddexp(negative_sum, negative_sum.new_zeros(()))
     attraction = (1 + positive).clamp(min=1e-6).log()
     return repulsion - (mu if positive_weight == "mu" else positive_weight) * attraction

@@ -65,12 +65,12 @@ def raw_diversity_from_variance(variance: Tensor, *, epsilon: float = 0.1) -> Te
 
 
 def normalize_diversity(weights: Tensor, gather: Gather | None = None) -> Tensor:
-    """Weights [n] divided by the largest one.
+    """Weights [n], or [2, n] for the anchors of two directions, divided by the largest one of their direction.
 
     Args:
-        gather: collects the weights of all processes, if each has its own anchors: the largest of all divides.
+        gather: for weights [n], collects the weights of all processes, if each has its own anchors: the largest of all divides.
     """
-    return weights / (weights if gather is None else gather(weights)).amax()
+    return weights / (weights if gather is None else gather(weights)).amax(-1, keepdim=True)
 
 
 def check_diversity_options(kind: str, epsilon: float) -> None:

@@ -11,16 +11,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.dcl_loss import check_dcl_options, directed_dcl
-from coder_plugin.functional.diversity_weights import Diversity, normalize_diversity, raw_diversity
+from coder_plugin.functional.dcl_loss import anchor_losses, check_dcl_options, directed_dcl
+from coder_plugin.functional.diversity_weights import (
+    Diversity,
+    normalize_diversity,
+    raw_diversity,
+    raw_diversity_from_variance,
+)
 from coder_plugin.functional.similarity import (
     Gather,
     anchor_rows,
     check_range,
     cosine,
+    cosine_of_rows,
     different_images,
     pair_similarity,
     raise_precision,
+)
+from coder_plugin.functional.tiled import (
+    Candidates,
+    Implementation,
+    candidate_variance,
+    negative_sums,
+    pair_counts,
+    pair_variances,
+    use_tiles,
 )
 
 Reverse = Literal["paired", "all", "none"]
@@ -50,13 +65,15 @@ def m_dcl(
     bank_diversity: tuple[Tensor, Tensor] | None = None,
     anchors: slice | None = None,
     gather: Gather | None = None,
+    implementation: Implementation = "auto",
 ) -> Tensor:
     """DCL against coupled momentum banks: ``L_DCL(V, B_w) + L_DCL(W, B_v)`` (CODER eq. 6).
 
     The candidates of an anchor are the current keys of the batch followed by the valid bank entries. Its positive is
     the key of its own pair; keys and entries of its own image are never its negatives. The gradient flows to the live
     features only. The options ``mu``, ``gamma``, ``epsilon``, ``diversity``, ``positive_weight``,
-    ``diversity_gradient`` and ``effective_negatives`` are those of :func:`dcl`.
+    ``diversity_gradient``, ``effective_negatives`` and ``implementation`` are those of :func:`dcl`. By tiles, banks are read
+    in their own dtype, one tile at a time.
 
     Args:
         image_features: live features [n, d], L2-normalised like all others; row i belongs to row i of
@@ -102,6 +119,29 @@ def m_dcl(
     _check_shapes(image_features, text_features, *banks, image_ids, bank_ids, bank_valid)
     check_range(image_features=image_features, text_features=text_features, image_keys=image_keys, text_keys=text_keys)
     check_range(image_bank=image_bank, text_bank=text_bank)
+    size = len(anchor_rows(image_features, anchors)) * (len(image_features) + len(image_bank))
+    if use_tiles(
+        implementation, (image_features,), pairs=size, diversity=diversity, diversity_gradient=diversity_gradient
+    ):
+        return _tiled_m_dcl(
+            (image_features, text_features),
+            (image_keys.detach(), text_keys.detach()),
+            (image_bank.detach(), text_bank.detach()),
+            image_ids,
+            bank_ids,
+            bank_valid,
+            mu=mu,
+            gamma=gamma,
+            epsilon=None if diversity == "none" else epsilon,
+            reverse=reverse,
+            diversity_over=diversity_over,
+            bank_diversity=bank_diversity,
+            anchors=anchors,
+            gather=gather,
+            positive_weight=positive_weight,
+            effective_negatives=effective_negatives,
+        )
+    image_bank, text_bank = image_bank.to(image_features.dtype), text_bank.to(text_features.dtype)
     batch_negatives = different_images(image_ids, len(image_features), image_features.device)
     entry_negatives = bank_negatives(image_ids, bank_ids, bank_valid, len(image_features), image_bank)
     options: dict[str, Any] = {
@@ -156,6 +196,87 @@ def m_dcl(
             loss = loss + per_anchor.mean()
         else:
             loss = loss + torch.where(counted, per_anchor, 0).sum() / counted.sum()
+    return loss
+
+
+def _tiled_m_dcl(
+    features: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    banks: tuple[Tensor, Tensor],
+    image_ids: Tensor | None,
+    bank_ids: Tensor | None,
+    bank_valid: Tensor | None,
+    *,
+    mu: float,
+    gamma: float,
+    epsilon: float | None,
+    reverse: Reverse,
+    diversity_over: DiversityOver,
+    bank_diversity: tuple[Tensor, Tensor] | None,
+    anchors: slice | None,
+    gather: Gather | None,
+    **options: Any,
+) -> Tensor:
+    """:func:`m_dcl` by tiles; of features, keys and banks the images come first. ``epsilon`` None: no diversity weights."""
+    n, device = len(features[0]), features[0].device
+    number = torch.promote_types(features[0].dtype, torch.float32)
+    ids = torch.arange(n, device=device) if image_ids is None else image_ids
+    entry_ids = None if image_ids is None else bank_ids  # without ids, no entry shows an anchor's image
+    row_ids = anchor_rows(ids, anchors)
+
+    def weigh(rows: Tensor, candidates: list[Candidates], variance: Tensor | None = None) -> Tensor:
+        """The normalised diversity of the anchors ``rows``."""
+        if epsilon is None:
+            return rows.new_ones(len(rows), dtype=number)
+        if variance is None:
+            variance = candidate_variance(rows, row_ids, candidates)
+        return normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon), gather)
+
+    both = None  # the variances over the batch of both directions, from one product
+    if "batch" in diversity_over and anchors is None and epsilon is not None:
+        both = pair_variances(*features, image_ids, pair_counts(image_ids, n))
+    loss = features[0].new_zeros((), dtype=number)
+    for direction, live in enumerate(features):
+        other = 1 - direction
+        rows, row_keys = anchor_rows(live, anchors), anchor_rows(keys[other], anchors)
+        positive = cosine_of_rows(rows, row_keys)
+        candidates = [Candidates(keys[other], ids), Candidates(banks[other], entry_ids, bank_valid)]
+        with torch.no_grad():
+            weights = []
+            if "batch" in diversity_over:
+                weights.append(weigh(rows, [Candidates(features[other], ids)], None if both is None else both[direction]))
+            if "bank" in diversity_over:
+                weights.append(weigh(rows, candidates) if bank_diversity is None else bank_diversity[direction])
+            mean_weights = torch.stack(weights).mean(0)
+        sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * mean_weights), gamma)
+        loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
+        if reverse == "none":
+            continue
+        batch = [Candidates(live, ids)]
+        if reverse == "paired":
+            sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * weigh(row_keys, batch)), gamma)
+            positive = cosine_of_rows(row_keys, rows)
+            loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
+            continue
+        positive = cosine_of_rows(keys[other], live)
+        back = [(keys[other], ids, positive), (banks[other], entry_ids, positive.new_zeros(len(banks[other])))]
+        with torch.no_grad():
+            weights_back = [torch.ones_like(positive) for _, _, positive in back]
+            if epsilon is not None:
+                variances = [candidate_variance(rows, of, batch) for rows, of, _ in back]
+                if bank_valid is not None:  # what is not filled must not have the greatest diversity
+                    variances[1] = torch.where(bank_valid, variances[1], 0)
+                raw = raw_diversity_from_variance(torch.cat(variances), epsilon=epsilon)
+                weights_back = list(normalize_diversity(raw).split([len(each) for each in variances]))
+        total = loss.new_zeros(())
+        filled = len(banks[other]) if bank_valid is None else bank_valid.sum()
+        for (rows, of, positive), part in zip(back, weights_back, strict=True):
+            sums, counts = negative_sums(rows, of, batch, 1 / (mu * part), gamma)
+            per_anchor = anchor_losses(sums, positive, counts, mu=mu, **options)
+            if rows is banks[other] and bank_valid is not None:
+                per_anchor = torch.where(bank_valid, per_anchor, 0)
+            total = total + per_anchor.sum()
+        loss = loss + total / (n + filled)
     return loss
 
 

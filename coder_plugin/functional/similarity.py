@@ -58,11 +58,16 @@ def different_images(image_ids: Tensor | None, n: int, device: torch.device) -> 
     Raises:
         ValueError: ``image_ids`` of another shape.
     """
+    check_ids(image_ids, n)
     if image_ids is None:
         return ~torch.eye(n, dtype=torch.bool, device=device)
-    if image_ids.shape != (n,):
-        raise ValueError(f"image_ids must have shape ({n},), got {tuple(image_ids.shape)}")
     return image_ids[:, None] != image_ids[None, :]
+
+
+def check_ids(image_ids: Tensor | None, n: int) -> None:
+    """:class:`ValueError` unless the ids are None or have shape [n]."""
+    if image_ids is not None and image_ids.shape != (n,):
+        raise ValueError(f"image_ids must have shape ({n},), got {tuple(image_ids.shape)}")
 
 
 def anchor_rows(pairs: Tensor, anchors: slice | None) -> Tensor:
@@ -73,6 +78,11 @@ def anchor_rows(pairs: Tensor, anchors: slice | None) -> Tensor:
 def pair_similarity(similarity: Tensor, anchors: slice | None) -> Tensor:
     """Each anchor's similarity to the candidate of its own pair: rows [a, n or more] -> [a]."""
     return similarity.diagonal(0 if anchors is None else anchors.start)
+
+
+def cosine_of_rows(one: Tensor, other: Tensor) -> Tensor:
+    """Inner product of each row with the row of the same number: [n, d], [n, d] -> [n], in float32 or float64."""
+    return (raise_precision(one) * raise_precision(other)).sum(-1)
 
 
 def batch_similarity(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.tiled import Implementation
 
 if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
@@ -49,6 +50,8 @@ class Term(nn.Module):
 
     #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
+    #: How losses of pairs are computed: ``auto``, ``reference`` or ``tiled``; set by ``create_loss``.
+    implementation: Implementation = "auto"
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +108,8 @@ def options_of(*functions: Callable[..., Any]) -> Callable[[Callable[..., None]]
 
     The decorated ``__init__`` declares its further options and ``**options``, in which it receives every option of the
     functions, defaults included. Options are the keyword-only parameters whose values a loss expression can write:
-    numbers, true, false, none and words. Tensors and callables are not among them.
+    numbers, true, false, none and words. Tensors and callables are not among them, nor is ``implementation``, which does not
+    change what is minimised.
 
     Example:
         >>> def spread(features: Tensor, *, margin: float = 0.1, mask: Tensor | None = None) -> Tensor: ...
@@ -124,7 +128,7 @@ def options_of(*functions: Callable[..., Any]) -> Callable[[Callable[..., None]]
     for function in functions:
         hints = typing.get_type_hints(function)
         for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and _is_option(hints[name]):
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "implementation" and _is_option(hints[name]):
                 shared[name], types_of[name] = parameter, hints[name]
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:

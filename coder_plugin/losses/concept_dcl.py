@@ -47,5 +47,6 @@ class ConceptDCL(Term):
             image_ids=batch.ids,
             anchors=batch.anchors,
             gather=batch.gather,
+            implementation=self.implementation,
             **self.options,
         )

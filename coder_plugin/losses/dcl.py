@@ -73,5 +73,6 @@ class DCL(Term):
             bank_diversity=bank_diversity,
             anchors=batch.anchors,
             gather=batch.gather,
+            implementation=self.implementation,
             **self.options,
         )

@@ -116,7 +116,7 @@ class Banks:
         self.bank = head.bank
         self.batch = batch
         self.image_keys, self.text_keys = stashed["image_keys"].to(dtype), stashed["text_keys"].to(dtype)
-        self.image_bank, self.text_bank = self.bank.image.to(dtype), self.bank.text.to(dtype)
+        self.image_bank, self.text_bank = self.bank.image, self.bank.text  # in the bank's own dtype
         self.ids: Tensor | None = self.bank.ids if mask_same_image else None
         self.stashed = stashed
 

@@ -72,6 +72,7 @@ class MDCL(Term):
             bank_diversity=bank_diversity,
             anchors=batch.anchors,
             gather=batch.gather,
+            implementation=self.implementation,
             **self.options,
         )
         return loss * (banks.bank.count >= min(self.warmup, banks.bank.size)) if self.warmup else loss

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
+from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
 from coder_plugin.pretrained import build
@@ -125,7 +126,9 @@ class Trainer:
         else:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
-        self.loss = loss if isinstance(loss, CoderLoss) else create_loss(self.objective, model=self.model)
+        self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
+            self.objective, model=self.model, implementation=cast(Implementation, config.loss.loss_impl)
+        )
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)

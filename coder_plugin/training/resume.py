@@ -164,7 +164,7 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     if trainer.average is not None:
         check_like(common.get("average", {}), trainer.average.state_dict(), "average")
     check_position(None if state.rank is None else state.rank["position"])
-    rates = list(trainer.schedule.base_lrs)
+    rates: list[Any] = list(trainer.schedule.base_lrs)
     try:
         trainer.optimizer.load_state_dict(common["optimizer"])
     except ValueError as error:
@@ -201,7 +201,7 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     trainer.log.say(f"resumed at step {trainer.step}, epoch {trainer.epoch}")
 
 
-def _set_rates(trainer: Trainer, rates: list[float]) -> None:
+def _set_rates(trainer: Trainer, rates: list[Any]) -> None:
     """This run's rates and schedule in place of the checkpoint's; equal options give equal rates, bit for bit."""
     schedule = trainer.schedule
     schedule.base_lrs = rates

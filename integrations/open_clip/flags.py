@@ -13,7 +13,18 @@ from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 
 #: Options that are flags here, with ``--coder-`` before the name; all others are upstream's.
-OURS = ("concepts", "negatives", "positives", "tagger", "set", "aggregator", "context_blocks", "captions", "heads_lr_scale")
+OURS = (
+    "concepts",
+    "negatives",
+    "positives",
+    "tagger",
+    "set",
+    "aggregator",
+    "context_blocks",
+    "captions",
+    "heads_lr_scale",
+    "loss_impl",
+)
 #: Flags of upstream that our heads do not support, and why.
 REFUSED = {
     "torchscript": "the heads cannot be scripted; --torchcompile works",

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import open_clip
 import open_clip_train.main
@@ -18,6 +18,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, plugin_backbones
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
 from coder_plugin.integrations.open_clip import flags, saving
@@ -170,7 +171,7 @@ class Run:
                 )
 
     def make_loss(self) -> UpstreamLoss:
-        terms = create_loss(self.objective, model=self.model)
+        terms = create_loss(self.objective, model=self.model, implementation=cast(Implementation, self.config.loss.loss_impl))
         return UpstreamLoss(terms, own=self.own_loss(), accum_freq=self.args.accum_freq)
 
     def own_loss(self) -> Any:

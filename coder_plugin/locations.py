@@ -21,11 +21,14 @@ MOST_SHARDS = 1_000_000
 _MARK = "<from a file: "
 _RANGE = re.compile(r"\{(-?\d{1,30})\.\.(-?\d{1,30})")
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
-_LOCAL = re.compile(r"(file:(//)?/|[A-Za-z]:[\\/])")  # a file's URL, or a drive of Windows
+_LOCAL = re.compile(r"(file:(?!//[^/])|[A-Za-z]:[\\/])")  # a file's URL, or a drive of Windows
+_CHANGED = re.compile(r"[\x00-\x1f\x7f]|\$\{")  # control characters, which URL parsers drop, and variables
 
 
 def is_local(location: str) -> bool:
     """Whether a location of data names local files only, also after its braces are expanded.
+
+    A location with control characters or ``${variable}`` is not local: readers drop the former and replace the latter.
 
     Example:
         >>> [is_local(each) for each in ("shards/{0..9}.tar", "a.tar::pipe:cat b.tar", "{s3:,gs:}//x.tar", "file:/x.tar")]
@@ -33,6 +36,8 @@ def is_local(location: str) -> bool:
     """
     from braceexpand import braceexpand
 
+    if _CHANGED.search(location):
+        return False
     spans = (abs(int(first) - int(last)) for first, last in _RANGE.findall(location))
     if max(spans, default=0) > MOST_SHARDS:
         return False

@@ -40,6 +40,19 @@ _MOST, _MOST_LAYERS, _MOST_PIXELS = 1 << 24, 512, 4096
 #: Files of transformers in which a name can stand for code.
 _CODE = ("auto_map", "trust_remote_code", "quantization_config", "custom_pipelines")
 _TRANSFORMERS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+#: ``model_type`` of the encoders of texts in transformers, of pairs of towers with one, and of their other halves.
+#: None builds a part from a name, as those with a backbone of timm or of the hub do.
+_ENCODERS = frozenset(
+    """albert bart bert bert-generation big_bird camembert convbert deberta deberta-v2 distilbert electra ernie esm fnet funnel
+    gemma gemma2 gpt2 gpt_neo gpt_neox ibert llama longformer longt5 luke m2m_100 marian mbart megatron-bert mistral mobilebert
+    modernbert mpnet mra mt5 nezha nystromformer opt pegasus qwen2 qwen3 rembert roberta roberta-prelayernorm roc_bert roformer
+    splinter squeezebert switch_transformers t5 umt5 xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso
+    align align_text_model align_vision_model altclip altclip_text_model altclip_vision_model chinese_clip
+    chinese_clip_text_model chinese_clip_vision_model clip clip_text_model clip_vision_model siglip siglip_text_model
+    siglip_vision_model siglip2 siglip2_text_model siglip2_vision_model""".split()
+)
+#: Values of a ``config.json`` from which transformers builds another model, by name.
+_PARTS = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "backbone_config", "architecture", "model_args")
 #: Names of the sizes of encoders in transformers.
 _TRANSFORMERS_SIZES = {
     "width": ("hidden_size", "d_model", "dim", "n_embd"),
@@ -172,7 +185,52 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
         )
     check_transformers(folder)
     if name is not None:
-        check_transformers(folder / TEXT_FOLDER)
+        check_encoder(folder / TEXT_FOLDER)
+
+
+def check_text_folders(config: Mapping[str, Any]) -> None:
+    """The folders that a configuration of open_clip names in place of models on the hub.
+
+    Args:
+        config: checked by :func:`check_config`, or open_clip's own.
+
+    Raises:
+        CoderError: as :func:`check_encoder` and :func:`check_transformers`.
+    """
+    text = config.get("text_cfg", {})
+    for key, check in (("hf_model_name", check_encoder), ("hf_tokenizer_name", check_transformers)):
+        if (name := text.get(key)) and Path(name).is_dir():
+            check(Path(name))
+
+
+def check_encoder(folder: Path) -> None:
+    """The files of a text encoder in transformers' format, as :func:`check_transformers`, and what kind of model it is.
+
+    Raises:
+        CoderError: also for a kind that is no encoder of texts, or one that is built from another model's name.
+    """
+    check_transformers(folder)
+    file = folder / "config.json"
+    if file.is_file():
+        config = read_json(file)
+        if not isinstance(config, Mapping) or "model_type" not in config:  # transformers would take the folder's name
+            raise CoderError(f"{file}: model_type is missing: name the kind of text encoder, such as bert")
+        _check_kind(config, file)
+
+
+def _check_kind(value: Any, where: Path) -> None:
+    if isinstance(value, Mapping):
+        kind = value.get("model_type", "bert")
+        if not isinstance(kind, str) or kind not in _ENCODERS and kind != "":
+            raise CoderError(f"{where}: model_type is {_short(kind)}, which is no text encoder that is opened from files")
+        for name in _PARTS:
+            if value.get(name):
+                raise CoderError(f"{where}: {name} builds a part from another model, which is not followed: remove it")
+        for each in value.values():
+            _check_kind(each, where)
+    elif isinstance(value, list):
+        for each in value:
+            _check_kind(each, where)
 
 
 def check_transformers(folder: Path) -> None:

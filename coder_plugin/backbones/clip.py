@@ -29,6 +29,7 @@ from coder_plugin.backbones.allowed import (
     check_hub_names,
     check_preprocessing,
     check_size,
+    check_text_folders,
 )
 from coder_plugin.backbones.base import BackboneInfo, forward_with_heads
 from coder_plugin.backbones.feature_capture import FeatureCapture, text_mask_of, word_embedding_of
@@ -301,7 +302,9 @@ def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
 
     schema, location = open_clip.factory.parse_model_name(name)
     if not schema:
-        return open_clip.get_model_config(name.replace("/", "-")) or {}
+        config = open_clip.get_model_config(name.replace("/", "-")) or {}
+        check_text_folders(config)
+        return config
     if schema == "local-dir":
         path = Path(location) / "open_clip_config.json"
         if not path.is_file():
@@ -366,7 +369,7 @@ def register_config(name: str) -> str:
             raise CoderError(f"model configuration {error}") from error
         if not (isinstance(config, dict) and {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys()):
             raise CoderError(f"{name} is not an open_clip model configuration: it needs embed_dim, vision_cfg and text_cfg")
-        check_config(config, name)
+        check_text_folders(check_config(config, name))
         open_clip.add_model_config(name)
         return Path(name).stem
     return name

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.backbones.allowed import TEXT_FOLDER, check_bytes, check_transformers, transformers_size
+from coder_plugin.backbones.allowed import TEXT_FOLDER, check_bytes, check_encoder, transformers_size
 from coder_plugin.backbones.base import CONFIG, Backbone, BackboneInfo
 from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.backbones.region_encoder import Context, Encoded, Pooling, RegionEncoder
@@ -372,7 +372,7 @@ class Preset:
                     f"{path}: its text encoder is {str(text)[:100]!r}; it must be the folder {TEXT_FOLDER} beside it, with a "
                     "config.json: nothing is fetched because a file says so"
                 )
-            check_transformers(folder / TEXT_FOLDER)
+            check_encoder(folder / TEXT_FOLDER)
             options.update(text=str(folder / TEXT_FOLDER), pretrained_text=False)
         sizes = {name: value for name, value in options.items() if type(value) is int}
         if large := [name for name, value in sizes.items() if value > 1 << 20]:

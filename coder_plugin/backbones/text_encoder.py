@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from coder_plugin.backbones.allowed import check_transformers
+from coder_plugin.backbones.allowed import check_encoder
 from coder_plugin.backbones.context import GatedSelfAttention
 from coder_plugin.backbones.gpo import GPO, Decoder
 from coder_plugin.backbones.norm import MaskedBatchNorm
@@ -219,7 +219,7 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
     from transformers.utils import logging as hf_logging
 
     if Path(name).is_dir():
-        check_transformers(Path(name))
+        check_encoder(Path(name))
     options: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": False}
     progress_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # each rank would show its own

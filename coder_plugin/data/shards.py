@@ -32,13 +32,13 @@ from coder_plugin.data.tars import (
     REGIONS,
     ImageField,
     has_features,
-    is_local,
     local_path,
     scan,
     stream,
     unreadable,
 )
 from coder_plugin.errors import CoderError
+from coder_plugin.locations import is_local
 
 _FIELDS = {*IMAGE_FIELDS, "txt", "json"}
 CAPTION_KEY = "captions"
@@ -300,7 +300,7 @@ def expand(spec: str) -> list[str]:
         if not is_local(pattern) or os.path.exists(path := local_path(pattern)):
             shards.append(pattern)
         elif matching := sorted(glob.glob(path)):
-            shards += matching
+            shards += [each if is_local(each) else os.path.join(".", each) for each in matching]  # a file named "pipe:…"
         elif glob.has_magic(path):
             raise CoderError(f"shards: no file matches {pattern!r}")
         else:

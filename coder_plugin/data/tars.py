@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 import tarfile
 import zipfile
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +19,7 @@ from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import PICTURES
 from coder_plugin.data.regions.base import warn_once
 from coder_plugin.errors import CoderError
+from coder_plugin.locations import is_local
 
 REGIONS = "npz"
 IMAGE_FIELDS = (*PICTURES, REGIONS)
@@ -69,28 +71,27 @@ def stream(shard: str, is_read: Callable[[str], bool]) -> Iterator[dict[str, Any
         is_read: whether a file is read, by its name in the shard.
     """
     sample: dict[str, Any] = {}
-    for opened in wds.tariterators.url_opener([{"url": shard}]):
-        with tarfile.open(fileobj=opened["stream"], mode="r|*", tarinfo=CheckedTarInfo) as tar:
-            for member in tar:
-                tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-                if not member.isreg() or re.match(r"__[^/]*__($|/)", member.name) or not is_read(member.name):
-                    continue
-                stem, field = wds.tariterators.base_plus_ext(member.name)
-                if stem is None:
-                    continue
-                field = field.lower()
-                if stem != sample.get("__key__"):
-                    if sample:
-                        yield sample
-                    sample = {"__key__": stem}
-                fault = too_large(field, member.size)
-                if field in sample:
-                    sample[field] = BadSample("duplicate", f"two files .{field}")
-                else:
-                    sample[field] = fault or tar.extractfile(member).read()  # type: ignore[union-attr]
-        if sample:
-            yield sample
-        sample = {}
+    file = open_local(shard) if is_local(shard) else wds.gopen(shard)
+    with tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
+        for member in tar:
+            tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
+            if not member.isreg() or re.match(r"__[^/]*__($|/)", member.name) or not is_read(member.name):
+                continue
+            stem, field = wds.tariterators.base_plus_ext(member.name)
+            if stem is None:
+                continue
+            field = field.lower()
+            if stem != sample.get("__key__"):
+                if sample:
+                    yield sample
+                sample = {"__key__": stem}
+            fault = too_large(field, member.size)
+            if field in sample:
+                sample[field] = BadSample("duplicate", f"two files .{field}")
+            else:
+                sample[field] = fault or tar.extractfile(member).read()  # type: ignore[union-attr]
+    if sample:
+        yield sample
 
 
 class ImageField:
@@ -126,12 +127,21 @@ def has_features(file: IO[bytes]) -> bool | None:
         return None
 
 
-def is_local(shard: str) -> bool:
-    return shard.startswith("file:") or not (shard.startswith("pipe:") or "://" in shard)
-
-
 def local_path(shard: str) -> str:
     return shard.removeprefix("file://").removeprefix("file:")
+
+
+def open_local(shard: str) -> IO[bytes]:
+    """Open a shard that :func:`~coder_plugin.locations.is_local`, by its path alone; never a pipe or a device, which may hang.
+
+    Raises:
+        CoderError: not a regular file.
+        OSError: it cannot be opened.
+    """
+    path = local_path(shard)
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise CoderError(f"shard {shard!r} is not a regular file; copy it to one, or give 'pipe:cat FILE' on the command line")
+    return open(path, "rb")
 
 
 def scan(shard: str) -> int:
@@ -154,7 +164,7 @@ def scan(shard: str) -> int:
 def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
     """The files in a shard as (tar file, sample, field, header); ``CoderError`` where it is damaged, as in :func:`scan`."""
     try:
-        with tarfile.open(local_path(shard), tarinfo=CheckedTarInfo) as tar:
+        with open_local(shard) as file, tarfile.open(fileobj=file, tarinfo=CheckedTarInfo) as tar:
             length = os.path.getsize(local_path(shard))
             compressed = not isinstance(tar.fileobj, io.BufferedReader)
             for member in tar:

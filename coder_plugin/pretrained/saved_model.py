@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coder_plugin import registry
-from coder_plugin.backbones.allowed import check_config, check_hub_names
+from coder_plugin.backbones.allowed import check_config, check_hub_names, check_text_folders
 from coder_plugin.config import OPENING, get_option
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
@@ -109,6 +109,7 @@ def _check_name(name: str, where: str) -> None:
         if isinstance(config, Mapping) and "backbone" in config:
             return  # an export's, checked where it is opened
         config = check_config(config, name)
+        check_text_folders(config)
         local = {key: None if value and Path(value).is_dir() else value for key, value in _hub_names(config).items()}
         check_hub_names({"text_cfg": local}, name)
         return

@@ -2,7 +2,7 @@
 
 A case writes hostile files into a folder and names what is done with them. Each case runs in a process of its own, forked from
 one that has imported everything, so that a crash or a hang ends only that case. The process is watched by an audit hook: a
-command that starts a program, connects somewhere, runs Python code of the case's folder, or opens a file for writing elsewhere
+command that starts a program, connects somewhere (which fails), runs Python code of the case's folder, or opens a file for writing elsewhere
 is reported, whether or not it left traces.
 
 A file ``hostile_NAME.py`` beside this one defines ``CASES``, a list of :class:`Case`; ``test_hostile_files.py`` finds it.
@@ -167,7 +167,8 @@ def _child(command: Command, folder: Path, temporary: Path, paths: Sequence[Path
         for handler in list(logging.getLogger().handlers):  # pytest's, which would keep warnings
             logging.getLogger().removeHandler(handler)
         os.chdir(folder)
-        os.environ.update(HF_HUB_OFFLINE="1", TMPDIR=str(temporary), MPLCONFIGDIR=str(temporary), HF_HOME=str(temporary))
+        _online()  # what would be fetched is seen, not refused beforehand
+        os.environ.update(TMPDIR=str(temporary), MPLCONFIGDIR=str(temporary), HF_HOME=str(temporary))
         tempfile.tempdir = str(temporary)
         sys.dont_write_bytecode = True
         _watch(folder.resolve(), temporary.resolve(), paths[2])
@@ -181,6 +182,20 @@ def _child(command: Command, folder: Path, temporary: Path, paths: Sequence[Path
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+class Connected(BaseException):
+    """Ends a command that connects somewhere; no library takes it for a network that is down, and tries again."""
+
+
+def _online() -> None:
+    """End the hub's offline mode, which the tests start with."""
+    from huggingface_hub import constants, utils
+
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ.pop(name, None)
+    constants.HF_HUB_OFFLINE = False
+    utils.close_session()  # the present client was made for the offline mode
 
 
 def _run(command: Command) -> int:
@@ -237,6 +252,7 @@ def _watch(folder: Path, temporary: Path, path: Path) -> None:
             address = values[-1] if event == "socket.connect" else values[0]
             if not isinstance(address, (str, bytes)) or event != "socket.connect":  # a text is a socket of this machine
                 report(f"connected: {event} {values}")
+                raise Connected(event)
         elif event == "exec":
             file = getattr(values[0], "co_filename", "")
             if isinstance(file, str) and file.startswith((str(folder), str(temporary))):

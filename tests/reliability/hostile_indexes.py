@@ -67,6 +67,19 @@ def reseal(index: Path, change: Callable[[dict[str, Any]], object] = lambda cont
     (index / "manifest.json").write_text(json.dumps({**head, **content, "manifest_sha256": sha256_json(content)}))
 
 
+def _text_folder(folder: Path, canary: Path) -> None:
+    """A manifest that names a configuration whose text encoder is a folder in the working directory."""
+    from tests.conftest import TINY
+
+    shutil.copytree(honest_index(), folder / "index")
+    reseal(folder / "index", model(spec=None, options={"model": "x.json"}))
+    text = {"hf_model_name": "text", "hf_tokenizer_name": "text", "context_length": 24}
+    (folder / "x.json").write_text(json.dumps({**TINY, "text_cfg": text}))
+    (folder / "text").mkdir()
+    backbone = {"model_type": "timm_backbone", "backbone": "hf-hub:somebody/evil", "is_encoder_decoder": True}
+    (folder / "text" / "config.json").write_text(json.dumps(backbone))
+
+
 def manifest_case(name: str, change: Callable[[dict[str, Any]], object], says: str, **options: Any) -> Case:
     def write(folder: Path, canary: Path) -> None:
         shutil.copytree(honest_index(), folder / "index")
@@ -260,6 +273,12 @@ CASES = [
     ),
     manifest_case(
         "other-option", model(options={"val_data": "pipe:touch canary"}), "'val_data', which does not describe a model"
+    ),
+    Case(
+        name="index-manifest-text-folder",
+        write=_text_folder,
+        commands=[SEARCH],
+        says=["timm_backbone"],
     ),
     manifest_case("images-negative", lambda content: content.update(images=-1), UNSEALED),
     manifest_case("images-true", lambda content: content.update(images=True), UNSEALED),

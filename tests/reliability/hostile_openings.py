@@ -71,6 +71,17 @@ def _config_file(folder: Path, canary: Path) -> None:
     (folder / "recipe.toml").write_text(f'[recipes.evil]\nloss = "dcl"\ntrain_data = "{PIPE.format(canary=canary)}"\n')
 
 
+def _file_named_as_a_pipe(folder: Path, canary: Path) -> None:
+    """A pattern that matches a file in the working directory whose name is a command."""
+    data(val="pip*.tar")(folder, canary)
+    (folder / "pipe:touch ..$(printf '\\57')canary #.tar").write_bytes(b"no tar file" * 100)
+
+
+def _named_pipe(folder: Path, canary: Path) -> None:
+    data(val="x.tar")(folder, canary)
+    os.mkfifo(folder / "x.tar")
+
+
 def _cache(config: dict[str, Any], canary: Path) -> None:
     config["model"]["cache_dir"] = str(canary)
 
@@ -91,6 +102,22 @@ RUNS = [
         Case(name=f"run-val-data-{scheme}", write=data(val=f"{scheme}://127.0.0.1:9/x.tar"), commands=[EVAL], says=[ASKS])
         for scheme in ("http", "https", "s3", "gs", "hf", "sftp", "htgs", "ais")
     ),
+    *(
+        Case(name=f"run-val-data-{name}", write=data(val=location), commands=[EVAL], says=[ASKS])
+        for name, location in (
+            ("tab", "http\t://127.0.0.1:9/'; touch {canary}; '"),
+            ("newline", "ht\ntp://127.0.0.1:9/'; touch {canary}; '"),
+            ("control", "\x01pipe:touch {canary}"),
+            ("variable", "${{HOME}}/x.tar"),
+        )
+    ),
+    Case(
+        name="run-val-data-file-named-as-a-pipe",
+        write=_file_named_as_a_pipe,
+        commands=[EVAL],
+        says=["cannot be read"],
+    ),
+    Case(name="run-val-data-is-a-named-pipe", write=_named_pipe, commands=[EVAL], says=["regular file"]),
     Case(name="run-val-data-endless-braces", write=data(val="{{0..99999999999}}.tar"), commands=[EVAL], says=[ASKS]),
     Case(
         name="run-config-file-pipe",
@@ -295,6 +322,14 @@ def _record(files: dict[str, Any], **fields: Any) -> Write:
     return export_with(lambda export, canary: (export / "coder_run.json").write_text(json.dumps(record)))
 
 
+#: A text encoder that transformers would make of a model on the hub.
+TIMM = {"model_type": "timm_backbone", "backbone": "hf-hub:somebody/evil", "use_pretrained_backbone": True}
+
+
+def _text_config(config: dict[str, Any]) -> Write:
+    return lambda export, canary: (export / "text" / "config.json").write_text(json.dumps(config))
+
+
 def _adapter(export: Path, canary: Path) -> None:
     (export / "text" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "somebody/evil"}))
 
@@ -328,6 +363,17 @@ EXPORTS = [
         "attn_implementation",
     ),
     config_case("export-quantization", values("text/config.json", "bert", quantization_config={"x": 1}), "quantization_config"),
+    *(
+        config_case(f"export-text-is-{name}", export_with(_text_config(config), "bert"), says, ways=WAYS[:1])
+        for name, says, config in (
+            ("timm-backbone", "timm_backbone", {**TIMM, "is_encoder_decoder": True}),
+            ("timm-wrapper", "timm_wrapper", {"model_type": "timm_wrapper", "architecture": "hf-hub:somebody/evil"}),
+            ("detr", "detr", {"model_type": "detr", "use_timm_backbone": True, "backbone": "resnet18"}),
+            ("of-no-kind", "model_type", {"hidden_size": 16}),
+            ("with-a-backbone", "backbone", {"model_type": "bert", "backbone": "resnet18"}),
+            ("of-two", "timm_backbone", {"model_type": "clip", "text_config": TIMM}),
+        )
+    ),
     config_case("export-adapter-of-the-hub", export_with(_adapter, "bert"), "adapter_config.json"),
     # names
     config_case("export-text-of-the-hub", tower("text_cfg", hf_model_name="somebody/evil"), "somebody/evil", ways=WAYS),

@@ -35,6 +35,8 @@ def test_names_are_unique() -> None:
         (lambda: __import__("os").mkdir("../new"), "changed outside"),
         (lambda: exec(compile("1", str(Path.cwd() / "code.py"), "exec")), "ran Python code"),
         (lambda: __import__("socket").create_connection(("127.0.0.1", 9), 0.1), "connected"),
+        (lambda: __import__("huggingface_hub").hf_hub_download("somebody/evil", "config.json"), "connected"),
+        (lambda: __import__("transformers").AutoConfig.from_pretrained("somebody/evil"), "connected"),
     ],
 )
 def test_the_harness_sees_what_a_command_does(act, event: str, tmp_path: Path) -> None:

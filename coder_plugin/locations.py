@@ -31,7 +31,7 @@ def is_local(location: str) -> bool:
         >>> [is_local(each) for each in ("shards/{0..9}.tar", "a.tar::pipe:cat b.tar", "{s3:,gs:}//x.tar", "file:/x.tar")]
         [True, False, False, True]
     """
-    from braceexpand import UnbalancedBracesError, braceexpand
+    from braceexpand import braceexpand
 
     spans = (abs(int(first) - int(last)) for first, last in _RANGE.findall(location))
     if max(spans, default=0) > MOST_SHARDS:
@@ -40,8 +40,8 @@ def is_local(location: str) -> bool:
         patterns = [part]
         try:
             patterns += islice(braceexpand(part), MOST_SHARDS + 1)
-        except UnbalancedBracesError:
-            pass  # the reader reports it; it expands nothing
+        except ValueError:  # unbalanced braces, which expand to nothing; the reader reports them
+            pass
         if len(patterns) > MOST_SHARDS:
             return False
         if any(_SCHEME.match(each) and not _LOCAL.match(each) for each in patterns):

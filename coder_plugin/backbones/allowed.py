@@ -299,7 +299,9 @@ def _is_a(value: Any, kind: type) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST
-    return isinstance(value, kind) and (kind is not str or _WORD.fullmatch(value) is not None)
+    if isinstance(value, str):
+        return kind is str and _WORD.fullmatch(value) is not None
+    return isinstance(value, kind)
 
 
 def _unknown(key: str, where: str | Path) -> CoderError:

@@ -261,7 +261,8 @@ def _encode(folder: Path, job: _Job) -> None:
     batches_per_part = max(1, PART_SIZE // size)
     existing = _consecutive_parts(folder, rank)
     bad = BadSamples(job.source.name, job.encoder.max_bad_samples, keep=True)
-    assert bad.kept is not None
+    kept = bad.kept
+    assert kept is not None
     for path in existing:
         done = parts.summary(path)
         bad.read += len(done.positions) + len(done.bad)
@@ -274,8 +275,8 @@ def _encode(folder: Path, job: _Job) -> None:
 
     def write() -> None:
         nonlocal number, reported
-        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _make_part(pending, bad.kept[reported:], job.what))
-        number, reported = number + 1, len(bad.kept)
+        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _make_part(pending, kept[reported:], job.what))
+        number, reported = number + 1, len(kept)
         pending.clear()
 
     with contextlib.closing(progress):
@@ -288,7 +289,7 @@ def _encode(folder: Path, job: _Job) -> None:
                 thumbnails = pictures.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
             pending.append((batch, thumbnails))
             progress.update((block + 1) * size * ranks)
-        if pending or len(bad.kept) > reported or not number:
+        if pending or len(kept) > reported or not number:
             write()
     bad.finish()
 

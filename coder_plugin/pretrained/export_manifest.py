@@ -38,7 +38,8 @@ def weights_id(*states: Mapping[str, Tensor], vocabulary: str = "") -> str:
     for state in states:
         for name, value in sorted(state.items()):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            content: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(content)
     return digest.hexdigest()
 
 

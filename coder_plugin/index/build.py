@@ -32,8 +32,8 @@ from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
-from coder_plugin.locations import is_local
 from coder_plugin.index import manifest, parts, vectors
+from coder_plugin.locations import is_local
 from coder_plugin.terminal import echo
 
 PARTS = "parts"

@@ -2,8 +2,8 @@
 
 A case writes hostile files into a folder and names what is done with them. Each case runs in a process of its own, forked from
 one that has imported everything, so that a crash or a hang ends only that case. The process is watched by an audit hook: a
-command that starts a program, connects somewhere (which fails), runs Python code of the case's folder, or opens a file for writing elsewhere
-is reported, whether or not it left traces.
+command that starts a program, connects somewhere (which ends it), runs Python code of the case's folder, or opens a file for
+writing elsewhere is reported, whether or not it left traces.
 
 A file ``hostile_NAME.py`` beside this one defines ``CASES``, a list of :class:`Case`; ``test_hostile_files.py`` finds it.
 """

@@ -185,7 +185,7 @@ def prune(directory: StrPath, keep: Iterable[str]) -> list[str]:
     if isinstance(keep, str):
         raise CoderError(f"keep takes several names, such as [{keep!r}]; a string would be read letter by letter")
     kept = {Path(name).name for name in keep}
-    _tidy(Path(directory))
+    tidy(Path(directory))
     readable = checkpoints(directory)
     if not any(each.path.name in kept and _is_whole(each) for each in readable):
         return []
@@ -252,7 +252,7 @@ def _check_request(name: str, manifest: Mapping[str, Any], parts: list[str], ran
 
 def _prepare(directory: Path, name: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    _tidy(directory)
+    tidy(directory)
     final = directory / name
     if final.is_symlink() or (final.exists() and not (final / _MANIFEST).is_file()):
         raise CoderError(f"{final} is not a checkpoint, so it is not replaced")
@@ -299,7 +299,7 @@ def _commit(directory: Path, name: str, user: Mapping[str, Any], world_size: int
         _remove(old, name)
 
 
-def _tidy(directory: Path) -> None:
+def tidy(directory: Path) -> None:
     """Clean up after a killed run: a replaced copy without its successor gets its name back, the rest is removed."""
     for path in sorted(directory.glob(".*")):
         hidden = _HIDDEN.fullmatch(path.name)

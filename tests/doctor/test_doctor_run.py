@@ -64,6 +64,12 @@ def test_a_damaged_checkpoint(copy: Path) -> None:
     found = amiss(guarded("run", run.check_checkpoints, copy))
     assert found.keys() == {"run.checkpoints.damaged", "run.checkpoints.unfinished"}
     assert "optimizer.safetensors is damaged" in found["run.checkpoints.damaged"].text
+    assert "--resume latest uses the newest whole checkpoint" in found["run.checkpoints.damaged"].do
+    for path in (copy / "checkpoints").glob("[!.]*"):
+        if path != checkpoint:
+            shutil.rmtree(path)
+    do = amiss(guarded("run", run.check_checkpoints, copy))["run.checkpoints.damaged"].do
+    assert "no checkpoint here is whole" in do and "another --name" in do and "delete" not in do
     shutil.rmtree(copy / "checkpoints")
     assert amiss(guarded("run", run.check_checkpoints, copy)).keys() == {"run.checkpoints"}
 

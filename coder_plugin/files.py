@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +28,33 @@ def sha256_file(path: str | Path) -> str:
     return checksum.hexdigest()
 
 
+def open_regular(path: str | Path, mode: str = "r", **options: Any) -> IO[Any]:
+    """:func:`open` for reading, of regular files only: a named pipe would be waited for, and a device may never end.
+
+    Args:
+        path: the file, or a link to one.
+        mode: "r" or "rb".
+        options: of :func:`open`.
+
+    Raises:
+        OSError: as :func:`open`; also for what is no regular file.
+
+    Example:
+        >>> open_regular("/dev/null")
+        Traceback (most recent call last):
+        OSError: [Errno 22] it is not a regular file: '/dev/null'
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return descriptor
+
+    return open(path, mode, opener=opener, **options)
+
+
 def read_json(path: str | Path, *, most: int = 1 << 26) -> Any:
     """The value in a JSON file that others may have written.
 
@@ -34,7 +63,7 @@ def read_json(path: str | Path, *, most: int = 1 << 26) -> Any:
         most: bytes that it may have.
 
     Raises:
-        CoderError: it cannot be read, is larger, is no JSON, or is nested too deeply.
+        CoderError: it cannot be read, is no regular file, is larger, is no JSON, or is nested too deeply.
 
     Example:
         >>> read_json("nowhere.json")
@@ -43,9 +72,7 @@ def read_json(path: str | Path, *, most: int = 1 << 26) -> Any:
     """
     path = Path(path)
     try:
-        if not path.is_file() and path.exists():
-            raise CoderError(f"{path} cannot be read: it is not a file")
-        with open(path, "rb") as file:
+        with open_regular(path, "rb") as file:
             content = file.read(most + 1)
         if len(content) > most:
             raise CoderError(f"{path} cannot be read: it has over {most:,} bytes")
@@ -53,11 +80,11 @@ def read_json(path: str | Path, *, most: int = 1 << 26) -> Any:
     except OSError as error:
         raise CoderError(f"{path} cannot be read: {error.strerror or error}") from error
     except RecursionError as error:
-        raise CoderError(f"{path} cannot be read: it is nested too deeply") from error
+        raise CoderError(f"{path} cannot be read as JSON: it is nested too deeply") from error
     except ValueError as error:
         if isinstance(error, CoderError):
             raise
-        raise CoderError(f"{path} cannot be read: {error}") from error
+        raise CoderError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def sha256_json(value: Any) -> str:

@@ -913,7 +913,7 @@ def test_an_unknown_model_unlike_any_other() -> None:
 def test_model_configuration_mistakes(configs: Path, tmp_path: Path, make: Make) -> None:
     assert "does not exist" in refused(str(tmp_path / "gone.json"))
     (tmp_path / "broken.json").write_text("{")
-    assert "broken.json cannot be read: Expecting property name" in refused(str(tmp_path / "broken.json"))
+    assert "broken.json cannot be read as JSON: Expecting property name" in refused(str(tmp_path / "broken.json"))
     for text in ('{"embed_dim": 3}', "[]"):
         (tmp_path / "ViT-B-32.json").write_text(text)  # not what open_clip has under this name
         assert "is not an open_clip model configuration: it needs" in refused(str(tmp_path / "ViT-B-32.json"))

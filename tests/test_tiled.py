@@ -122,6 +122,19 @@ def test_the_gram_form_of_the_variance_and_images_repeated_too_often_for_it(monk
         grams.clear()
 
 
+@pytest.mark.parametrize("filled", [0, 100])
+def test_float32_is_accurate_while_a_bank_fills(filled) -> None:
+    """Nearly equal rows beside entries of zeros: the variance is about the mean of what counts."""
+    generator = torch.Generator().manual_seed(4)
+    parts = [rows(generator, size, 16, 1e-3) for size in (30, 30, 30, 30, 400, 400)]
+    valid = torch.arange(400) < filled
+    for bank in parts[4:]:
+        bank[~valid] = 0
+    passed = {"epsilon": 1e-3, "bank_valid": valid, "implementation": "tiled"}
+    want = m_dcl(*parts, **passed)
+    torch.testing.assert_close(m_dcl(*(part.float() for part in parts), **passed), want.float(), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_types_are_as_near_to_the_truth_as_the_reference(dtype) -> None:
     """Against float64 of the same rounded features: 1e-5 of the largest gradient in float32, the type's own rounding below."""

@@ -39,6 +39,7 @@ from coder_plugin.data.tars import (
     unreadable,
 )
 from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular, read_json
 
 _FIELDS = {*IMAGE_FIELDS, "txt", "json"}
 CAPTION_KEY = "captions"
@@ -317,7 +318,7 @@ def _benchmark(folder: str, split: str) -> list[str]:
         hint = f"splits present: {', '.join(splits)}" if splits else f"give its shards, such as '{folder}/*.tar'"
         raise CoderError(f"{folder}: no {NSHARDS} for split {split!r}; {hint}")
     try:
-        with open(note, encoding="utf-8") as file:
+        with open_regular(note, encoding="utf-8") as file:
             count = int(file.read(20))
     except (OSError, ValueError) as exc:
         raise CoderError(f"{note}: cannot be read as a number: {exc}") from exc
@@ -360,11 +361,7 @@ def is_size(value: object) -> bool:
 def _read_json(path: str, kind: type) -> Any:
     if not os.path.exists(path):
         return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = parse_json(file.read())
-    except (OSError, ValueError) as exc:
-        raise CoderError(f"{path}: cannot be read as JSON: {exc}") from exc
+    content = read_json(path)
     if not isinstance(content, kind):
         raise CoderError(f"{path}: expected {kind.__name__}, as open_clip writes it, got {type(content).__name__}")
     return content

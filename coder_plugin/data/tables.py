@@ -12,12 +12,16 @@ from typing import Any, NoReturn
 
 from PIL.Image import Image
 
+from coder_plugin import files
 from coder_plugin.data.bad_samples import BadSample, shorten
 from coder_plugin.data.decode import check_max_pixels, decode_image
 from coder_plugin.data.item import Item, bad_item
-from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.source import ItemSource, check_captions
 from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular
+
+#: Most bytes of a JSON file of captions.
+_MOST_BYTES = 1 << 31
 
 
 def open_csv(
@@ -53,14 +57,15 @@ def open_csv(
     captions: dict[str, list[str]] = {}
     faults: dict[str, BadSample] = {}
     try:
-        with open(spec, newline="", encoding="utf-8-sig") as file:
+        with open_regular(spec, newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file, delimiter=separator)
             present = list(rows.fieldnames or ())
             for column, flag in ((csv_img_key, "--csv-img-key"), (csv_caption_key, "--csv-caption-key")):
                 if column not in present:
                     columns = ", ".join(map(repr, present)) or "none"
                     raise CoderError(
-                        f"{spec}: no column {column!r} ({flag}); the columns separated by {separator!r} are: {columns}"
+                        f"{spec}: no column {column!r} ({flag}); the columns separated by {separator!r} (--csv-separator) "
+                        f"are: {columns}"
                     )
             for row in rows:
                 line = f"line {rows.line_num}"
@@ -165,11 +170,7 @@ def _load(path: str, otherwise: Path, max_pixels: int | None) -> Image:
 
 
 def read_json(spec: str | Path) -> Any:
-    try:
-        with open(spec, encoding="utf-8") as file:
-            return parse_json(file.read())
-    except (OSError, ValueError) as exc:
-        raise CoderError(f"{spec}: cannot be read as JSON: {_reason(exc)}") from exc
+    return files.read_json(spec, most=_MOST_BYTES)
 
 
 def picture_folder(spec: str, folder: str | Path) -> Path:

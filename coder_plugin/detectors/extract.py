@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
+from coder_plugin import files
 from coder_plugin.data.bad_samples import DEFAULT_RATE, Bad, BadSamples, check_rate, describe
 from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.precomp_write import ENDINGS
@@ -454,9 +455,9 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The file's content; a ``CoderError`` names a file that cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise CoderError(f"{path}: cannot be read: {exc}; delete it to extract its images again") from exc
+        return files.read_json(path)
+    except CoderError as exc:
+        raise CoderError(f"{exc}; delete it to extract its images again") from exc
 
 
 def _spawn(job: Job, processes: int) -> None:

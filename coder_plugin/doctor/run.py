@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from coder_plugin.doctor.findings import Finding, is_absent, note, ok, one_line, problem, warning
 from coder_plugin.errors import CoderError
+from coder_plugin.files import read_json
 from coder_plugin.index.manifest import BUILDING, FORMAT, MANIFEST
 from coder_plugin.training.run_folder import Record, RunFolder, describe
 
@@ -45,9 +45,9 @@ def is_index(folder: Path) -> bool:
     try:
         for name in (MANIFEST, BUILDING):
             if (folder / name).is_file():
-                manifest = json.loads((folder / name).read_text())
+                manifest = read_json(folder / name)
                 return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    except (OSError, ValueError, RecursionError):
+    except CoderError:
         pass
     return False
 
@@ -74,7 +74,7 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
         do = "nothing, for a copied export or a run that has not saved yet"
         yield note("run.checkpoints", f"{folder} has no checkpoints to resume from", do)
         return
-    sound = []
+    sound, damaged = [], []
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             if path.name.endswith((".writing", ".removing", ".old")):
@@ -85,8 +85,12 @@ def check_checkpoints(folder: Path) -> Iterator[Finding]:
             manifest = checkpoint.verify(path)
             sound.append(f"{path.name} (epoch {manifest.get('epoch', '?')})")
         except (CoderError, OSError) as error:
-            do = "delete this folder: --resume latest uses the checkpoint before it"
-            yield problem("run.checkpoints.damaged", one_line(error), do)
+            damaged.append(one_line(error))
+    do = "bring one back from a copy, or start anew under another --name: no checkpoint here is whole"
+    if sound:
+        do = "delete this folder: --resume latest uses the newest whole checkpoint"
+    for text in damaged:
+        yield problem("run.checkpoints.damaged", text, do)
     if sound:
         yield ok("run.checkpoints", f"checkpoints whose checksums match: {', '.join(sound)}")
 

@@ -2,7 +2,7 @@
 
 The reference form of a loss keeps several matrices of anchors x candidates for its backward pass. Here the matrix is computed
 one tile at a time, in the forward pass and again in the backward pass, so that memory grows with the number of rows only. The
-results are exact. docs/equations.md#tiled says how they are computed.
+results equal the reference's up to rounding. docs/equations.md#tiles says how they are computed.
 
 Shapes: n pairs, a anchors, q candidates, d dimensions.
 """
@@ -106,18 +106,18 @@ def pair_variances(
     Returns:
         [2, n] in float32 or float64. An anchor without negatives has 0.
     """
-    number = counts.clamp(min=1) if isinstance(counts, Tensor) else max(counts, 1)
+    count = counts.clamp(min=1) if isinstance(counts, Tensor) else max(counts, 1)
     with full_precision(images):
         if tile is not None:  # about the mean of all similarities
             centred = (tile.similarity - tile.similarity.mean()).masked_fill_(tile.same_image, 0)
-            mean = torch.stack([centred.sum(1), centred.sum(0)]).div_(number)
+            mean = torch.stack([centred.sum(1), centred.sum(0)]).div_(count)
             centred.square_()
-            return torch.stack([centred.sum(1), centred.sum(0)]).div_(number).sub_(mean.square_()).clamp_(min=0)
+            return torch.stack([centred.sum(1), centred.sum(0)]).div_(count).sub_(mean.square_()).clamp_(min=0)
         v, w = raise_precision(images), raise_precision(texts)
         if len(v) >= 2 * v.shape[1]:
             repeats = _repeats(ids, v)
             if repeats is not None:
-                return torch.stack([_gram_variance(v, w, number, repeats), _gram_variance(w, v, number, repeats)])
+                return torch.stack([_gram_variance(v, w, count, repeats), _gram_variance(w, v, count, repeats)])
         # about a pivot for each row and each column that is near its mean, so that nothing cancels
         row_pivot, column_pivot = v @ w.mean(0), w @ v.mean(0)
         first, second = v.new_zeros(2, len(v)), v.new_zeros(2, len(v))
@@ -129,7 +129,7 @@ def pair_variances(
             torch.sub(rows, column_pivot, out=centred).masked_fill_(same, 0)
             first[1] += centred.sum(0)
             second[1] += centred.square_().sum(0)
-        return (second / number - (first / number).square()).clamp_(min=0)
+        return (second / count - (first / count).square()).clamp_(min=0)
 
 
 def pair_sums(
@@ -248,9 +248,9 @@ def _gram_variance(anchors: Tensor, candidates: Tensor, count: Tensor | int, rep
     first, second = anchors.new_zeros(len(anchors)), torch.empty_like(anchors[:, 0])
     for part, rows in zip(second.split(chunk), anchors.split(chunk), strict=True):
         part.copy_(torch.linalg.vecdot(rows @ moment, rows))
-    for number in range(int(size.max())):
-        one = candidates[order[(start + number).clamp(max=len(order) - 1)]].sub_(mean)
-        similarity = torch.where(number < size, torch.linalg.vecdot(anchors, one), 0)
+    for rank in range(int(size.max())):
+        one = candidates[order[(start + rank).clamp(max=len(order) - 1)]].sub_(mean)
+        similarity = torch.where(rank < size, torch.linalg.vecdot(anchors, one), 0)
         first -= similarity
         second -= similarity.square()
     return (second / count - (first / count).square()).clamp_(min=0)
@@ -288,12 +288,12 @@ def candidate_variance(anchors: Tensor, ids: Tensor | None, candidates: Sequence
     Returns:
         [a] in float32 or float64. An anchor without negatives has 0.
     """
-    number = _number(anchors, candidates)
+    dtype = _dtype(anchors, candidates)
     with full_precision(anchors):
-        pivot = _mean(candidates, number)
-        first, second, count = anchors.new_zeros(3, len(anchors), dtype=number)
+        pivot = _mean(candidates, dtype)
+        first, second, count = anchors.new_zeros(3, len(anchors), dtype=dtype)
         for part, block, tile in _tiles(len(anchors), candidates, anchors.device):
-            centred = anchors[part].to(number) @ (block.rows[tile].to(number) - pivot).T
+            centred = anchors[part].to(dtype) @ (block.rows[tile].to(dtype) - pivot).T
             excluded = _excluded(ids, part, block, tile, centred)
             if excluded is not None:
                 centred.masked_fill_(excluded, 0)
@@ -331,17 +331,17 @@ class _CandidateSums(torch.autograd.Function):
         ctx: Any, anchors: Tensor, ids: Tensor | None, scale: Tensor, offset: float, *flat: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         candidates = _blocks(flat)
-        ctx.again = any(ctx.needs_input_grad[4:])
-        number, a = _number(anchors, candidates), len(anchors)
+        ctx.recompute = any(ctx.needs_input_grad[4:])
+        dtype, a = _dtype(anchors, candidates), len(anchors)
         with full_precision(anchors):
             averages = None
-            if ctx.needs_input_grad[0] and not ctx.again:
-                averages = torch.zeros_like(anchors, dtype=number)
-            top, total = anchors.new_full((a,), -torch.inf, dtype=number), anchors.new_zeros(a, dtype=number)
+            if ctx.needs_input_grad[0] and not ctx.recompute:
+                averages = torch.zeros_like(anchors, dtype=dtype)
+            top, total = anchors.new_full((a,), -torch.inf, dtype=dtype), anchors.new_zeros(a, dtype=dtype)
             count = torch.zeros(a, dtype=torch.int64, device=anchors.device)
             for part, block, tile in _tiles(a, candidates, anchors.device):
-                rows = block.rows[tile].to(number)
-                logits = anchors[part].to(number) @ rows.T
+                rows = block.rows[tile].to(dtype)
+                logits = anchors[part].to(dtype) @ rows.T
                 excluded = _excluded(ids, part, block, tile, logits)
                 count[part] += logits.shape[1]
                 if excluded is not None:
@@ -359,33 +359,33 @@ class _CandidateSums(torch.autograd.Function):
                 averages.div_(total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]).mul_(scale[:, None])
         ctx.offset = offset
         ctx.mark_non_differentiable(count)
-        if ctx.again:
+        if ctx.recompute:
             ctx.save_for_backward(anchors, ids, scale, sums, *flat)
         else:
             ctx.save_for_backward(averages)
-        ctx.dtype = anchors.dtype
+        ctx.anchor_dtype = anchors.dtype
         return sums, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.again:
+        if not ctx.recompute:
             (averages,) = ctx.saved_tensors
-            result = None if averages is None else (averages * gradient[:, None]).to(ctx.dtype)
+            result = None if averages is None else (averages * gradient[:, None]).to(ctx.anchor_dtype)
             return result, *[None] * (len(ctx.needs_input_grad) - 1)
         anchors, ids, scale, sums, *flat = ctx.saved_tensors
         candidates = _blocks(flat)
-        number = _number(anchors, candidates)
+        dtype = _dtype(anchors, candidates)
         with full_precision(anchors):
             slope, shift = gradient * scale, _finite(sums) + scale * ctx.offset
-            anchor_gradient = torch.zeros_like(anchors, dtype=number) if ctx.needs_input_grad[0] else None
+            anchor_gradient = torch.zeros_like(anchors, dtype=dtype) if ctx.needs_input_grad[0] else None
             gradients: list[Tensor | None] = [
-                torch.zeros_like(block.rows, dtype=number) if needed else None
+                torch.zeros_like(block.rows, dtype=dtype) if needed else None
                 for block, needed in zip(candidates, ctx.needs_input_grad[4::3], strict=True)
             ]
             of_block = {id(block): each for block, each in zip(candidates, gradients, strict=True)}
             for part, block, tile in _tiles(len(anchors), candidates, anchors.device):
-                live, rows = anchors[part].to(number), block.rows[tile].to(number)
+                live, rows = anchors[part].to(dtype), block.rows[tile].to(dtype)
                 logits = live @ rows.T
                 excluded = _excluded(ids, part, block, tile, logits)
                 if excluded is not None:
@@ -396,7 +396,7 @@ class _CandidateSums(torch.autograd.Function):
                 row_gradient = of_block[id(block)]
                 if row_gradient is not None:
                     row_gradient[tile].addmm_(logits.T, live)
-        result = [None if anchor_gradient is None else anchor_gradient.to(ctx.dtype), None, None, None]
+        result = [None if anchor_gradient is None else anchor_gradient.to(ctx.anchor_dtype), None, None, None]
         for block, each in zip(candidates, gradients, strict=True):
             result += [None if each is None else each.to(block.rows.dtype), None, None]
         return tuple(result)
@@ -439,21 +439,24 @@ def _excluded(ids: Tensor | None, part: slice, block: Candidates, tile: slice, l
     return same if invalid is None else same | invalid
 
 
-def _number(anchors: Tensor, candidates: Sequence[Candidates]) -> torch.dtype:
+def _dtype(anchors: Tensor, candidates: Sequence[Candidates]) -> torch.dtype:
     """The type of similarities and sums: float32, or float64 if any row is."""
-    number = torch.promote_types(anchors.dtype, torch.float32)
+    dtype = torch.promote_types(anchors.dtype, torch.float32)
     for block in candidates:
-        number = torch.promote_types(number, block.rows.dtype)
-    return number
+        dtype = torch.promote_types(dtype, block.rows.dtype)
+    return dtype
 
 
-def _mean(candidates: Sequence[Candidates], number: torch.dtype) -> Tensor:
-    """The mean of all candidates [d], raised to ``number`` one tile at a time."""
+def _mean(candidates: Sequence[Candidates], dtype: torch.dtype) -> Tensor:
+    """The mean of the valid candidates [d], raised to ``dtype`` one tile at a time."""
     first = candidates[0].rows
-    total = first.new_zeros(first.shape[1], dtype=number)
+    total, count = first.new_zeros(first.shape[1], dtype=dtype), first.new_zeros((), dtype=dtype)
     for _, block, tile in _tiles(1, candidates, first.device):
-        total += block.rows[tile].to(number).sum(0)
-    return total / max(1, sum(len(block.rows) for block in candidates))
+        rows = block.rows[tile].to(dtype)
+        valid = rows.new_ones(len(rows)) if block.valid is None else block.valid[tile].to(dtype)
+        total += valid @ rows
+        count += valid.sum()
+    return total / count.clamp(min=1)
 
 
 def _group_sizes(ids: Tensor) -> Tensor:

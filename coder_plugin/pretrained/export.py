@@ -72,7 +72,7 @@ def export_model(
     reads images and computes.
 
     All is written to a folder beside ``folder`` and renamed, so that no half of an export is ever there. Files that are no
-    part of the export that it replaces are kept.
+    part of the export that it replaces are kept; in a folder without an export, that is every file.
 
     Args:
         model: with or without heads.
@@ -85,11 +85,19 @@ def export_model(
 
     Returns:
         The path of the weights.
+
+    Raises:
+        CoderError: the folder holds no export, but a file or folder with the name of one of an export's.
     """
     folder = Path(folder)
     with atomic_folder(folder) as temporary:
         kept = _other_files(folder)
         name = write_export(model, temporary, state, tokenizer=tokenizer, options=options, step=step).name
+        if foreign := [each.name for each in kept if (temporary / each.name).exists()]:
+            raise CoderError(
+                f"{folder} holds no export, and its {', '.join(sorted(foreign))} would be replaced; nothing was changed: give "
+                "another folder"
+            )
         for each in kept:
             target = temporary / each.name
             shutil.copytree(each, target, symlinks=True) if each.is_dir() and not each.is_symlink() else shutil.copy2(
@@ -179,14 +187,16 @@ def check_finite(model: nn.Module, where: str) -> None:
 
 
 def _other_files(folder: Path) -> list[Path]:
-    """What is in a folder besides the export in it: notes, cards, links."""
+    """What is in a folder besides the export in it: notes, cards, links; without an export, all."""
     try:
         manifest = read_manifest(folder)
     except CoderError:
         manifest = None
     listed = {name.split("/")[0] for name in manifest["files"]} if manifest is not None else set()
-    ours = {*listed, MANIFEST, WEIGHTS, HEADS, VOCABULARY, VOCABULARY.replace(".safetensors", ".json"), OPTIONS, TEXT_FOLDER}
-    ours |= {plugin_backbones.WEIGHTS, plugin_backbones.CONFIG, "open_clip_config.json", *_TOKENIZER_FILES}
+    ours = {MANIFEST, WEIGHTS, plugin_backbones.WEIGHTS}
+    if any((folder / name).exists() for name in ours):
+        ours |= {*listed, HEADS, VOCABULARY, VOCABULARY.replace(".safetensors", ".json"), OPTIONS, TEXT_FOLDER}
+        ours |= {plugin_backbones.CONFIG, "open_clip_config.json", *_TOKENIZER_FILES}
     entries = folder.iterdir() if folder.is_dir() else ()
     return [path for path in entries if path.name not in ours and not path.name.endswith(".writing")]
 

@@ -28,7 +28,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from coder_plugin.errors import CoderError
-from coder_plugin.files import fsync_path, sha256_file, sha256_json
+from coder_plugin.files import fsync_path, read_json, sha256_file, sha256_json
 from coder_plugin.training.failures import PeerError
 from coder_plugin.training.saved_state import check_manifest
 from coder_plugin.training.serialization import pack, unpack
@@ -36,6 +36,8 @@ from coder_plugin.training.serialization import pack, unpack
 State = dict[str, Any]
 StrPath = str | os.PathLike[str]
 FORMAT = 1
+#: Most bytes of the description of a part.
+_MOST_BYTES = 1 << 30
 _MANIFEST = "manifest.json"
 _RESERVED = frozenset({"format", "world_size", "saved_at", "files", "manifest_sha256"})  # manifest fields that `save` writes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
@@ -190,7 +192,7 @@ def prune(directory: StrPath, keep: Iterable[str]) -> list[str]:
     if isinstance(keep, str):
         raise CoderError(f"keep takes several names, such as [{keep!r}]; a string would be read letter by letter")
     kept = {Path(name).name for name in keep}
-    _tidy(Path(directory))
+    tidy(Path(directory))
     readable = checkpoints(directory)
     if not any(each.path.name in kept and _is_whole(each) for each in readable):
         return []
@@ -257,7 +259,7 @@ def _check_request(name: str, manifest: Mapping[str, Any], parts: list[str], ran
 
 def _prepare(directory: Path, name: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    _tidy(directory)
+    tidy(directory)
     final = directory / name
     if final.is_symlink() or (final.exists() and not (final / _MANIFEST).is_file()):
         raise CoderError(f"{final} is not a checkpoint, so it is not replaced")
@@ -288,7 +290,7 @@ def _commit(directory: Path, name: str, user: Mapping[str, Any], world_size: int
         sums = temporary / f"rank{rank}.sums.json"
         if not sums.is_file():
             raise PeerError(f"rank {rank} did not finish its files of {name!r}; its own error says why")
-        files |= _read_json(sums)
+        files |= read_json(sums)
         sums.unlink()
     manifest = {"format": FORMAT, **user, "world_size": world_size, "saved_at": time.time(), "files": files}
     manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as it will be read: tuples become lists
@@ -304,7 +306,7 @@ def _commit(directory: Path, name: str, user: Mapping[str, Any], world_size: int
         _remove(old, name)
 
 
-def _tidy(directory: Path) -> None:
+def tidy(directory: Path) -> None:
     """Clean up after a killed run: a replaced copy without its successor gets its name back, the rest is removed."""
     for path in sorted(directory.glob(".*")):
         hidden = _HIDDEN.fullmatch(path.name)
@@ -329,7 +331,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / _MANIFEST
     if not file.is_file():
         raise CoderError(f"{file} is missing: {path} is not a complete checkpoint")
-    manifest = _read_json(file)
+    manifest = read_json(file)
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if type(version) is int and version > FORMAT:
         raise CoderError(f"{file} has format {version}, from a newer coder_plugin; this one reads up to {FORMAT}")
@@ -369,14 +371,8 @@ def _read(path: Path, part: str) -> Any:
         tensors = {name: tensor.clone() for name, tensor in load_file(weights, device="cpu").items()}
     except Exception as error:
         raise CoderError(f"{weights} is not a safetensors file: {error}") from error
+    values = read_json(description, most=_MOST_BYTES)
     try:
-        return unpack(tensors, _read_json(description))
+        return unpack(tensors, values)
     except CoderError as error:
         raise CoderError(f"{description}: {error}") from error
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CoderError(f"{file} is not JSON: {error}") from error

@@ -354,7 +354,8 @@ class Trainer:
         name = next(filter(None, distributed.gather_objects(self.signals.received)), "a signal")
         if self.step and self.saved != (self.step, self.epoch):
             self._save_checkpoint()
-        self.log.say(f"{name}: stopped after step {self.step}; --resume latest continues (exit status {EXIT_STATUS})")
+        advice = f"--name {self.folder.name} --resume latest continues"
+        self.log.say(f"{name}: stopped after step {self.step}; {advice} (exit status {EXIT_STATUS})")
         raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:

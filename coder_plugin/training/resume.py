@@ -118,6 +118,7 @@ def begin_after(trainer: Trainer, state: SavedState | None) -> None:
     metrics = trainer.folder / "metrics.jsonl"
     for name in ("plan.json", "config.json", "metrics.jsonl"):
         remove_leftovers(trainer.folder / name)
+    checkpoint.tidy(trainer.folder / "checkpoints")
     if state is None:
         if metrics.exists():  # of a run that was killed before its first checkpoint
             old = metrics.with_name("metrics.jsonl.old")

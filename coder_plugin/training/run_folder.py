@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular, read_json
 from coder_plugin.training import checkpoint
 
 #: One line of ``metrics.jsonl``, its numbers only.
@@ -26,6 +27,9 @@ _OBJECTS = ("batch", "heads", "options", "training data", "validation data", "ve
 _NUMBERS = ("parameters", "trainable", "steps per epoch", "epochs", "ranks")
 #: Entries of the data's objects that must be numbers; a number of images that is not known is null.
 _DATA_NUMBERS = ("images", "samples per epoch")
+
+#: Most characters of ``metrics.jsonl`` that are read.
+_MOST_LOGGED = 1 << 30
 
 
 class Problem(NamedTuple):
@@ -187,7 +191,11 @@ def _by_flag(config: Record | None, problems: list[Problem]) -> Record | None:
 
 def _read_metrics(path: Path, problems: list[Problem]) -> tuple[list[Record], list[Record]]:
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_regular(path, encoding="utf-8", errors="replace") as file:
+            content = file.read(_MOST_LOGGED + 1)
+        if len(content) > _MOST_LOGGED:
+            raise OSError(f"it has over {_MOST_LOGGED:,} characters")
+        lines = content.splitlines()
     except OSError as error:
         problems.append(Problem(path.name, str(error.strerror or error)))
         return [], []
@@ -232,11 +240,9 @@ def _is_number(value: Any) -> bool:
 def _read_object(path: Path, problems: list[Problem]) -> Record | None:
     """A JSON file's object; None, and a problem, if there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(Problem(path.name, str(error.strerror or error)))
-    except (ValueError, RecursionError) as error:
-        problems.append(Problem(path.name, f"damaged: {error}"))
+        value = read_json(path)
+    except CoderError as error:
+        problems.append(Problem(path.name, str(error).removeprefix(f"{path} ").removeprefix("cannot be read: ")))
     else:
         if isinstance(value, dict):
             return value

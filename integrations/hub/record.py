@@ -5,12 +5,13 @@ File names stay. Folders, hosts and commands are removed: they reveal user names
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.errors import CoderError
+from coder_plugin.files import read_json
 from coder_plugin.pretrained.hub_cache import WISE_FT
 from coder_plugin.training.run_folder import RunFolder
 
@@ -103,7 +104,7 @@ def without_paths(value: Any) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     """A file's JSON object; empty if it cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = read_json(path)
+    except CoderError:
         return {}
     return value if isinstance(value, dict) else {}

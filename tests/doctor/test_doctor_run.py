@@ -64,6 +64,12 @@ def test_a_damaged_checkpoint(copy: Path) -> None:
     found = amiss(guarded("run", run.check_checkpoints, copy))
     assert found.keys() == {"run.checkpoints.damaged", "run.checkpoints.unfinished"}
     assert "optimizer.safetensors is damaged" in found["run.checkpoints.damaged"].text
+    assert "--resume latest uses the newest whole checkpoint" in found["run.checkpoints.damaged"].do
+    for path in (copy / "checkpoints").glob("[!.]*"):
+        if path != checkpoint:
+            shutil.rmtree(path)
+    do = amiss(guarded("run", run.check_checkpoints, copy))["run.checkpoints.damaged"].do
+    assert "no checkpoint here is whole" in do and "another --name" in do and "delete" not in do
     shutil.rmtree(copy / "checkpoints")
     assert amiss(guarded("run", run.check_checkpoints, copy)).keys() == {"run.checkpoints"}
 
@@ -229,7 +235,7 @@ def test_the_command(
     assert main(["doctor", *data]) == 1
     assert "problem  1 of 13 (7.7 %) pictures cannot be read: 'image 7000'" in capsys.readouterr().out
     assert sorted(path for path in tmp_path.rglob("*")) == before, "nothing is written"
-    data[-1] = "1"
+    data[-1] = "0.5"
     assert main(["doctor", *data]) == 0 and main(["doctor", *data, "--strict"]) == 1
     capsys.readouterr()
     assert main(["doctor", *data, "--json", "-"]) == 0

@@ -213,10 +213,12 @@ def logged(step: int, rsum: float, **more: float) -> dict[str, float]:
 
 
 def test_the_figures_are_of_the_exported_weights(tmp_path: Path) -> None:
-    best, last = {"rsum": 50.0, "step": 20, "checkpoint": "step_20"}, {"rsum": 40.0, "step": 30}
+    best = {"rsum": 50.0, "epoch": 2, "step": 20, "checkpoint": "step_20"}
+    last = {"rsum": 40.0, "epoch": 3, "step": 30}
     metrics = [logged(0, 90.0), logged(10, 30.0), {"step": 15, "loss": 1.0}, logged(20, 50.0), logged(30, 40.0)]
     run = write_run(tmp_path, best=best, last=last, step=30, metrics=metrics)
-    assert run_record(run, "best")["results"] == {"rsum": 50.0, "step": 20} and run_record(run, "last")["results"] == last
+    assert run_record(run, "best")["results"] == {"rsum": 50.0, "epoch": 2, "step": 20}
+    assert run_record(run, "last")["results"] == last
     going_on = write_run(tmp_path, best=best, last=last, step=30, metrics=[*metrics, logged(40, 60.0)])
     assert run_record(going_on, "best")["results"] == {"rsum": 60.0, "epoch": 4, "step": 40}
     assert run_record(going_on, "last")["results"] == last

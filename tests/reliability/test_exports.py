@@ -176,6 +176,25 @@ def test_what_lies_beside_an_export_is_kept(pair: tuple[Path, Path], tmp_path: P
     vector(export)
 
 
+@pytest.mark.parametrize("name", ["text/thesis.md", "coder_options.json"])
+def test_a_folder_of_other_files_is_not_written_over(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "work" / name
+    file.parent.mkdir(parents=True)
+    for each in (file, tmp_path / "work" / "vocab.txt", tmp_path / "work" / "notes.md"):
+        each.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    made = model(tmp_path, 4)
+    before = sorted({*before, *tmp_path.rglob("*")})
+    if name == "text/thesis.md":  # this model writes neither: all is kept
+        export_model(made, file.parents[1])
+        assert (tmp_path / "work" / WEIGHTS).is_file()
+    else:
+        with pytest.raises(CoderError, match=f"work holds no export, and its {name} would be replaced; nothing was changed"):
+            export_model(made, file.parent)
+        assert sorted(tmp_path.rglob("*")) == before
+    assert [each.read_text() for each in (file, tmp_path / "work/vocab.txt", tmp_path / "work/notes.md")] == ["mine"] * 3
+
+
 # -- kills ---------------------------------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def test_what_cannot_be_read_is_told_of(tmp_path: Path) -> None:
     run = RunFolder.read(tmp_path)
     assert curve(run.steps, "loss") == ([0], [1.0]) and metric_names(run.steps) == ["loss"]
     told = "; ".join(map(str, run.problems))
-    assert "3 lines cannot be read" in told and "config.json: damaged" in told and "plan.json: No such file" in told
+    assert "3 lines cannot be read" in told and "config.json: cannot be read as" in told and "plan.json: No such file" in told
     assert "no complete checkpoint" in told and run.config is None
 
 

@@ -415,7 +415,11 @@ def test_without_verify_presence_and_size_still_count(tmp_path):
         ("[1]", "is not the manifest"),
         ('{"format": "x"}', "is not the"),
     ]
-    + [('{"format": 2, "other": 1}', "format 2, from a newer"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")],
+    + [
+        ('{"format": 2, "other": 1}', "format 2, from a newer"),
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+    ],
 )
 def test_foreign_and_future_manifests(text, said, tmp_path, caplog):
     write(tmp_path, "good", 1)

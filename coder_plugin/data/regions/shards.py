@@ -31,7 +31,7 @@ from coder_plugin.data.regions.base import (
     warn_once,
 )
 from coder_plugin.errors import CoderError
-from coder_plugin.files import atomic_write
+from coder_plugin.files import atomic_write, open_regular
 
 SHARD_SIZE = 1000
 SIZES = "sizes.json"
@@ -207,7 +207,7 @@ def _add_sizes(folder: str, sizes: dict[str, int]) -> None:
     """Update ``sizes.json``, which may list other splits; entries of files that no longer exist are dropped."""
     path = os.path.join(folder, SIZES)
     entries: Any = {}
-    with suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
+    with suppress(FileNotFoundError, ValueError), open_regular(path, encoding="utf-8") as file:
         entries = parse_json(file.read())
     items = entries.items() if isinstance(entries, dict) else ()
     existing = {name: size for name, size in items if os.path.exists(os.path.join(folder, name))}

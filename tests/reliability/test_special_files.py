@@ -1,0 +1,108 @@
+"""Named pipes and devices where a file is expected: refused at once, neither waited for nor read until memory ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coder_plugin.data.regions.shards import _add_sizes
+from coder_plugin.data.shards import _recorded_size, open_shards
+from coder_plugin.data.tables import open_csv, open_karpathy
+from coder_plugin.detectors import extract
+from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular, read_json
+from coder_plugin.integrations.hub.record import read_wise_ft
+from coder_plugin.pretrained.hub_cache import WISE_FT
+from coder_plugin.training import checkpoint
+from coder_plugin.training.run_folder import RunFolder
+
+Make = Callable[[Path], object]
+KINDS = [pytest.param(os.mkfifo, id="pipe"), pytest.param(lambda path: path.symlink_to("/dev/null"), id="device")]
+
+
+class Hangs(BaseException):
+    """The function under test waits."""
+
+
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise Hangs
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(5)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("name", ["config.json", "plan.json", "metrics.jsonl"])
+def test_in_a_runs_folder(make: Make, name: str, tmp_path: Path) -> None:
+    for each in ("config.json", "plan.json"):
+        (tmp_path / each).write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    told = {each.file: each.text for each in RunFolder.read(tmp_path, must_exist=False).problems}
+    assert told[name] == "it is not a regular file"
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("read", [open_csv, open_karpathy, read_json, extract.read_json])
+def test_as_a_table(make: Make, read: Callable[[str], object], tmp_path: Path) -> None:
+    make(tmp_path / "data")
+    with pytest.raises(CoderError, match="data.*it is not a regular file"):
+        read(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("name", ["sizes.json", "__len__", "nshards.txt"])
+def test_beside_shards(make: Make, name: str, tmp_path: Path) -> None:
+    tarfile.open(tmp_path / "0.tar", "w").close()
+    make(tmp_path / name)
+    with pytest.raises(CoderError, match=f"{name}.*it is not a regular file"):
+        open_shards(str(tmp_path), split="test") if name == "nshards.txt" else _recorded_size([str(tmp_path / "0.tar")])
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_sizes_are_not_written_over(make: Make, tmp_path: Path) -> None:
+    make(tmp_path / "sizes.json")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        _add_sizes(str(tmp_path), {"0.tar": 1})
+    assert not (tmp_path / "sizes.json").is_file()
+
+
+def test_in_what_is_shared(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / WISE_FT)
+    assert read_wise_ft(tmp_path) == {}
+    (tmp_path / WISE_FT).unlink()
+    (tmp_path / WISE_FT).write_text("[" * 100_000)
+    assert read_wise_ft(tmp_path) == {}
+
+
+def test_a_description_swapped_after_it_was_checked(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, "good", manifest={"step": 1}, common={"model": {"a": torch.zeros(1)}})
+    file = tmp_path / "good" / "model.json"
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CoderError, match=r"model.json cannot be read: it is not a regular file"):
+        checkpoint._read(tmp_path / "good", "model")
+
+
+def test_regular_files_and_links_to_them_open(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(json.dumps({"é": 1}), encoding="utf-8")
+    (tmp_path / "b").symlink_to("a")
+    assert read_json(tmp_path / "b") == {"é": 1}
+    with open_regular(tmp_path / "b", encoding="utf-8") as file:
+        assert file.read() == (tmp_path / "a").read_text(encoding="utf-8")
+    with pytest.raises(CoderError, match="over 3 bytes"):
+        read_json(tmp_path / "a", most=3)

@@ -64,7 +64,8 @@ def open_csv(
                 if column not in present:
                     columns = ", ".join(map(repr, present)) or "none"
                     raise CoderError(
-                        f"{spec}: no column {column!r} ({flag}); the columns separated by {separator!r} are: {columns}"
+                        f"{spec}: no column {column!r} ({flag}); the columns separated by {separator!r} (--csv-separator) "
+                        f"are: {columns}"
                     )
             for row in rows:
                 line = f"line {rows.line_num}"

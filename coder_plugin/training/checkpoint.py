@@ -117,9 +117,7 @@ def load(path: StrPath, *, rank: int = 0, verify: bool = True) -> tuple[State, S
     Raises:
         CoderError: a file is missing or damaged.
     """
-    path = Path(path)
-    if not path.exists() and (old := path.parent / f".{path.name}.old").is_dir():
-        path = old
+    path = find(path)
     manifest = _read_manifest(path)
     _verify(path, manifest, verify)
     common, own = {}, {}
@@ -130,6 +128,13 @@ def load(path: StrPath, *, rank: int = 0, verify: bool = True) -> tuple[State, S
         elif int(ranked[2]) == rank:
             own[ranked[1]] = _read(path, part)
     return manifest, common, own if rank < manifest["world_size"] else None
+
+
+def find(path: StrPath) -> Path:
+    """The folder of a checkpoint: ``path``, or the replaced copy if the run was killed before its successor was in place."""
+    path = Path(path)
+    old = path.parent / f".{path.name}.old"
+    return old if not path.exists() and old.is_dir() else path
 
 
 def read_part(path: StrPath, part: str) -> Any:

@@ -246,6 +246,7 @@ class Trainer:
         plan = make_plan(self)
         with writing("the run's files", self.folder, self.folder):
             on_first_rank(lambda: resume.begin_after(self, state))
+            self.best = distributed.gather_objects(self.best)[0]  # dropped where its export cannot be written again
             on_first_rank(lambda: self.log.write_plan(plan))
         self.log.start(plan)
         with self.log.closing():
@@ -334,14 +335,15 @@ class Trainer:
     def _evaluate_or_leave(self, when: str, position: Any) -> None:
         """Evaluate. In one process a signal ends that at once: the run is saved as before it, and a resumed run repeats it.
 
+        A signal that comes while weights are exchanged or files are written is heeded at the next step boundary.
+
         Args:
             position: of the end of the epoch just completed; None before the first step.
         """
         epoch, best, last = self.epoch, self.best, self.last
         states = resume.rng_states()
         try:
-            with self.signals.interrupting(distributed.world_size() == 1):
-                self._evaluate(when)
+            self._evaluate(when, interruptible=distributed.world_size() == 1)
         except StoppedBySignal:
             resume.set_rng_states(states)
             self.epoch, self.position, self.best, self.last = epoch - (position is not None), position, best, last
@@ -352,7 +354,8 @@ class Trainer:
         name = next(filter(None, distributed.gather_objects(self.signals.received)), "a signal")
         if self.step and self.saved != (self.step, self.epoch):
             self._save_checkpoint()
-        self.log.say(f"{name}: stopped after step {self.step}; --resume latest continues (exit status {EXIT_STATUS})")
+        advice = f"--name {self.folder.name} --resume latest continues"
+        self.log.say(f"{name}: stopped after step {self.step}; {advice} (exit status {EXIT_STATUS})")
         raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -467,12 +470,13 @@ class Trainer:
         """A context in which the model has its averaged weights, if ``--ema-decay`` keeps an average."""
         return self.average.applied(self.model) if self.average is not None else contextlib.nullcontext()
 
-    def _evaluate(self, when: str) -> None:
+    def _evaluate(self, when: str, *, interruptible: bool = False) -> None:
         state_names = set(self.model.coder.state_names())  # equal on all ranks already
         for name, buffer in self.model.named_buffers():
             if buffer.is_floating_point() and name not in state_names:
                 distributed.broadcast(buffer)  # BatchNorm's statistics: all ranks evaluate the model that is exported
-        with self.averaged_weights():
+        # the signal may interrupt within the averaged weights only, not while they are put in place or the model's own restored
+        with self.averaged_weights(), self.signals.interrupting(interruptible):
             encoded = self.encoder(self.val)
             result = evaluate(self.encoder, self.val, rerank=self.config.evaluation.rerank, encoded=encoded)
         self.last = {**result, "epoch": self.epoch, "step": self.step}

@@ -423,12 +423,14 @@ def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[lis
         tokenizer: list of texts -> tokens [B, T].
 
     Returns:
-        The names of the parameters that were frozen.
+        The names of the parameters that are frozen because no term reads them.
     """
     batch = example_batch(model, tokenizer)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # create_model has frozen these if no term names them
+    scalars = [key for key in ("logit_scale", "logit_bias") if not getattr(getattr(model, key, None), "requires_grad", True)]
     if not parameters:
-        return []
+        return scalars
     training = model.training
     model.train()
     devices = [batch["text"].device] if batch["text"].is_cuda else []
@@ -442,7 +444,7 @@ def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[lis
     unread = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     for name in unread:
         parameters[name].requires_grad_(False)
-    return unread
+    return scalars + unread
 
 
 def _check_rows(outputs: Mapping[str, Tensor], rows: int) -> None:

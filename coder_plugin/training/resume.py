@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.files import remove_leftovers
 from coder_plugin.objective import Objective
-from coder_plugin.training import checkpoint, finite
+from coder_plugin.training import checkpoint, exports, finite
+from coder_plugin.training.disk import on_first_rank
 from coder_plugin.training.metrics_file import cut_back
 from coder_plugin.training.run_folder import FILES
 from coder_plugin.training.saved_state import check_like, check_optimizer, check_position, reading
@@ -65,17 +67,29 @@ def check_run_exists(config: TrainConfig, folder: Path) -> None:
 def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
     """The state that ``--resume`` names; None without ``--resume``, or if ``latest`` finds a run that has saved nothing yet.
 
+    Every rank calls this. Rank 0 chooses the checkpoint, and all ranks load that one.
+
     Raises:
         CoderError: the folder holds a run and ``--resume`` is not given; the checkpoint cannot be read; there are checkpoints,
             and none is whole.
     """
+    chosen: list[Path | None] = []
+    on_first_rank(lambda: chosen.append(_choose(config, folder)))
+    path = distributed.gather_objects(chosen[0] if chosen else None)[0]
+    if path is None:
+        return None
+    # rank 0 has just compared the checksums; each other rank compares those of what it reads itself
+    return SavedState(*checkpoint.load(path, rank=distributed.rank(), verify=not chosen), path)
+
+
+def _choose(config: TrainConfig, folder: Path) -> Path | None:
+    """The checkpoint to resume from, all of whose files have been compared with their checksums."""
     directory = folder / "checkpoints"
     problems: list[str] = []
     if config.run.resume is None:
         if checkpoint.checkpoints(directory, problems=problems) or problems:
             raise CoderError(f"{folder} holds a run already: resume it with --resume latest, or choose another --name")
         return None
-    path: Path | None = Path(config.run.resume)
     if config.run.resume == "latest":
         path = checkpoint.newest(directory, problems=problems)
         if path is None and problems:
@@ -85,7 +99,10 @@ def find_state(config: TrainConfig, folder: Path) -> SavedState | None:
             )
         for problem in problems:
             _log.warning("skipped a checkpoint: %s", problem)
-    return None if path is None else SavedState(*checkpoint.load(path, rank=distributed.rank()), path)
+        return path
+    path = checkpoint.find(config.run.resume)
+    checkpoint.verify(path)
+    return path
 
 
 def changed_options(config: TrainConfig, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -96,17 +113,22 @@ def changed_options(config: TrainConfig, manifest: Mapping[str, Any]) -> list[di
 
 
 def begin_after(trainer: Trainer, state: SavedState | None) -> None:
-    """Clear away, on rank 0, what the run will write again: later checkpoints are moved to ``set-aside``, later rows of
-    ``metrics.jsonl`` are removed."""
+    """Clear away, on rank 0, what the run will write again: later checkpoints and a later ``export/best`` are moved to
+    ``set-aside``, later rows of ``metrics.jsonl`` are removed. Then ``export/best`` is that of the checkpoint's record."""
     metrics = trainer.folder / "metrics.jsonl"
     for name in ("plan.json", "config.json", "metrics.jsonl"):
         remove_leftovers(trainer.folder / name)
     checkpoint.tidy(trainer.folder / "checkpoints")
     if state is None:
         if metrics.exists():  # of a run that was killed before its first checkpoint
-            os.replace(metrics, metrics.with_name("metrics.jsonl.old"))
-        return
+            old = metrics.with_name("metrics.jsonl.old")
+            os.replace(metrics, old.with_name(f"{old.name}-{time.time_ns()}") if old.exists() else old)
     aside = trainer.folder / "set-aside"
+    if place := exports.set_aside_best(trainer.folder, aside, after=trainer.step):
+        trainer.log.say(f"moved export/best to {place}, because it is later than step {trainer.step}")
+    if state is None:
+        return
+    exports.restore_best(trainer, state.path.parent)
     if moved := checkpoint.set_aside(trainer.folder / "checkpoints", aside, after=trainer.step):
         trainer.log.say(f"moved to {aside}, because they are later than step {trainer.step}: {', '.join(moved)}")
     cut_back(metrics, step=trainer.step, evaluated=trainer.last.get("step", -1), epochs=trainer.epoch)

@@ -235,7 +235,7 @@ def test_the_command(
     assert main(["doctor", *data]) == 1
     assert "problem  1 of 13 (7.7 %) pictures cannot be read: 'image 7000'" in capsys.readouterr().out
     assert sorted(path for path in tmp_path.rglob("*")) == before, "nothing is written"
-    data[-1] = "1"
+    data[-1] = "0.5"
     assert main(["doctor", *data]) == 0 and main(["doctor", *data, "--strict"]) == 1
     capsys.readouterr()
     assert main(["doctor", *data, "--json", "-"]) == 0

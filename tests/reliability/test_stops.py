@@ -18,17 +18,21 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import assert_same_run, differences, in_child, options, rows, state, trainer
+from safetensors.torch import load_file
+from tiny_run import assert_same_run, differences, exports, in_child, options, rows, state, trainer
 
 from coder_plugin.cli import main
+from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
-from coder_plugin.training import checkpoint
+from coder_plugin.pretrained.export import exported_step
+from coder_plugin.training import checkpoint, loop, resume
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.metrics_file import append_line, cut_back
 from coder_plugin.training.run_folder import RunFolder
 from coder_plugin.training.run_lock import run_lock
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal
 from coder_plugin.training.step import NonFiniteError
+from tests.reliability import ranks as forked
 
 
 @pytest.fixture(scope="module")
@@ -493,6 +497,123 @@ def test_a_signal_while_averaged_weights_are_put_in_place(monkeypatch):
     with pytest.raises(StoppedBySignal), average.applied(model):
         pass
     assert not differences(before, model.state_dict())
+
+
+@pytest.mark.parametrize("number", [1, 2])  # the average is put in place; the model's own weights are restored
+def test_a_signal_while_weights_are_exchanged_leaves_them_whole(finished, tmp_path, number):
+    made = trainer(options(tmp_path, save_every_steps=0))
+    copy, calls = WeightAverage._copy, []
+
+    def interrupted(target: Any, weights: Any) -> None:
+        if made.step == 4:
+            calls.append(1)
+        if len(calls) != number:
+            return copy(target, weights)
+        names = list(weights)
+        copy(target, {name: weights[name] for name in names[:1]})
+        os.kill(os.getpid(), signal.SIGTERM)
+        copy(target, {name: weights[name] for name in names[1:]})
+
+    def run() -> None:
+        WeightAverage._copy = staticmethod(interrupted)
+        made.run()
+
+    assert in_child(run) == EXIT_STATUS
+    resumed = trainer(options(tmp_path, resume="latest", save_every_steps=0))
+    resumed.run()
+    assert_same_run(finished / "run", tmp_path / "run")
+
+
+def with_results(monkeypatch: pytest.MonkeyPatch, rsum: dict[int, float], made: Any) -> None:
+    """Give the evaluations of a trainer these R@sums, by step."""
+    measure = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: {**measure(*a, **k), "rsum": rsum.get(made.step, 0.0)})
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_best_export_is_of_the_run_that_goes_on(tmp_path, monkeypatch, kept, caplog):
+    run, more = tmp_path / "run", {"save_frequency": int(kept)}
+    made = trainer(options(tmp_path, **more))
+    with_results(monkeypatch, {4: 50.0, 8: 90.0}, made)
+    made.run()
+    monkeypatch.undo()
+    first = trainer(options(tmp_path, name="first", epochs=1, **more))
+    with_results(monkeypatch, {4: 50.0}, first)
+    first.run()
+    monkeypatch.undo()
+    best = exports(run)
+    again = trainer(options(tmp_path, resume=str(run / "checkpoints/step_00000006"), **more))
+    begun: list[dict[str, Any]] = []
+    train = again._train_epoch
+    own = {name: value.clone() for name, value in state(run, "step_00000006").items() if name.startswith("model/")}
+
+    def look() -> bool:
+        begun.append(exports(run))
+        assert not differences(own, {f"model/{name}": value for name, value in again.model.state_dict().items()})
+        return train()
+
+    again._train_epoch = look
+    with_results(monkeypatch, {8: 20.0}, again)
+    again.run()
+    of_best = "export/best/"
+    aside = run / "set-aside/export-best-step_00000008/open_clip_model.safetensors"
+    whole = {f"{of_best}{aside.name}/{name}": value for name, value in load_file(aside).items()}
+    assert whole and not differences(whole, {name: best[name] for name in whole})
+    now = {name: value for name, value in exports(run).items() if name.startswith(of_best)}
+    if kept:
+        expected = {name: value for name, value in exports(tmp_path / "first").items() if name.startswith(of_best)}
+        assert expected and not differences(expected, now)
+        assert not differences(expected, {name: value for name, value in begun[0].items() if name.startswith(of_best)})
+        assert again.best["step"] == 4
+    else:  # the checkpoint of step 4 was pruned
+        assert not any(name.startswith(of_best) for name in begun[0]) and "step_00000004 cannot be used" in caplog.text
+        assert again.best["step"] == exported_step(run / "export/best") == 8
+
+
+def test_the_rows_of_runs_killed_before_their_first_checkpoint_are_kept(tmp_path):
+    made = trainer(options(tmp_path))
+    for number in range(3):
+        append_line(made.folder / "metrics.jsonl", f'{{"step": {number}}}')
+        resume.begin_after(made, None)
+    kept = [path.read_text() for path in made.folder.glob("metrics.jsonl.old*")]
+    assert sorted(kept) == [f'{{"step": {number}}}\n' for number in range(3)]
+
+
+def test_each_file_is_hashed_once(folder, monkeypatch):
+    hashed: list[str] = []
+    digest = checkpoint.sha256_file
+    monkeypatch.setattr(checkpoint, "sha256_file", lambda path: (hashed.append(str(path)), digest(path))[1])
+    newest = folder / "run/checkpoints/step_00000008"
+    for name in ("latest", str(newest)):
+        hashed.clear()
+        found = resume.find_state(TrainConfig().with_options(name="run", resume=name), folder / "run")
+        assert found is not None and found.path == newest and found.rank is not None
+        assert sorted(hashed) == sorted(str(file) for file in newest.iterdir() if file.name != "manifest.json")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have imported torch")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_first_rank_chooses_the_checkpoint_for_all(folder, tmp_path, damaged):
+    """The second rank's own choice would be another checkpoint, or none."""
+    run, choose = folder / "run", checkpoint.newest
+    for path in (run / "checkpoints").iterdir() if damaged else ():
+        flip(path / "model.safetensors", 8 * 200 + 1)
+
+    def work(_: Path) -> None:
+        rank = int(os.environ["RANK"])
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+        if rank == 1:
+            checkpoint.newest = lambda *a, **k: run / "checkpoints/step_00000006"
+        else:
+            checkpoint.newest = choose
+        found = resume.find_state(TrainConfig().with_options(name="run", resume="latest"), run)
+        print("found", None if found is None else found.path.name, flush=True)
+
+    endings = forked.run(work, tmp_path)
+    assert [ending.status for ending in endings] == [2 if damaged else 0] * 2, endings
+    expected = ["error: no checkpoint in", "error: rank 0: no checkpoint in"] if damaged else ["found step_00000008"] * 2
+    for ending, text in zip(endings, expected, strict=True):
+        assert text in ending.output, ending.output
 
 
 def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path):

@@ -281,7 +281,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert plan["objective"] == "3*dcl(mu=0.07) + clip"
     assert plan["heads"] == {"ids": 0}
     assert plan["outputs"]["image_features"] == ["B", 128]
-    assert plan["steps per epoch"] == 6000 // 128
+    assert plan["steps per epoch"] == 6000 // 128 and plan["frozen because no term reads them"] == []
+    assert main([*arguments[:5], "dcl"]) == 0
+    assert json.loads(capsys.readouterr().out)["frozen because no term reads them"] == ["logit_scale"]
     assert list(tmp_path.iterdir()) == []
 
 

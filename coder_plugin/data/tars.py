@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import stat
 import tarfile
 import zipfile
 from collections.abc import Callable, Collection, Iterator
@@ -19,6 +18,7 @@ from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import PICTURES
 from coder_plugin.data.regions.base import warn_once
 from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular
 from coder_plugin.locations import is_local
 
 REGIONS = "npz"
@@ -132,16 +132,8 @@ def local_path(shard: str) -> str:
 
 
 def open_local(shard: str) -> IO[bytes]:
-    """Open a shard that :func:`~coder_plugin.locations.is_local`, by its path alone; never a pipe or a device, which may hang.
-
-    Raises:
-        CoderError: not a regular file.
-        OSError: it cannot be opened.
-    """
-    path = local_path(shard)
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise CoderError(f"shard {shard!r} is not a regular file; copy it to one, or give 'pipe:cat FILE' on the command line")
-    return open(path, "rb")
+    """Open a shard that :func:`~coder_plugin.locations.is_local`, by its path alone; ``OSError`` if it is no regular file."""
+    return open_regular(local_path(shard), "rb")
 
 
 def scan(shard: str) -> int:

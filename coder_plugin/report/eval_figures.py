@@ -81,7 +81,9 @@ def collect(options: FigureOptions, encoder: Any, source: Any, pictures: Any | N
             alignments.append(aligner.align(item.key, item.captions[0], image))
             if len(alignments) == options.images:
                 break
-    if alignments and alignments[0].boxes is None:
+    if not alignments:
+        raise CoderError(f"{source.name}: not one image can be used for figures (encoding the data says why)")
+    if alignments[0].boxes is None:
         log.warning("%s: regions without boxes cannot be drawn; alignment.json has the numbers", source.name)
     try:
         points = collect_points(encoder, source, options.concepts or frequent_words(captions_of(source)))

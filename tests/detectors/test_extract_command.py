@@ -45,7 +45,7 @@ def test_a_folder_of_pictures_to_shards(folder):
     file = ShardFile(str(folder / "out"))
     assert list(file) == ["a.PNG", "b.jpg", "deep/c.webp"]
     assert len(file["b.jpg"]) == 4 and file["b.jpg"].size == (40, 30)
-    assert "images: 3, 3 of them now" in report and "undecodable: 1\n  bad.jpg: not an image" in report
+    assert "images: 3, 3 of them now" in report and "skipped: 1\n  bad.jpg (picture): not an image" in report
     noted = json.loads((folder / "out/train.extraction/extraction.json").read_text())
     assert (
         noted["model"] == "test_resnet.r160_in1k" and noted["grid"] == 2 and len(noted["checksum of the weights"]) == 64

@@ -31,6 +31,7 @@ EXTRA = {
     "--coder-context-blocks": ["2"],
     "--coder-captions": ["all"],
     "--coder-heads-lr-scale": ["10"],
+    "--coder-loss-impl": ["reference"],
 }
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coder_plugin.errors import CoderError
+
 
 def world_size() -> int:
     """Number of processes; 1 without ``torch.distributed``."""
@@ -199,3 +201,26 @@ def gather_objects(value: Any) -> list[Any]:
     _begin()
     dist.all_gather_object(values, value)
     return values
+
+
+def raise_on_all_ranks(error: Exception | None, *, prefix: str = "") -> None:
+    """Raise on every rank if one has an error: there that error, elsewhere a :class:`CoderError`. Call it on every rank.
+
+    Without it the other ranks would wait for ever for one that has failed.
+
+    Args:
+        error: this rank's error, or None.
+        prefix: what the other ranks' message has before the error's text.
+
+    Raises:
+        CoderError: another rank has an error.
+
+    Example:
+        >>> raise_on_all_ranks(None)
+    """
+    messages = gather_objects(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for message in messages:
+        if message is not None:
+            raise CoderError(prefix + message)

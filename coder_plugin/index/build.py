@@ -162,11 +162,7 @@ def _run_on_all_ranks(work: Callable[[], None]) -> None:
         work()
     except Exception as error:
         failure = error
-    messages = distributed.gather_objects(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    if message := next((each for each in messages if each is not None), None):
-        raise CoderError(f"another process failed: {message}")
+    distributed.raise_on_all_ranks(failure, prefix="another process failed: ")
 
 
 def _remove_parts(folder: Path) -> None:
@@ -201,9 +197,7 @@ def _write_lock(folder: Path) -> Iterator[None]:
             problem = f"{folder} is being written by another process: wait for it, or choose another folder"
         except OSError as error:
             problem = f"{folder} cannot be written: {error}"
-    problem = distributed.gather_objects(problem)[0]
-    if problem is not None:
-        raise CoderError(problem)
+    distributed.raise_on_all_ranks(None if problem is None else CoderError(problem))
     try:
         yield
     finally:

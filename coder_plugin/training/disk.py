@@ -45,8 +45,4 @@ def on_first_rank(work: Callable[[], object]) -> None:
             work()
         except Exception as caught:
             error = caught
-    message = distributed.gather_objects(None if error is None else f"rank 0: {error}")[0]
-    if error is not None:
-        raise error
-    if message is not None:
-        raise CoderError(message)
+    distributed.raise_on_all_ranks(error, prefix="rank 0: ")

@@ -62,12 +62,8 @@ def run_lock(folder: Path) -> Iterator[None]:
             error = CoderError(f"{folder} cannot be written: {caught.strerror}")
         except CoderError as caught:
             error = caught
-    messages = distributed.gather_objects(None if error is None else str(error))
     try:
-        if error is not None:
-            raise error
-        if messages[0] is not None:
-            raise CoderError(messages[0])
+        distributed.raise_on_all_ranks(error)
         yield
     finally:
         if descriptor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coder_plugin import distributed
@@ -23,7 +24,11 @@ def not_finite(state: Mapping[str, Any]) -> list[str]:
         >>> not_finite({"weight": torch.ones(2), "bias": torch.tensor([0.0, torch.nan])})
         ['bias']
     """
-    return [name for name, value in state.items() if not (name.endswith("attn_mask") or value.isfinite().all())]
+    checked = {name: value for name, value in state.items() if not name.endswith("attn_mask")}
+    if not checked:
+        return []
+    finite = torch.stack([value.isfinite().all() for value in checked.values()]).tolist()  # one wait for the device
+    return [name for name, is_finite in zip(checked, finite, strict=True) if not is_finite]
 
 
 def check_before_saving(model: Mapping[str, Tensor], step: int) -> None:

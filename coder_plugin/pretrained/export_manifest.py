@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not isinstance(manifest, dict):
         raise CoderError(f"{path} is damaged: it is not an object")
     if type(manifest.get("format")) is int and manifest["format"] > FORMAT:
-        raise CoderError(f"{path} is of a newer coder-plugin (format {manifest['format']}): update to open this export")
+        raise CoderError(f"{path} has format {manifest['format']}, from a newer coder-plugin: update to open this export")
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     if manifest.get("sha256") != sha256_json(content):
         raise CoderError(f"{path} is damaged: copy or download the export again")

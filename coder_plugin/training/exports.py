@@ -42,7 +42,7 @@ def last_is_behind(folder: Path, step: int) -> bool:
 
 
 def set_aside_best(folder: Path, target: Path, *, after: int) -> Path | None:
-    """Move ``export/best`` of a run into ``target`` if it is of a step after ``after``. Returns its new place, or None."""
+    """Move ``export/best`` of a run into ``target`` if its step is after ``after``. Returns its new place, or None."""
     best = folder / "export" / "best"
     step = exported_step(best)
     if step is None or step <= after:
@@ -72,7 +72,7 @@ def restore_best(trainer: Trainer, checkpoints: Path) -> None:
     try:
         manifest, common, _ = checkpoint.load(checkpoints / Path(name).name)
         if manifest["step"] != trainer.best["step"]:
-            raise CoderError(f"it is of step {manifest['step']}, not {trainer.best['step']}")
+            raise CoderError(f"its step is {manifest['step']}, not {trainer.best['step']}")
         weights = {**common["model"], **common.get("average", {})}
         finite.check_loaded(weights)
         trainer.model.load_state_dict(weights)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.dcl_loss import anchor_losses, check_dcl_options, directed_dcl
+from coder_plugin.functional.dcl_loss import anchor_losses, check_dcl_options, directed_dcl, sum_of_losses
 from coder_plugin.functional.diversity_weights import (
     Diversity,
     normalize_diversity,
@@ -28,15 +28,9 @@ from coder_plugin.functional.similarity import (
     pair_similarity,
     raise_precision,
 )
-from coder_plugin.functional.tiled import (
-    Candidates,
-    Implementation,
-    candidate_variance,
-    negative_sums,
-    pair_counts,
-    pair_variances,
-    use_tiles,
-)
+from coder_plugin.functional.tiled import Candidates, Implementation, use_tiles
+from coder_plugin.functional.tiled_candidates import candidate_variance, negative_sums
+from coder_plugin.functional.tiled_pairs import pair_counts, pair_variances
 
 Reverse = Literal["paired", "all", "none"]
 DiversityOver = Literal["batch", "bank", "batch+bank"]
@@ -249,14 +243,14 @@ def _tiled_m_dcl(
                 weights.append(weigh(rows, candidates) if bank_diversity is None else bank_diversity[direction])
             mean_weights = torch.stack(weights).mean(0)
         sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * mean_weights), gamma)
-        loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
+        loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
         if reverse == "none":
             continue
         batch = [Candidates(live, ids)]
         if reverse == "paired":
             sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * weigh(row_keys, batch)), gamma)
             positive = cosine_of_rows(row_keys, rows)
-            loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
+            loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
             continue
         positive = cosine_of_rows(keys[other], live)
         back = [(keys[other], ids, positive), (banks[other], entry_ids, positive.new_zeros(len(banks[other])))]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.ascl_loss import ascl
-from coder_plugin.functional.similarity import anchor_rows, check_temperature, cosine
+from coder_plugin.functional.ascl_loss import ascl, ascl_of_features
+from coder_plugin.functional.similarity import check_temperature
 from coder_plugin.heads.capabilities import AddsTexts, heads_with
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.gathered import Batch, BatchScores, gather_batch, gather_scores
@@ -96,7 +96,8 @@ class AsCL(Term):
     ) -> Tensor:
         """This rank's features [B, D], L2-normalised, or rows of scores [B, N], and image ids [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        compared: list[tuple[BatchScores, Tensor | None]] = []  # captions, generated positives; each with noised texts
+        # captions, generated positives; each with noised texts, as features or as their scores with the anchors
+        compared: list[tuple[Batch | BatchScores, Tensor | None]] = []
         if self.similarity == "fusion":
             for rows, noised in (
                 (coder_fusion, coder_fusion_noised),
@@ -107,26 +108,27 @@ class AsCL(Term):
         else:
             assert image_features is not None and text_features is not None
             batch = gather_batch(image_features, text_features, ids, local_loss=self.local_loss)
-            compared.append((batch.scores(), _cosine(batch, coder_noised_features)))
+            compared.append((batch, _gathered(coder_noised_features)))
             if coder_positive_features is not None:
                 batch = batch._replace(texts=distributed.gather(coder_positive_features))
-                compared.append((batch.scores(), _cosine(batch, coder_noised_positive_features)))
+                compared.append((batch, _gathered(coder_noised_positive_features)))
         changed: list[Tensor | None] = [None] * len(compared)
         if coder_noise_changed is not None:
             changed = list(distributed.gather(coder_noise_changed.to(torch.uint8)).bool().T)
         temperature: Any = self.temperature if logit_scale is None else 1 / logit_scale
-        losses = [
-            ascl(
-                scores.similarity,
-                noise,
-                temperature=temperature,
-                image_ids=scores.ids,
-                noise_valid=noise_valid,
-                text_to_image=scores.text_to_image,
-                anchors=scores.anchors,
-            )
-            for (scores, noise), noise_valid in zip(compared, changed, strict=True)
-        ]
+        losses = []
+        for (each, noised), valid in zip(compared, changed, strict=True):
+            passed: dict[str, Any] = {
+                "temperature": temperature,
+                "image_ids": each.ids,
+                "noise_valid": valid,
+                "anchors": each.anchors,
+            }
+            if isinstance(each, BatchScores):
+                losses.append(ascl(each.similarity, noised, text_to_image=each.text_to_image, **passed))
+            else:
+                passed["implementation"] = self.implementation
+                losses.append(ascl_of_features(each.images, each.texts, noised, **passed))
         return sum(losses[1:], losses[0]) / len(losses)
 
     def _rows(self, noised: Tensor | None) -> Tensor | None:
@@ -134,6 +136,6 @@ class AsCL(Term):
         return noised if noised is None or self.local_loss else distributed.gather(noised)
 
 
-def _cosine(batch: Batch, noised: Tensor | None) -> Tensor | None:
-    """The cosines of the image anchors with all ranks' noised texts [n, N]."""
-    return None if noised is None else cosine(anchor_rows(batch.images, batch.anchors), distributed.gather(noised))
+def _gathered(noised: Tensor | None) -> Tensor | None:
+    """The features of all ranks' noised texts [N, D]."""
+    return None if noised is None else distributed.gather(noised)

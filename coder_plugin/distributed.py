@@ -135,7 +135,7 @@ def _sum_for_owner(rows: Tensor) -> Tensor:
         dist.all_reduce(rows)
         return rows[rank()]
     own = torch.empty_like(rows[0])
-    dist.reduce_scatter_tensor(own, rows)
+    dist.reduce_scatter_tensor(own, rows.view(-1))
     return own
 
 

@@ -28,7 +28,7 @@ class Term(nn.Module):
 
     A term that compares the pairs of all ranks names in ``gathers`` the arguments whose rows it needs from all ranks, and
     overrides :meth:`compute` in place of ``forward``. A step's loss then gathers what all of its terms name in one collective,
-    each tensor once. A term may also call :func:`coder_plugin.distributed.gather` in its ``forward``, in a collective of its own.
+    each tensor once. A term may also call :func:`coder_plugin.distributed.gather` in its ``forward``, for itself.
 
     A term owns no parameters and no buffers. Whatever is trained belongs to a head, under ``model.coder``, and is used
     inside the model's forward. State (banks, cluster centres) belongs to heads too: a term reads it from

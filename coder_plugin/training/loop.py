@@ -42,10 +42,11 @@ from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
 from coder_plugin.training import checkpoint, exports, failures, prepare, resume
+from coder_plugin.training.accelerator import make_accelerator
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
-from coder_plugin.training.disk import on_first_rank, writing
+from coder_plugin.training.disk import check_shared, on_first_rank, writing
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.memory_advice import with_memory_advice
 from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
@@ -113,7 +114,7 @@ class Trainer:
         optim, data = config.optim, config.data
         objective = prepare.make_objective(config, loss, model)
         prepare.check_objects(config, objective, model=model, loss=loss)
-        self.accelerator = prepare.make_accelerator(config)
+        self.accelerator = make_accelerator(config)
         failures.start(config.run.rank_timeout)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
@@ -229,6 +230,7 @@ class Trainer:
         """
         failures.start(self.config.run.rank_timeout)
         with run_lock(self.folder), self.signals:
+            check_shared(self.folder)
             return self._run()
 
     def _run(self) -> dict[str, Any]:

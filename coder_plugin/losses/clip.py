@@ -1,14 +1,17 @@
-"""InfoNCE: open_clip's own loss as a term, the baseline."""
+"""InfoNCE, as open_clip's own loss computes it: the baseline."""
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.functional.clip_loss import tiled_clip
+from coder_plugin.functional.similarity import anchor_rows
 from coder_plugin.functional.tiled import use_tiles
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.gathered import gather_batch
+from coder_plugin.losses.gathered import anchors_of_rank
 
 
 class Clip(Term):
@@ -24,24 +27,26 @@ class Clip(Term):
 
     requires = ("image_features", "text_features", "logit_scale")
     uses = ("logit_bias",)
+    gathers = ("image_features", "text_features")
     masks_same_image = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        from open_clip.loss import ClipLoss
-
-        self.loss = ClipLoss(gather_with_grad=True)
-
-    def forward(
+    def compute(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
-        """This rank's features [B, D], L2-normalised, and the model's scale and bias -> scalar."""
-        pairs = len(image_features) ** 2 * distributed.world_size() * (1 if self.local_loss else distributed.world_size())
-        if use_tiles(self.implementation, (image_features, text_features), pairs=pairs, small=False):
-            batch = gather_batch(image_features, text_features, None, local_loss=self.local_loss)
-            loss = tiled_clip(batch.images, batch.texts, logit_scale, anchors=batch.anchors)
-            # a bias that all logits share changes nothing; its gradient is zero, as in ClipLoss
+        """The features [N, D] of all ranks, L2-normalised, and the model's scale and bias -> scalar."""
+        anchors = anchors_of_rank(len(image_features), local_loss=self.local_loss)
+        rows = anchor_rows(image_features, anchors)
+        if use_tiles(self.implementation, (image_features, text_features), pairs=len(rows) * len(text_features), small=False):
+            loss = tiled_clip(image_features, text_features, logit_scale, anchors=anchors)
+            # a bias that all logits share changes nothing; its gradient is zero
             return loss if logit_bias is None else loss + 0 * logit_bias.sum()
-        self.loss.rank, self.loss.world_size = distributed.rank(), distributed.world_size()
-        self.loss.local_loss = self.local_loss
-        return self.loss(image_features, text_features, logit_scale, logit_bias=logit_bias)
+        # the order of upstream's products, on which the last bits depend
+        images = logit_scale * rows @ text_features.T
+        if anchors is None and distributed.world_size() > 1:
+            texts = images.T
+        else:
+            texts = logit_scale * anchor_rows(text_features, anchors) @ image_features.T
+        if logit_bias is not None:
+            images, texts = images + logit_bias, texts + logit_bias
+        labels = torch.arange(len(text_features), device=images.device)[slice(None) if anchors is None else anchors]
+        return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2

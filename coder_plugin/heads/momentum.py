@@ -107,9 +107,8 @@ class Momentum(KeepsState, FollowsModel):
         figures = {"filled": filled / bank.size, "drift": self.towers.drift(self._online[0])}
         if filled:
             figures["images"] = len(bank.ids[:filled].unique()) / filled
-            for modality in ("image", "text"):
-                keys = getattr(bank, modality)[:filled].float()
-                figures[f"{modality}_spread"] = float((keys - keys.mean(0)).square().sum(1).mean())
+            figures["image_spread"] = float(bank.image_moments.spread(bank.count))
+            figures["text_spread"] = float(bank.text_moments.spread(bank.count))
         return figures
 
     def state_names(self) -> list[str]:

@@ -134,13 +134,18 @@ class Banks:
         number = torch.promote_types(anchors.dtype, torch.float32)
         if kind == "none":
             return anchors.new_ones(len(anchors), dtype=number)
-        negatives = different_images(batch.ids, len(batch.images), anchors.device)
         if kind == "std" and not torch.is_grad_enabled():
-            ids = None if self.ids is None or batch.ids is None else anchor_rows(batch.ids, batch.anchors)
+            ids = torch.arange(len(batch.images), device=anchors.device) if batch.ids is None else batch.ids
             variance = self.bank.variance(
-                modality, anchors, self.stashed[f"{modality}_keys"], anchor_rows(negatives, batch.anchors), ids
+                modality,
+                anchors,
+                self.stashed[f"{modality}_keys"],
+                anchor_rows(ids, batch.anchors),
+                ids,
+                mask_entries=self.ids is not None and batch.ids is not None,
             )
             return raw_diversity_from_variance(variance, epsilon=epsilon).to(number)
+        negatives = different_images(batch.ids, len(batch.images), anchors.device)
         keys, bank = getattr(self, f"{modality}_keys"), getattr(self, f"{modality}_bank")
         entries = bank_negatives(batch.ids, self.ids, self.bank.valid, len(batch.images), bank)
         rows = (anchor_rows(mask, batch.anchors) for mask in (negatives, entries))

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from coder_plugin.memory.moments import Moments
+from coder_plugin.memory.moments import CHUNK, Moments
 
 BankDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -94,54 +94,59 @@ class CoupledBank(nn.Module):
         self.ids[positions] = ids[dropped:]
         self.pointer.copy_((self.pointer + n) % self.size)
         self.count.copy_((self.count + n).clamp(max=self.size))
-        if wrapped:  # once per turn of the ring
-            self.image_moments.rebuild(self.image[self.valid])
-            self.text_moments.rebuild(self.text[self.valid])
+        if wrapped:  # once per turn of the ring, which is full then
+            self.image_moments.rebuild(self.image)
+            self.text_moments.rebuild(self.text)
 
+    @torch.no_grad()
     def variance(
         self,
         modality: Literal["image", "text"],
         anchors: Tensor,
         keys: Tensor,
-        negatives: Tensor,
-        anchor_ids: Tensor | None,
+        anchor_ids: Tensor,
+        key_ids: Tensor,
+        *,
+        mask_entries: bool,
     ) -> Tensor:
         """Population variance of each anchor's similarities to its negatives: current keys and bank entries.
 
-        No tensor of size n x Q is formed.
+        Computed by tiles of at most 2,048 anchors and 2,048 keys: no tensor of size n x Q or n x k is formed.
 
         Args:
             modality: the modality of the keys and the bank.
             anchors: features of the other modality [n, D].
             keys: current keys [k, D].
-            negatives: bool [n, k], which keys are negatives of which anchor.
-            anchor_ids: image ids [n]; entries of an anchor's own image are left out. None: all entries count.
+            anchor_ids: image ids [n]. key_ids: [k]; keys of an anchor's own image are left out.
+            mask_entries: whether entries of an anchor's own image are left out too.
 
         Returns:
             [n], >= 0, in the dtype of the moments (float64).
         """
         bank, moments = (self.image, self.image_moments) if modality == "image" else (self.text, self.text_moments)
-        sums = moments.sums(anchors)
-        number = sums.first.dtype
-        first, second = sums.first, sums.second
-        count = self.count.to(number)
+        entries = self._entries_with(anchor_ids) if mask_entries else self.ids[:0]
+        entry_ids = self.ids[entries]
+        variances = anchors.new_empty(len(anchors), dtype=moments.pivot.dtype)
+        for part, live, ids in zip(variances.split(CHUNK), anchors.split(CHUNK), anchor_ids.split(CHUNK), strict=True):
+            first, second = moments.sums(live)
+            count = self.count.to(first.dtype).expand_as(first)
+            live = live.to(first.dtype)
 
-        def distances(rows: Tensor, counted: Tensor) -> Tensor:
-            """Similarities [n, m] minus that of the pivot, 0 where not counted."""
-            centred = rows.to(number) - moments.pivot
-            return torch.where(counted, anchors.to(number) @ centred.T, 0)
+            def add(rows: Tensor, counted: Tensor, sign: int) -> None:
+                """Add the similarities to ``rows`` [m, D], minus that to the pivot, where ``counted`` [n, m]."""
+                nonlocal first, second, count
+                distances = (live @ (rows.to(first.dtype) - moments.pivot).T).masked_fill_(~counted, 0)  # noqa: B023
+                first = first + sign * distances.sum(1)
+                second = second + sign * torch.linalg.vecdot(distances, distances)
+                count = count + sign * counted.sum(1)
 
-        current = distances(keys, negatives)
-        first, second = first + current.sum(1), second + current.square().sum(1)
-        count = count + negatives.sum(1)
-        if anchor_ids is not None:
-            entries = self._entries_with(anchor_ids)
-            same = anchor_ids[:, None] == self.ids[entries][None, :]
-            excluded = distances(bank[entries], same)
-            first, second = first - excluded.sum(1), second - excluded.square().sum(1)
-            count = count - same.sum(1)
-        count = count.clamp(min=1)
-        return (second / count - (first / count).square()).clamp(min=0)
+            for rows, of_rows in zip(keys.split(CHUNK), key_ids.split(CHUNK), strict=True):
+                add(rows, ids[:, None] != of_rows, 1)
+            for places, of_rows in zip(entries.split(CHUNK), entry_ids.split(CHUNK), strict=True):
+                add(bank[places], ids[:, None] == of_rows, -1)
+            count = count.clamp(min=1)
+            part.copy_((second / count - (first / count).square()).clamp_(min=0))
+        return variances
 
     def _entries_with(self, ids: Tensor) -> Tensor:
         """Indices of the filled entries whose image is among ``ids`` [n]."""

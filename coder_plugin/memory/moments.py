@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_CHUNK = 4096
+#: Rows that are raised to float64 at once: what is read from a bank costs memory for so many rows, however large it is.
+CHUNK = 2048
 
 
 class Sums(NamedTuple):
@@ -53,24 +54,40 @@ class Moments(nn.Module):
     @torch.no_grad()
     def add(self, rows: Tensor, weight: Tensor | float = 1.0) -> None:
         """Add rows [m, D]; with weight -1 remove them. ``weight`` may be a number or one number per row [m]."""
-        centred = rows.to(self.pivot.dtype) - self.pivot
-        weighted = centred * (weight[:, None] if isinstance(weight, Tensor) else weight)
-        self.first += weighted.sum(0)
-        self.second.addmm_(weighted.T, centred)
+        for start in range(0, len(rows), CHUNK):
+            part = slice(start, start + CHUNK)
+            centred = rows[part].to(self.pivot.dtype) - self.pivot
+            weighted = centred * (weight[part, None] if isinstance(weight, Tensor) else weight)
+            self.first += weighted.sum(0)
+            self.second.addmm_(weighted.T, centred)
 
     @torch.no_grad()
     def rebuild(self, rows: Tensor) -> None:
         """Recompute from all rows [m, D] about their mean, which removes accumulated rounding errors."""
-        self.pivot.copy_(rows.to(self.pivot.dtype).mean(0) if len(rows) else torch.zeros_like(self.pivot))
+        self.pivot.zero_()
+        for start in range(0, len(rows), CHUNK):
+            self.pivot += rows[start : start + CHUNK].sum(0, dtype=self.pivot.dtype)
+        self.pivot /= max(1, len(rows))
         self.first.zero_()
         self.second.zero_()
-        for start in range(0, len(rows), _CHUNK):
-            self.add(rows[start : start + _CHUNK])
+        self.add(rows)
 
     def sums(self, anchors: Tensor) -> Sums:
         """Sums over all added rows, for anchors [n, D]."""
         anchors = anchors.to(self.pivot.dtype)  # autocast leaves float64 alone
-        return Sums(anchors @ self.first, ((anchors @ self.second) * anchors).sum(1))
+        return Sums(anchors @ self.first, torch.linalg.vecdot(anchors @ self.second, anchors))
+
+    def spread(self, count: Tensor) -> Tensor:
+        """Variance of the ``count`` added rows about their mean, summed over dimensions: 0-d, >= 0; 0 without rows.
+
+        Example:
+            >>> moments = Moments(2)
+            >>> moments.add(torch.eye(2))
+            >>> moments.spread(torch.tensor(2))
+            tensor(0.5000, dtype=torch.float64)
+        """
+        count = count.clamp(min=1)
+        return (self.second.trace() / count - (self.first / count).square().sum()).clamp(min=0)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Moments:
         """Keep float64 when a model is cast to a smaller dtype; float32 on Apple's GPUs, which have no float64."""

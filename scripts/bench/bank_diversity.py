@@ -56,7 +56,7 @@ def main() -> None:
     def write() -> None:
         bank.enqueue(keys, keys, ids + 4 * q)
 
-    from_moments = lambda: bank.variance("text", anchors, keys, negatives, ids)  # noqa: E731
+    from_moments = lambda: bank.variance("text", anchors, keys, ids, ids, mask_entries=True)  # noqa: E731
     error = ((from_moments().sqrt() - direct(torch.float64)) / direct(torch.float64)).abs().max()
     steps: dict[str, Callable[[], object]] = {
         "S": lambda: anchors @ bank.text.T,

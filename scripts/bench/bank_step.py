@@ -6,44 +6,46 @@
 
 InfoNCE is the cross-entropy of both directions over keys and entries, as in MoCo. M-DCL takes its diversity over the bank from
 the bank's running moments, as in training. Every repetition times each loss once, in rotating order; a ratio is the median over
-repetitions. Below 1 is faster than InfoNCE.
+repetitions. Below 1 is faster than InfoNCE. On a GPU the peak of allocated memory beyond banks and inputs is given too.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 
 import torch
-from loss_step import machine, measure
+from common import Results, Step, add_options, measure, peak_bytes
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from coder_plugin.functional import m_dcl
 
+PEER = "InfoNCE"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
+    add_options(parser, repeats=9)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="type of the banks")
     parser.add_argument("--anchors", type=int, default=128, help="pairs of a batch [128]")
     parser.add_argument("--entries", type=int, nargs="+", default=[32_768, 65_536], help="entries of each bank")
     parser.add_argument("--dim", type=int, default=512, help="dimensions [512]")
-    parser.add_argument("--repeats", type=int, default=9, help="timed repetitions [9]")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--forms", nargs="+", default=["reference", "tiled"], help="values of --loss-impl [reference tiled]")
+    parser.add_argument("--warm-up", type=int, default=3, help="untimed calls of each loss, before [3]")
+    parser.add_argument("--no-peer", action="store_true", help="without InfoNCE, where it does not fit")
     options = parser.parse_args()
-    options.dtype = getattr(torch, options.dtype)
-    torch.set_num_threads(options.threads)
-    print(machine(options))
+    results = Results("bank_step", options)
     for entries in options.entries:
-        times = measure(make_steps(entries, options), options.device, options.repeats)
-        for name in ("reference", "tiled"):
-            ratio = statistics.median(map(float.__truediv__, times[name], times["infonce"]))
-            spent = {key: f"{1e3 * statistics.median(times[key]):.1f} ms" for key in ("infonce", name)}
-            print(f"{options.anchors} x {entries}, {options.dim} dimensions, {name}: {spent}, ratio {ratio:.2f}", flush=True)
+        steps = make_steps(entries, options)
+        times = measure(
+            steps, options.device, options.repeats, warm_up=options.warm_up, clock=options.clock, limit=options.limit
+        )
+        peaks = {name: peak_bytes(step, options.device) for name, step in steps.items()}
+        case = f"{options.anchors} x {entries} x {options.dim}, banks in {options.dtype}"
+        results.compare(case, times, peer=next(iter(steps)), n=options.anchors, entries=entries, peak_bytes=peaks)
 
 
-def make_steps(entries: int, options: argparse.Namespace) -> dict[str, object]:
+def make_steps(entries: int, options: argparse.Namespace) -> dict[str, Step]:
     """Forward and backward of each loss for one random batch with its keys and banks."""
     torch.manual_seed(0)
     n, device = options.anchors, options.device
@@ -52,7 +54,7 @@ def make_steps(entries: int, options: argparse.Namespace) -> dict[str, object]:
         return normalize(torch.randn(count, options.dim, device=device), dim=1)
 
     live = [features(n).requires_grad_() for _ in range(2)]
-    keys, banks = [features(n) for _ in range(2)], [features(entries).to(options.dtype) for _ in range(2)]
+    keys, banks = [features(n) for _ in range(2)], [features(entries).to(getattr(torch, options.dtype)) for _ in range(2)]
     ids, bank_ids = (torch.randint(2**62, (size,), device=device) for size in (n, entries))
     diversity = tuple(torch.rand(n, device=device) / 2 + 0.5 for _ in range(2))
     labels = torch.arange(n, device=device)
@@ -68,7 +70,8 @@ def make_steps(entries: int, options: argparse.Namespace) -> dict[str, object]:
         passed = {"image_ids": ids, "bank_ids": bank_ids, "bank_diversity": diversity}
         return torch.autograd.grad(m_dcl(*live, *keys, *banks, **passed, implementation=form), live)
 
-    return {"infonce": infonce, "reference": lambda: coupled("reference"), "tiled": lambda: coupled("tiled")}
+    steps: dict[str, Step] = {} if options.no_peer else {PEER: infonce}
+    return steps | {form: lambda form=form: coupled(form) for form in options.forms}
 
 
 if __name__ == "__main__":

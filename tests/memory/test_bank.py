@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
+from coder_plugin import memory
+from coder_plugin.functional import m_dcl, tiled
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.moments import Moments
 from tests import gloo
+from tests.peak_memory import PeakMemory
 from tests.references.bank import Bank
 
 
@@ -100,11 +103,11 @@ def test_the_spread_without_similarities_is_exact(scale, masked):
         )
         anchors = normalize(anchors + 0.3 * torch.randn(n, dim) / dim**0.5, dim=1)
         ids = torch.randint(0, 200, (n,))
-        negatives = ids[:, None] != ids if masked else ~torch.eye(n, dtype=torch.bool)
+        of_pairs = ids if masked else torch.arange(n)
+        negatives = of_pairs[:, None] != of_pairs
         if step in (1, 5, 9, 10, 24):
-            given = ids if masked else None
-            got = bank.variance("text", anchors, text, negatives, given).sqrt()
-            want = direct_variance(bank, anchors, text, negatives, given).sqrt()
+            got = bank.variance("text", anchors, text, of_pairs, of_pairs, mask_entries=masked).sqrt()
+            want = direct_variance(bank, anchors, text, negatives, ids if masked else None).sqrt()
             torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
             seen.append(want.mean().item())
         bank.enqueue(image, text, ids)
@@ -116,10 +119,63 @@ def test_a_bank_without_negatives_has_no_spread():
     image, text, ids = keys(2)
     ids[:] = 7
     bank.enqueue(image, text, ids)
-    same = torch.zeros(2, 2, dtype=torch.bool)
-    assert bank.variance("image", text, image, same, ids).tolist() == [0, 0]
+    assert bank.variance("image", text, image, ids, ids, mask_entries=True).tolist() == [0, 0]
     empty = CoupledBank(4, 3)
-    assert empty.variance("image", text, image, same, ids).tolist() == [0, 0]
+    assert empty.variance("image", text, image, ids, ids, mask_entries=True).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_spread_by_ragged_chunks(masked, monkeypatch):
+    """More anchors, keys and entries of the anchors' images than are raised to float64 at once."""
+    monkeypatch.setattr(memory.bank, "CHUNK", 7)
+    monkeypatch.setattr(memory.moments, "CHUNK", 5)
+    bank = CoupledBank(50, 3)
+    for seed in range(4):
+        bank.enqueue(*keys(16, seed=seed))
+    bank.enqueue(*keys(11, seed=4))  # evicts earlier keys
+    anchors, text, _ = keys(23, seed=9)
+    anchors, ids = anchors[2:19], torch.randint(0, 30, (23,)) + 2**62
+    got = bank.variance("text", anchors, text, ids[2:19], ids, mask_entries=masked)
+    want = direct_variance(bank, anchors, text, ids[2:19, None] != ids, ids[2:19] if masked else None)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    for rows, moments in ((bank.image, bank.image_moments), (bank.text, bank.text_moments)):
+        variance = rows.double().var(0, unbiased=False).sum()
+        torch.testing.assert_close(moments.spread(bank.count), variance, rtol=1e-9, atol=0)
+
+
+def test_a_large_bank_is_written_and_read_by_chunks(monkeypatch):
+    """Beyond the banks a step needs memory for a chunk, and for each entry a few numbers that do not grow with D.
+
+    Written until it wraps around, read by the diversity with most entries of the anchors' images, by the loss and for the log.
+    At 1,048,576 entries of 1,024 dimensions in float16 this is below 1 GB, where one copy of a bank has 2.1 GB.
+    """
+    monkeypatch.setattr(memory.bank, "CHUNK", 64)
+    monkeypatch.setattr(memory.moments, "CHUNK", 64)
+    monkeypatch.setattr(tiled, "TILE_ON_CPU", 1 << 14)
+    dim, n, peaks = 64, 32, {}
+    for size in (2048, 8192):
+        bank = CoupledBank(size, dim, dtype="float16")
+        bank.enqueue(*keys(size - n // 2, dim))
+        image, text, ids = keys(n, dim, seed=1)
+        live = [each.requires_grad_() for each in keys(n, dim, seed=2)[:2]]
+
+        def step(bank=bank, image=image, text=text, ids=ids, live=live) -> None:
+            weights = tuple(
+                bank.variance(modality, anchors.detach(), rows, ids, ids, mask_entries=True).sqrt().float()
+                for modality, anchors, rows in (("text", live[0], text), ("image", live[1], image))
+            )
+            assert len(bank._entries_with(ids)) > 0.9 * bank.size
+            passed = {"bank_ids": bank.ids, "bank_valid": bank.valid, "bank_diversity": weights}
+            torch.autograd.grad(m_dcl(*live, image, text, bank.image, bank.text, image_ids=ids, **passed), live)
+            bank.enqueue(image, text, ids)
+            assert bank.pointer == n // 2 and bank.image_moments.spread(bank.count) > 0
+
+        with PeakMemory() as memory_of_step:
+            step()
+        peaks[size] = memory_of_step.peak
+    assert (peaks[8192] - peaks[2048]) / (8192 - 2048) <= 64  # bytes an entry; one row in float16 has 128
+    chunk, of_dim = 64 * dim * 8, dim**2 * 8
+    assert peaks[2048] <= 64 * 2048 + 12 * chunk + 4 * of_dim
 
 
 @pytest.mark.parametrize(

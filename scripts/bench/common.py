@@ -1,0 +1,177 @@
+"""What the benchmarks share: the machine in words, steps timed in turns, ratios to a peer of the same run, JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+Step = Callable[[], object]
+Times = dict[str, list[float]]
+
+
+def add_options(parser: argparse.ArgumentParser, *, repeats: int, threads: int | None = None) -> None:
+    """Add the options that all benchmarks have."""
+    threads = threads or torch.get_num_threads()
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"timed repetitions [{repeats}]")
+    parser.add_argument("--limit", type=float, help="seconds for one case, after which no further repetition begins [none]")
+    parser.add_argument("--threads", type=int, default=threads, help=f"CPU threads [{threads}]")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: the process's CPU time, for a busy machine [wall]"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one line of JSON per result to this file")
+
+
+def machine(device: str = "cpu", packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Processor or GPU, threads, load, Python, and the versions of torch, this package and ``packages``."""
+    facts: dict[str, Any] = {"processor": processor(), "threads": torch.get_num_threads()}
+    if device.startswith("cuda"):
+        facts = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, **facts}
+    if hasattr(os, "getloadavg"):
+        facts["load"] = round(os.getloadavg()[0], 1)
+    facts["python"] = platform.python_version()
+    return facts | {name: installed(name) for name in ("torch", "coder-plugin", *packages)}
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+class Results:
+    """Writes results as lines of JSON, each at once, with the benchmark's name, and prints the machine first.
+
+    Args:
+        bench: name of the benchmark.
+        options: the parsed options; ``json`` names the file, None writes none.
+        packages: further packages whose versions count.
+    """
+
+    def __init__(self, bench: str, options: argparse.Namespace, packages: Sequence[str] = ()) -> None:
+        torch.set_num_threads(options.threads)
+        self.bench, self.file = bench, options.json
+        facts = machine(options.device, packages)
+        print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+        plain = {name: value for name, value in vars(options).items() if isinstance(value, (int, float, str, bool))}
+        self.write({"machine": facts, "options": plain})
+
+    def write(self, result: dict[str, Any]) -> None:
+        if self.file is not None:
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"bench": self.bench, **result}) + "\n")
+
+    def compare(self, case: str, times: Times, *, peer: str, **more: Any) -> dict[str, float]:
+        """Print and write the medians of ``times`` and each one's ratio to ``peer``. Returns the ratios."""
+        ratios = {name: ratio(times, name, peer) for name in times if name != peer}
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        for name, value in medians.items():
+            against = f"  {ratios[name]:7.3f} x {peer}" if name != peer else ""
+            print(f"{case}: {name:<24} {1e3 * value:11.3f} ms{against}", flush=True)
+        self.write({"case": case, "peer": peer, "seconds": medians, "ratio": ratios, **more})
+        return ratios
+
+
+def ratio(times: Times, name: str, peer: str) -> float:
+    """Median over repetitions of the time of ``name`` over that of ``peer`` in the same repetition."""
+    return statistics.median(map(float.__truediv__, times[name], times[peer]))
+
+
+def measure(
+    steps: dict[str, Step],
+    device: str = "cpu",
+    repeats: int = 9,
+    *,
+    warm_up: int = 3,
+    clock: str = "wall",
+    limit: float | None = None,
+) -> Times:
+    """Seconds of each step in each repetition. The steps take turns, in rotating order, so that other load slows all alike.
+
+    Args:
+        steps: what to time, by name.
+        device: ``cuda…`` times with CUDA events.
+        repeats: timed repetitions.
+        warm_up: untimed calls of each step, before.
+        clock: ``wall``, or ``cpu`` for the CPU time of all threads of this process.
+        limit: seconds after which no further repetition begins; the first one always runs.
+    """
+    begun = time.perf_counter()
+    for step in steps.values():
+        for _ in range(warm_up):
+            step()
+            if limit is not None and time.perf_counter() - begun > limit / 2:
+                break
+    times: Times = {name: [] for name in steps}
+    names = list(steps)
+    for repeat in range(repeats):
+        if repeat and limit is not None and time.perf_counter() - begun > limit:
+            break
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            times[name].append(seconds(steps[name], device, clock))
+    return times
+
+
+def seconds(step: Step, device: str = "cpu", clock: str = "wall") -> float:
+    """The time of one call: by CUDA events on a GPU, else of the wall or of this process's CPU time."""
+    if device.startswith("cuda"):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+    now = time.process_time if clock == "cpu" else time.perf_counter
+    begun = now()
+    step()
+    return now() - begun
+
+
+def peak_bytes(step: Step, device: str) -> int | None:
+    """Peak of allocated GPU memory during one call, beyond what was allocated before it. None without a GPU."""
+    if not device.startswith("cuda"):
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def clip_loss() -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """open_clip's ``ClipLoss``; without open_clip the same computation, under the name "plain InfoNCE"."""
+    try:
+        from open_clip.loss import ClipLoss
+    except ImportError:
+        return "plain InfoNCE", plain_infonce
+    return "ClipLoss", ClipLoss()
+
+
+def plain_infonce(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    """What ``ClipLoss`` computes in one process: a product for each direction, and the mean of both cross-entropies."""
+    labels = torch.arange(len(images), device=images.device)
+    per_image, per_text = scale * images @ texts.T, scale * texts @ images.T
+    return (cross_entropy(per_image, labels) + cross_entropy(per_text, labels)) / 2

@@ -159,7 +159,7 @@ class Coder(nn.Module):
         """
         pool = dict(features)
         if self.heads:
-            check_range(**{key: value for key, value in pool.items() if isinstance(value, Tensor)})
+            check_range(**{key: value for key, value in pool.items() if isinstance(value, Tensor) and key != "image"})
         for name, head in self.heads.items():
             if all(key in pool for key in head.requires):
                 outputs = head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool})

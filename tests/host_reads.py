@@ -12,6 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coder_plugin.functional import host
+
 #: Operations whose result, or its shape, the host must wait for.
 WAITING = (
     "aten::_local_scalar_dense",  # item, int, float, bool
@@ -56,16 +58,28 @@ class _Methods(TorchFunctionMode):
 
 
 @contextmanager
-def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Inside the context, the list receives the name and the place of each read.
+def as_on_a_device() -> Iterator[None]:
+    """Inside the context the code runs as on a GPU, whose values are not at hand (``functional.host.at_hand``)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "HOST_DEVICES", frozenset())
+        yield
 
-    The code runs as on a GPU, where values are not at hand (``functional.similarity.at_hand``).
+
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """Inside the context, the list receives the name and the place of each read, by code that runs as on a GPU.
+
+    Reads of a torch optimizer's step numbers, which are on the CPU on every device, are left out.
     """
     reads: list[str] = []
-    with monkeypatch.context() as patch, _Operations(reads), _Methods(reads):
+    with as_on_a_device(), _Operations(reads), _Methods(reads):
         yield reads
+    reads[:] = [read for read in reads if "optimizer_step" not in read.split(" < ")[0]]
 
 
 def _at(name: str) -> str:
-    frames = [frame for frame in traceback.extract_stack()[:-2] if "/torch/" not in frame.filename]
+    frames = traceback.extract_stack()[:-2]
+    if any("/torch/optim/" in frame.filename and frame.name == "_get_value" for frame in frames):
+        return f"{name} at optimizer_step"
+    frames = [frame for frame in frames if "/torch/" not in frame.filename]
     return f"{name} at " + " < ".join(f"{frame.filename.rsplit('/', 2)[-1]}:{frame.lineno}" for frame in frames[:-6:-1])

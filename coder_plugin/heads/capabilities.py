@@ -131,6 +131,17 @@ class KeepsState(Head):
             if isinstance(value, Tensor) and value.is_floating_point()
         }
 
+    def facts(self) -> dict[str, Tensor]:
+        """What :meth:`write` would otherwise wait for: 0-d tensors by name, equal on all ranks.
+
+        A trainer reads them in the transfer that reads the losses, and hands the numbers to :meth:`learn`.
+        """
+        return {}
+
+    def learn(self, facts: Mapping[str, float]) -> None:
+        """Add the numbers of :meth:`facts` to the stash, so that :meth:`write` receives them."""
+        self._stashed = {**self._stashed, **facts}
+
     def discard(self) -> None:
         """Forget the stash: the loss was computed, but no step follows."""
         self._stashed = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from coder_plugin.functional.host import at_hand
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import FollowsModel, KeepsState
 from coder_plugin.memory.bank import BankDtype, CoupledBank
@@ -92,8 +93,14 @@ class Momentum(KeepsState, FollowsModel):
         self.towers.update(self._online[0])
         super().post_step()
 
-    def write(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:  # type: ignore[override]
-        self.bank.enqueue(image_keys, text_keys, ids)
+    def facts(self) -> dict[str, Tensor]:
+        ids = self._stashed.get("ids")
+        return {} if ids is None or at_hand(ids) else {"repeats": self.bank.repeats_after(ids)}
+
+    def write(  # type: ignore[override]
+        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor, repeats: float | None = None
+    ) -> None:
+        self.bank.enqueue(image_keys, text_keys, ids, repeats=None if repeats is None else round(repeats))
 
     def health(self) -> dict[str, float]:
         """Figures of the bank and the momentum towers.

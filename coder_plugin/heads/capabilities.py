@@ -170,6 +170,16 @@ class KeepsState(Head):
         return {}
 
 
+class RepeatsOutputs(Head):
+    """Gives the same outputs, without a gradient, whenever it is called on a batch between two optimizer steps, and draws no
+    random numbers. Where a step passes over a batch twice it is then called once."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether that holds with the head's options."""
+        return True
+
+
 class FollowsModel(Head):
     """Keeps a copy of the model or a reference to it."""
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from coder_plugin.functional.host import at_hand
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
-from coder_plugin.heads.capabilities import FollowsModel, KeepsState
+from coder_plugin.heads.capabilities import FollowsModel, KeepsState, RepeatsOutputs
 from coder_plugin.memory.bank import BankDtype, CoupledBank
 from coder_plugin.memory.momentum import Mode, MomentumCopy
 
 
-class Momentum(KeepsState, FollowsModel):
+class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
     """The momentum towers' embeddings of the batch, and the banks of earlier ones.
 
     Requires ``image`` and ``text``, the model's inputs. Provides ``coder_image_keys`` and ``coder_text_keys`` [B, D], without
@@ -73,6 +73,10 @@ class Momentum(KeepsState, FollowsModel):
             return {}
         images = facts.samples_per_epoch // (5 if facts.captions == "all" else 1)
         return {"bank_size": max(facts.pairs_per_step or 1, min(4096, images // 7))}
+
+    @property
+    def repeats(self) -> bool:
+        return self.towers.mode == "eval"  # in training mode dropout draws random numbers
 
     def attach(self, model: Any) -> None:
         self.towers.copy_from(model)

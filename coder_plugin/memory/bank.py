@@ -184,7 +184,7 @@ class CoupledBank(nn.Module):
         return variances
 
     def _entries_with(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices [m] of the filled entries whose image is among ``ids`` [n], and bool [m], False where an index does not count.
+        """Indices [m] of the filled entries whose image is among ``ids`` [n], and bool [m], False where it does not count.
 
         On a device whose values are not at hand m is fixed: n times the largest number of entries of one image, or Q.
         """

@@ -12,15 +12,19 @@ import torch
 import torch.distributed as dist
 
 from coder_plugin.errors import CoderError
+from coder_plugin.launchers import ranks_from_slurm
 
 
 def default_device() -> torch.device:
     """This process's GPU (number ``LOCAL_RANK`` under a launcher), or the CPU where there is none.
 
-    Under ``torchrun`` or ``accelerate launch`` it also joins the process group, unless that has been done.
+    Under torchrun, ``accelerate launch`` or SLURM's ``srun`` it also joins the process group, unless that has been done.
     """
+    ranks_from_slurm()
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    # where SLURM gives each task a GPU of its own, that is number 0
+    number = int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count())
+    device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and dist.is_available() and not dist.is_initialized():

@@ -27,6 +27,7 @@ from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import total
 from coder_plugin.data.loader import TrainLoader
+from coder_plugin.data.pixels import EightBit
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
@@ -41,10 +42,11 @@ from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
 from coder_plugin.training import checkpoint, exports, failures, prepare, resume
+from coder_plugin.training.accelerator import make_accelerator
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
-from coder_plugin.training.disk import on_first_rank, writing
+from coder_plugin.training.disk import check_shared, on_first_rank, writing
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.memory_advice import with_memory_advice
 from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
@@ -76,6 +78,8 @@ class Trainer:
         step: optimizer steps taken so far. epoch: epochs completed so far.
         stop: set it to True on all ranks to end the run after the current step, with an evaluation and a checkpoint.
             ``config={"resume": "latest"}`` continues with the next step, also inside an epoch.
+        train_transform: of a training picture; an :class:`~coder_plugin.data.pixels.EightBit`, whose batches are normalised on
+            the device, where open_clip's transform can be one.
         model, loss, loader, optimizer, schedule, accelerator: what a step works with; optimizer and schedule exist once
             :meth:`run` has begun.
 
@@ -110,7 +114,7 @@ class Trainer:
         optim, data = config.optim, config.data
         objective = prepare.make_objective(config, loss, model)
         prepare.check_objects(config, objective, model=model, loss=loss)
-        self.accelerator = prepare.make_accelerator(config)
+        self.accelerator = make_accelerator(config)
         failures.start(config.run.rank_timeout)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
@@ -132,12 +136,12 @@ class Trainer:
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)
-        train_transform = prepare.make_train_transform(self.model, config)
+        self.train_transform = prepare.make_train_transform(self.model, config)
         val_transform = build.make_transform(self.model, max_regions=data.max_regions)
         self.loader = TrainLoader(
             source,
             batch_size=optim.batch_size,
-            transform=train_transform,
+            transform=self.train_transform,
             tokenizer=build.make_tokenizer(config.model, self.model, word_dropout=data.word_dropout),
             positives=prepare.make_positives(self.model),
             tags=prepare.make_tags(self.model, config),
@@ -226,6 +230,7 @@ class Trainer:
         """
         failures.start(self.config.run.rank_timeout)
         with run_lock(self.folder), self.signals:
+            check_shared(self.folder)
             return self._run()
 
     def _run(self) -> dict[str, Any]:
@@ -359,7 +364,10 @@ class Trainer:
         raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        batch = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        if isinstance(self.train_transform, EightBit) and batch["image"].dtype == torch.uint8:
+            batch["image"] = self.train_transform.normalize(batch["image"])
+        return batch
 
     def _log_caption_stats(self) -> None:
         """After the first epoch: counts of positive captions by kind and of tokens by word class, over all ranks."""

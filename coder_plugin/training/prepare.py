@@ -1,4 +1,4 @@
-"""Prepare a run: options, data, objective, model, transforms, accelerator, frozen parameters."""
+"""Prepare a run: options, data, objective, model, transforms, frozen parameters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
 from coder_plugin.data.from_config import make_source
+from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
@@ -27,10 +28,8 @@ from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model
-from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
-from coder_plugin.training.failures import process_group_timeout
 from coder_plugin.training.optim import after_tower, in_block
 from coder_plugin.training.step import restored_buffers
 
@@ -268,6 +267,8 @@ def make_training_model(
 def make_train_transform(model: Any, config: TrainConfig) -> Callable[..., Any]:
     """The training transform: open_clip's augmentation, or a region model's own with region dropout.
 
+    open_clip's yields 8-bit pictures, which the trainer normalises on the device (:class:`~coder_plugin.data.pixels.EightBit`).
+
     Raises:
         CoderError: an unknown option of ``--aug-cfg``.
     """
@@ -283,7 +284,7 @@ def make_train_transform(model: Any, config: TrainConfig) -> Callable[..., Any]:
         for key in augmentation:
             if key not in options:
                 raise CoderError(f"--aug-cfg: unknown option {key!r}; known: {', '.join(options)}")
-    return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=True, aug_cfg=augmentation)
+    return eight_bit(image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=True, aug_cfg=augmentation))
 
 
 def _parse_sequence(text: str) -> Any:
@@ -378,38 +379,6 @@ def check_accumulation(model: Any, config: TrainConfig) -> None:
             f"--accum-freq {config.optim.accum_freq}: the head {whole_batch_heads[0]!r} scores every pair of a batch inside "
             "the model, and accumulated batches are only joined after the model: use a larger --batch-size, or more processes"
         )
-
-
-def make_accelerator(config: TrainConfig) -> Any:
-    """The accelerator for ``--precision`` and ``--report-to``: device, autocast, loss scaling, DDP and trackers.
-
-    Raises:
-        CoderError: an unknown tracker, one that is not installed, or a precision that the device does not have.
-    """
-    from accelerate import Accelerator, utils
-
-    cuda = torch.cuda.is_available()
-    mixed = mixed_precision(config.optim.precision)
-    installed = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
-    trackers = config.run.report_to.replace(",", " ").split()
-    unknown = set(trackers) - installed.keys()
-    if unknown:
-        raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
-    absent = [name for name in trackers if not installed[name]]
-    if absent:
-        raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
-    # training_step accumulates (cached features); accelerate's own setting, from its environment, must not divide gradients
-    accumulation = utils.GradientAccumulationPlugin(num_steps=1)
-    patience = utils.InitProcessGroupKwargs(timeout=process_group_timeout(config.run.rank_timeout))
-    options = {
-        "gradient_accumulation_plugin": accumulation,
-        "project_dir": config.run.logs,
-        "kwargs_handlers": [patience],
-    }
-    try:
-        return Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
-    except (ValueError, ImportError) as error:
-        raise CoderError(f"accelerate: {error}") from error
 
 
 def freeze_unread(model: Any, loss: Callable[..., Any], tokenizer: Callable[[list[str]], Tensor]) -> list[str]:

@@ -1,0 +1,94 @@
+"""The accelerator of a run: device, autocast, loss scaling, DDP and trackers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from coder_plugin.config import TrainConfig
+from coder_plugin.errors import CoderError
+from coder_plugin.launchers import ranks_from_slurm
+from coder_plugin.pretrained.device import mixed_precision
+from coder_plugin.training.failures import process_group_timeout
+
+#: By the variable with which accelerate asks for it: forms of parallel training other than DDP.
+_FORMS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_TP": "tensor parallelism",
+}
+#: By the field of accelerate's ``ParallelismConfig``: those that divide a model or its input.
+_DIVISIONS = {
+    "dp_shard_size": "FSDP",
+    "tp_size": "tensor parallelism",
+    "cp_size": "context parallelism",
+    "sp_size": "sequence parallelism",
+}
+
+
+def make_accelerator(config: TrainConfig) -> Any:
+    """The accelerator for ``--precision`` and ``--report-to``. Under SLURM the ranks are ``srun``'s.
+
+    Raises:
+        CoderError: a form of parallel training other than DDP is asked for, an unknown tracker, one that is not installed, or a
+            precision that the device does not have.
+    """
+    from accelerate import Accelerator, utils
+
+    check_parallelism(os.environ)
+    ranks_from_slurm()
+    cuda = torch.cuda.is_available()
+    mixed = mixed_precision(config.optim.precision)
+    installed = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
+    trackers = config.run.report_to.replace(",", " ").split()
+    unknown = set(trackers) - installed.keys()
+    if unknown:
+        raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
+    absent = [name for name in trackers if not installed[name]]
+    if absent:
+        raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
+    # training_step accumulates (cached features); accelerate's own setting, from its environment, must not divide gradients
+    accumulation = utils.GradientAccumulationPlugin(num_steps=1)
+    patience = utils.InitProcessGroupKwargs(timeout=process_group_timeout(config.run.rank_timeout))
+    options = {
+        "gradient_accumulation_plugin": accumulation,
+        "project_dir": config.run.logs,
+        "kwargs_handlers": [patience],
+    }
+    try:
+        accelerator = Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
+    except (ValueError, ImportError) as error:
+        raise CoderError(f"accelerate: {error}") from error
+    check_parallelism({}, getattr(accelerator.state, "parallelism_config", None))
+    return accelerator
+
+
+def check_parallelism(environment: Mapping[str, str], parallelism: Any = None) -> None:
+    """Refuse every form of parallel training that this trainer has not: it would train a whole copy in each process instead.
+
+    Args:
+        environment: the variables that ``accelerate launch`` sets, and that accelerate sets where a script passes a plugin.
+        parallelism: accelerate's ``ParallelismConfig`` in force, or None.
+
+    Raises:
+        CoderError: such a form is asked for. The message has the command of open_clip's trainer with FSDP2.
+    """
+    forms = {form: name for name, form in _FORMS.items() if environment.get(name, "").lower() in ("true", "1", "yes", "on")}
+    for field, form in _DIVISIONS.items():
+        name = f"PARALLELISM_CONFIG_{field.upper()}"
+        if (getattr(parallelism, field, None) or 1) > 1:
+            forms.setdefault(form, f"ParallelismConfig.{field}")
+        if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" and environment.get(name, "1") != "1":
+            forms.setdefault(form, name)
+    if forms:
+        form, source = next(iter(forms.items()))
+        raise CoderError(
+            f"accelerate's configuration asks for {form} ({source}). This trainer has DDP only, which holds the whole "
+            "model in each process: take it out (accelerate launch --multi_gpu ...), or shard large towers with FSDP2 in "
+            "the trainer of open_clip's main branch: torchrun --nproc_per_node 8 -m -- coder_plugin.integrations.open_clip "
+            "--fsdp --precision amp_bf16 --model NAME --train-data DATA --loss LOSS"
+        )

@@ -31,7 +31,7 @@ def make(folder: Path, model: str, loss: str, **more: Any) -> Trainer:
 def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
     batches, found = trainer.loader.epoch(0), []
     for trainer.step in range(steps):
-        group = [next(batches) for _ in range(trainer.config.optim.accum_freq)]
+        group = [trainer._to_device(next(batches)) for _ in range(trainer.config.optim.accum_freq)]
         with host_reads() as reads:
             trainer.training_step(group)
         found.append(reads)
@@ -85,7 +85,7 @@ def test_the_momentum_towers_run_once_for_each_micro_batch(tmp_path, tiny_model,
     online.register_forward_hook(lambda *_: calls.__setitem__("online", calls["online"] + 1))
     batches = trainer.loader.epoch(0)
     for steps in (1, 2):
-        trainer.training_step([next(batches) for _ in range(accum_freq)])
+        trainer.training_step([trainer._to_device(next(batches)) for _ in range(accum_freq)])
         assert calls == {"momentum": steps * accum_freq, "online": steps * accum_freq * (1 if accum_freq == 1 else 2)}
     assert int(trainer.model.coder.heads["momentum"].bank.count) == 2 * 8 * accum_freq
 
@@ -95,7 +95,7 @@ def test_kept_keys_are_those_of_their_own_micro_batch(tmp_path, tiny_model) -> N
     trainer = make(tmp_path, tiny_model, "coder", accum_freq=2)
     head = trainer.model.coder.heads["momentum"]
     batches = trainer.loader.epoch(0)
-    group = [next(batches), next(batches)]
+    group = [trainer._to_device(next(batches)) for _ in range(2)]
     expected = torch.cat([head.towers(batch["image"], batch["text"])[0] for batch in group])
     trainer.training_step(group)
     torch.testing.assert_close(head.bank.image[:16], expected, rtol=0, atol=1e-6)
@@ -109,5 +109,5 @@ def test_towers_in_training_mode_run_in_both_passes(tmp_path, tiny_model) -> Non
     calls = []
     trainer.model.coder.heads["momentum"].towers.register_forward_hook(lambda *_: calls.append(1))
     batches = trainer.loader.epoch(0)
-    trainer.training_step([next(batches), next(batches)])
+    trainer.training_step([trainer._to_device(next(batches)) for _ in range(2)])
     assert len(calls) == 4

@@ -165,10 +165,12 @@ def forward_backward(
         passes.append(_rng_state())
     restore()  # of two passes the first does not count
     leaves = _join(outputs)
-    losses = loss(**leaves)
+    sums = distributed.SumWithGradient()
+    losses = loss(sums=sums, **leaves)
     figures = _Figures(losses, model)
     share = gradient_shares(losses, leaves) if measure else {}
     names = [key for key, leaf in leaves.items() if leaf.requires_grad]
+    sums.put(figures.vector)
     gradients = torch.autograd.grad(sum(losses.values()), [leaves[key] for key in names], allow_unused=True)
     received = {key: grad for key, grad in zip(names, gradients, strict=True) if grad is not None}
     start = 0
@@ -186,7 +188,7 @@ def forward_backward(
             _backward(output, received, rows, accelerator, with_shared=last)
     if not single:
         _set_rng_state(passes[-1])
-    figures.vector = distributed.all_mean(figures.vector)
+    figures.vector = sums.take() / distributed.world_size()
     measured = spread(leaves) if measure else {}
     return StepResult(model, loss, figures, leaves, shares=share, spread=measured, undo=restore)
 

@@ -204,8 +204,8 @@ def test_a_gradient_that_is_not_finite_names_the_term(accelerator):
             return gradient * float("nan")
 
     term = loss.terms["dcl"]
-    inner = term.forward
-    term.forward = lambda image_features, **rest: inner(image_features=Poisoned.apply(image_features), **rest)
+    inner = term.compute
+    term.compute = lambda image_features, **rest: inner(image_features=Poisoned.apply(image_features), **rest)
     result = forward_backward(model, loss, [batch(4)], accelerator)
     assert "dcl_loss" in explain_gradient(model, loss, result.leaves)
     assert "clip_loss" not in explain_gradient(model, loss, result.leaves)

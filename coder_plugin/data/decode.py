@@ -60,6 +60,10 @@ def decode_image(data: bytes | str, *, max_pixels: int | None = None) -> Image.I
                         "picture_size",
                         f"{width} x {height} pixels are more than the {limit:,} that --max-image-pixels allows",
                     )
+                if picture.mode == "RGB" and picture.format == "JPEG":  # convert would copy it
+                    picture.load()
+                    picture.info[STORED] = picture.mode
+                    return picture
                 converted = picture.convert("RGB")
                 converted.info[STORED] = picture.mode
                 return converted

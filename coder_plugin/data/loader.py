@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples
 from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
 from coder_plugin.data.remainder import Chunked, Remainder
-from coder_plugin.data.source import Chunk, Plan, Source, decode, isolated_rng, map_tensors
+from coder_plugin.data.source import Chunk, Plan, Source, decode, isolated_rng, map_tensors, preserved_rng, seed_rng
 from coder_plugin.data.workers import ignore_stop_signals
 from coder_plugin.errors import CoderError
 
@@ -68,6 +68,9 @@ class _Position:
     offset: int = 0
     before: int = 0
     rest: list[dict[str, Any]] = field(default_factory=list)
+
+
+_POSITION = tuple(each.name for each in fields(_Position))
 
 
 class TrainLoader:
@@ -195,9 +198,10 @@ class TrainLoader:
 
         ``batches`` of ``of`` have been used: of this epoch or, if it was continued by other ranks or workers, since then.
         """
-        at = asdict(self._at)
+        at = self._at
         return {
-            **at,
+            **{name: getattr(at, name) for name in _POSITION},
+            "consumed": list(at.consumed),  # the only list that changes while batches are made
             "of": self._batches_of(self._at),
             "setting": self._setting(),
             "rank": self._plan.rank,
@@ -209,18 +213,19 @@ class TrainLoader:
         return (self.samples_per_epoch - position.before) // (self._plan.batch_size * self._plan.world_size)
 
     def _batches(self, start: _Position) -> Iterator[dict[str, Any]]:
-        consumed, first = list(start.consumed), (start.last + 1) % self._plan.workers
+        skips, first = list(start.consumed), (start.last + 1) % self._plan.workers
         if start.leftover:
             first = start.last
-            consumed[first] -= 1
+            skips[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
         source: Chunked = Remainder(self.source, start.rest) if start.rest else self.source
         stream = _TrainStream(
-            source, plan, tuple(consumed), first, self._transform, self._tokenizer, self._positives, self._tags
+            source, plan, tuple(skips), first, self._transform, self._tokenizer, self._positives, self._tags
         )
         left: dict[str, Any] = {}
-        batches, again, size, of = start.batches, start.leftover, plan.batch_size, self._batches_of(start)
-        if batches >= of:
+        at, again, size, of = start, start.leftover, plan.batch_size, self._batches_of(start)
+        consumed, at.consumed = skips, list(start.consumed)
+        if at.batches >= of:
             return
         for chunk in _load(stream, self._workers, self._pin_memory):
             if not again:  # else it was counted before
@@ -239,20 +244,14 @@ class TrainLoader:
                 chunk = chunk.pin_memory() if self._pin_memory else chunk
             rest = len(chunk) - size
             if rest >= 0:
-                batches += 1
-                self._at = replace(
-                    start,
-                    batches=batches,
-                    consumed=list(consumed),
-                    last=chunk.worker,
-                    leftover=rest,
-                    offset=chunk.good[-rest] if rest else 0,
-                )
+                at.batches += 1
+                at.consumed[:] = consumed  # with the chunks that had too few rows for a batch
+                at.last, at.leftover, at.offset = chunk.worker, rest, chunk.good[-rest] if rest else 0
                 self._again = _read_again(chunk, rest)
                 # Cloned, so that it does not keep the whole batch in memory.
                 left = map_tensors(torch.Tensor.clone, chunk.rows(size).tensors) if rest else {}
                 yield (chunk.rows(0, size) if rest else chunk).tensors
-                if batches == of:
+                if at.batches == of:
                     self.bad.finish()
                     return
             else:
@@ -263,7 +262,7 @@ class TrainLoader:
             self.source.name,
             self._plan.rank,
             start.epoch,
-            batches,
+            at.batches,
             of,
         )
 
@@ -307,7 +306,7 @@ class TrainLoader:
                 f"without the positions of all {then['ranks']} ranks"
             )
         if own is not None and same_batches and then["workers"] == now["workers"]:
-            return _Position(**{each.name: own[each.name] for each in fields(_Position) if each.name in own})
+            return _Position(**{name: own[name] for name in _POSITION if name in own})
         rest = [own] if own is not None and same_batches else positions
         # ranks take their steps together: all have used as many samples as this one
         before = rest[0]["before"] + rest[0]["batches"] * then["batch size"] * then["ranks"]
@@ -402,13 +401,14 @@ class _TrainStream(_Stream):
 
     def _add_positives(self, chunk: Chunk, items: list[Item], plan: Plan, positives: MakePositive) -> None:
         texts, kinds = [], []
-        for item in items:
-            caption = item.captions[0]
-            # seeded by sample, independent of neighbours and workers
-            with isolated_rng("positive", plan.seed, plan.epoch, item.image_id, caption):
+        with preserved_rng():
+            for item in items:
+                caption = item.captions[0]
+                # seeded by sample, independent of neighbours and workers
+                seed_rng("positive", plan.seed, plan.epoch, item.image_id, caption)
                 text, kind = positives(caption, item.others)
-            texts.append(text)
-            kinds.append(kind)
+                texts.append(text)
+                kinds.append(kind)
         # a separate call, so that word dropout of the captions stays the same
         with isolated_rng("positive text", plan.seed, plan.epoch, *texts):
             tokens = self.tokenizer(texts)

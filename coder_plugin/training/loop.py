@@ -27,6 +27,7 @@ from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import total
 from coder_plugin.data.loader import TrainLoader
+from coder_plugin.data.pixels import EightBit
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
@@ -77,6 +78,8 @@ class Trainer:
         step: optimizer steps taken so far. epoch: epochs completed so far.
         stop: set it to True on all ranks to end the run after the current step, with an evaluation and a checkpoint.
             ``config={"resume": "latest"}`` continues with the next step, also inside an epoch.
+        train_transform: of a training picture; an :class:`~coder_plugin.data.pixels.EightBit`, whose batches are normalised on
+            the device, where open_clip's transform can be one.
         model, loss, loader, optimizer, schedule, accelerator: what a step works with; optimizer and schedule exist once
             :meth:`run` has begun.
 
@@ -133,12 +136,12 @@ class Trainer:
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)
-        train_transform = prepare.make_train_transform(self.model, config)
+        self.train_transform = prepare.make_train_transform(self.model, config)
         val_transform = build.make_transform(self.model, max_regions=data.max_regions)
         self.loader = TrainLoader(
             source,
             batch_size=optim.batch_size,
-            transform=train_transform,
+            transform=self.train_transform,
             tokenizer=build.make_tokenizer(config.model, self.model, word_dropout=data.word_dropout),
             positives=prepare.make_positives(self.model),
             tags=prepare.make_tags(self.model, config),
@@ -361,7 +364,10 @@ class Trainer:
         raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        batch = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        if isinstance(self.train_transform, EightBit) and batch["image"].dtype == torch.uint8:
+            batch["image"] = self.train_transform.normalize(batch["image"])
+        return batch
 
     def _log_caption_stats(self) -> None:
         """After the first epoch: counts of positive captions by kind and of tokens by word class, over all ranks."""

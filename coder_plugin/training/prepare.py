@@ -18,6 +18,7 @@ from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
 from coder_plugin.data.from_config import make_source
+from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
@@ -266,6 +267,8 @@ def make_training_model(
 def make_train_transform(model: Any, config: TrainConfig) -> Callable[..., Any]:
     """The training transform: open_clip's augmentation, or a region model's own with region dropout.
 
+    open_clip's yields 8-bit pictures, which the trainer normalises on the device (:class:`~coder_plugin.data.pixels.EightBit`).
+
     Raises:
         CoderError: an unknown option of ``--aug-cfg``.
     """
@@ -281,7 +284,7 @@ def make_train_transform(model: Any, config: TrainConfig) -> Callable[..., Any]:
         for key in augmentation:
             if key not in options:
                 raise CoderError(f"--aug-cfg: unknown option {key!r}; known: {', '.join(options)}")
-    return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=True, aug_cfg=augmentation)
+    return eight_bit(image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=True, aug_cfg=augmentation))
 
 
 def _parse_sequence(text: str) -> Any:

@@ -14,6 +14,7 @@ from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, diversity, m_dcl, pgc
+from coder_plugin.functional.pgc_loss import pgc_from_logits
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import KeepsState
 from coder_plugin.heads.prototypes import Prototypes
@@ -240,6 +241,36 @@ def step(term: str, local_loss: bool, ranks: int) -> tuple[float, Tensor, list[T
 
 def both(ranks: int) -> list[Any]:
     return [step(term, local, ranks) for term in LOSSES for local in (False, True)]
+
+
+def labelled() -> tuple[Tensor, Tensor, Tensor]:
+    """What pgc stashes, where rank 1 would label the pairs of rank 0 differently; and the ranks' losses."""
+    rank, ranks = distributed.rank(), distributed.world_size()
+    head = prototypes(clusters=5, recluster=12)
+    joint = outputs()
+    head.centres.recluster(normalize(joint["image_features"] + joint["text_features"], dim=-1))
+    rows = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+    model_output = with_logits({key: value[rows] for key, value in joint.items()}, head)
+    if rank:
+        assign = head.assign
+        head.assign = lambda samples: (assign(samples) + 1) % 5  # type: ignore[method-assign]
+    value = make("pgc", head)(**model_output)["pgc_loss"]
+    stash = head._stashed
+    return stash["labels"], stash["samples"], distributed.gather(value.detach()[None])
+
+
+def test_labels_are_those_of_the_rank_that_owns_the_pair():
+    labels, samples, value = labelled()
+    (one, one_samples, values), (two, two_samples, _) = gloo.run(labelled)
+    assert torch.equal(one, two) and torch.equal(one_samples, two_samples)
+    assert torch.equal(one, torch.cat([labels[:4], (labels[4:] + 1) % 5]))
+    torch.testing.assert_close(one_samples, samples)
+    head = prototypes(clusters=5, recluster=12)
+    keys = with_logits(outputs(), head)
+    logits = keys["coder_image_logits"], keys["coder_text_logits"]
+    want = [pgc_from_logits(*(each[rows] for each in logits), one[rows]) for rows in (slice(0, 4), slice(4, 8))]
+    torch.testing.assert_close(values, torch.stack(want).detach())
+    assert value != values.mean()
 
 
 def test_two_processes_equal_one():

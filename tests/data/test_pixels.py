@@ -1,0 +1,119 @@
+"""8-bit training pictures: the float transform's values, once normalised."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
+
+from coder_plugin import Trainer
+from coder_plugin.data import open_source
+from coder_plugin.data.item import Item
+from coder_plugin.data.loader import TrainLoader
+from coder_plugin.data.pixels import EightBit, eight_bit
+from coder_plugin.data.source import ItemSource, isolated_rng
+
+
+def picture(seed: int = 0, width: int = 60, height: int = 45) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def transform_of(**augmentation: Any) -> Any:
+    return image_transform_v2(PreprocessCfg(size=32), is_train=True, aug_cfg=augmentation or None)
+
+
+JITTER = {"color_jitter": (0.3, 0.3, 0.3, 0.1), "color_jitter_prob": 0.8, "gray_scale_prob": 0.5}
+
+
+@pytest.mark.parametrize("augmentation", [{}, JITTER, {"use_timm": True}], ids=["plain", "jitter", "timm"])
+def test_normalized_batches_equal_the_float_transform_bit_for_bit(augmentation):
+    transform = transform_of(**augmentation)
+    pixels = eight_bit(transform)
+    assert isinstance(pixels, EightBit)
+    expected, stack = [], []
+    for seed in range(12):
+        for made, target in ((transform, expected), (pixels, stack)):
+            with isolated_rng(seed):
+                target.append(made(picture(seed)))
+    batch = torch.stack(stack)
+    assert batch.dtype == torch.uint8 and batch.shape == (12, 3, 32, 32)
+    found = pixels.normalize(batch)
+    assert found.is_contiguous() and torch.equal(found, torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        transform_of(use_timm=True, re_prob=1.0),  # erases after it has normalised
+        image_transform_v2(PreprocessCfg(size=32), is_train=True).transforms[0],
+        lambda image: image,
+    ],
+    ids=["random erasing", "no normalisation", "a function"],
+)
+def test_other_transforms_stay_as_they_are(transform):
+    assert eight_bit(transform) is transform
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_gives_8_bit_batches_with_the_rows_of_the_float_transform(workers):
+    source = open_source("scenes", count=9)
+
+    def batches(transform: Any) -> list[torch.Tensor]:
+        made = TrainLoader(
+            source, batch_size=4, transform=transform, tokenizer=lambda texts: torch.zeros(len(texts), 1), workers=workers
+        )
+        return [batch["image"] for batch in made.epoch(0)]
+
+    transform = transform_of(**JITTER)
+    pixels = eight_bit(transform)
+    for ours, theirs in zip(batches(pixels), batches(transform), strict=True):
+        assert ours.dtype == torch.uint8 and ours.shape == (4, 3, 32, 32)
+        assert torch.equal(pixels.normalize(ours), theirs)
+
+
+def test_the_trainer_normalises_on_the_device(tmp_path):
+    options = {"epochs": 1, "batch_size": 4, "train_num_samples": 8, "workers": 0, "logs": str(tmp_path)}
+    trainer = Trainer(model="coder-tiny", loss="dcl", train="scenes", config=options)
+    batch = next(trainer.loader.epoch(0))
+    assert batch["image"].dtype == torch.uint8
+    given = trainer._to_device(dict(batch))["image"]
+    float_transform = image_transform_v2(PreprocessCfg(**trainer.model.visual.preprocess_cfg), is_train=True)
+    trainer.loader._transform = float_transform
+    assert given.dtype == torch.float32 and torch.equal(given, next(trainer.loader.epoch(0))["image"])
+
+
+def test_generators_are_saved_and_restored_once_a_chunk(monkeypatch):
+    """What takes time; each sample is seeded on its own all the same."""
+    from coder_plugin.data.source import decode
+
+    def draw(_: Any) -> torch.Tensor:
+        return torch.tensor([float(torch.rand(())), random.random(), np.random.rand()])
+
+    items = [Item(str(n), (f"caption {n}",), lambda: None) for n in range(8)]
+    saved: list[None] = []
+    real = np.random.get_state
+    monkeypatch.setattr(np.random, "get_state", lambda: (saved.append(None), real())[1])
+    whole, _ = decode(items, draw)
+    assert len(saved) == 1
+    one, _ = decode(items[5:6], draw)
+    assert torch.equal(whole.tensors["image"][5], one.tensors["image"][0]) and len({*whole.tensors["image"].flatten()}) == 24
+
+
+def test_a_position_does_not_change_with_later_batches():
+    source = ItemSource([Item(str(n), ("a",), lambda: None) for n in range(12)])
+    made = TrainLoader(
+        source, batch_size=3, transform=lambda _: torch.zeros(1), tokenizer=lambda texts: torch.zeros(len(texts), 1)
+    )
+    stream = made.epoch(0)
+    next(stream)
+    first = made.position()
+    copy = {**first, "consumed": list(first["consumed"])}
+    next(stream)
+    assert first == copy and made.position()["consumed"] == [2] and made.position()["batches"] == 2
+    start = dict(first, consumed=[1])
+    assert len(list(made.epoch(0, start))) == 3 and start["consumed"] == [1]  # nor does the one that was given

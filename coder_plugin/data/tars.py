@@ -24,6 +24,8 @@ IMAGE_FIELDS = (*PICTURES, REGIONS)
 #: Largest files of a sample in bytes: texts, and anything else that is read.
 LARGEST_TEXT, LARGEST_FILE = 16 << 20, 256 << 20
 _TEXTS = ("txt", "json")
+#: Fields of a sample that are read; other files in a shard are no part of it.
+FIELDS = frozenset((*IMAGE_FIELDS, *_TEXTS))
 #: Members that hold no file but properties of the next ones, read as a whole, and their largest size in bytes.
 _HEADERS = (
     tarfile.XHDTYPE,
@@ -82,27 +84,29 @@ def too_large(field: str, size: int) -> BadSample | None:
     return BadSample("file_size", f"its {field} has {size:,} bytes, more than {most:,}") if size > most else None
 
 
-def stream(shard: str, is_read: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
     """The samples of a shard, local or not, as webdataset yields them: ``__key__``, and contents by field in lower case.
 
     A field that is too large (:func:`too_large`) or occurs twice has a ``BadSample`` in place of its content.
 
     Args:
         shard: path, URL or ``pipe:``.
-        is_read: whether a file is read, by its name in the shard.
+        left_out: whether a field is not read after all; it is asked after the samples before have been yielded.
     """
     sample: dict[str, Any] = {}
     with tarfile.open(fileobj=open_shard(shard), mode="r|*", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
             name = sample_file(member)
-            if name is None or not is_read(member.name):
+            if name is None or name[1] not in FIELDS:
                 continue
             stem, field = name
-            if stem != sample.get("__key__"):
-                if sample:
-                    yield sample
-                sample = {"__key__": stem}
+            if sample and stem != sample["__key__"]:
+                yield sample
+                sample = {}
+            if left_out(field):
+                continue
+            sample.setdefault("__key__", stem)
             add_file(sample, field, member, lambda member=member: tar.extractfile(member).read())  # type: ignore[union-attr,misc]
     if sample:
         yield sample

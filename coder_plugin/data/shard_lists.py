@@ -5,16 +5,21 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import webdataset as wds
 
+from coder_plugin.data.json_text import parse_json
+from coder_plugin.data.remote import read_small, scheme
 from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular, read_json
 from coder_plugin.locations import is_local
 
 NSHARDS = "nshards.txt"
+SIZES = "sizes.json"
+_LARGEST_SIZES = 1 << 26
 
 
 def shard_labels(shards: Sequence[str]) -> dict[str, str]:
@@ -74,20 +79,50 @@ def beside(shard: str, name: str) -> str:
     return os.path.join(os.path.dirname(local_path(shard)), name)
 
 
-def recorded_size(shards: list[str]) -> int | None:
-    """The number of samples from ``sizes.json`` (by shard) or ``__len__`` (of the folder); None for remote shards."""
+def recorded_size(shards: list[str], *, remote: bool = True) -> int | None:
+    """The number of samples from open_clip's ``sizes.json`` (by shard) or ``__len__`` (of the folder) beside the shards.
+
+    Args:
+        shards: local or remote ones; beside remote ones there may be a ``sizes.json``.
+        remote: whether to read what is not on this machine.
+
+    Returns:
+        The number; None where no file says it.
+    """
     if not all(map(is_local, shards)):
-        return None
+        return _remote_size(shards) if remote else None
     paths = [local_path(shard) for shard in shards]
     folders = sorted({os.path.dirname(path) for path in paths})
     sizes: dict[str, int] = {}
     for folder in folders:
-        entries = _read_json(os.path.join(folder, "sizes.json"), dict) or {}
+        entries = _read_json(os.path.join(folder, SIZES), dict) or {}
         sizes |= {os.path.join(folder, name): size for name, size in entries.items() if is_size(size)}
     if all(path in sizes for path in paths):
         return sum(sizes[path] for path in paths)
     size = _read_json(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
     return size if is_size(size) else None
+
+
+def _remote_size(shards: list[str]) -> int | None:
+    if any(scheme(shard) == "pipe" for shard in shards if not is_local(shard)):
+        return None
+    total = 0
+    for folder, group in groupby(sorted(shards, key=os.path.dirname), key=os.path.dirname):
+        names = [os.path.basename(shard) for shard in group]
+        if is_local(folder):
+            size = recorded_size([os.path.join(folder, name) for name in names])
+        else:
+            content = read_small(f"{folder}/{SIZES}", _LARGEST_SIZES)
+            try:
+                sizes = parse_json(content or b"")
+            except ValueError:  # none, or a page that says so
+                return None
+            known = isinstance(sizes, dict) and all(is_size(sizes.get(name)) for name in names)
+            size = sum(sizes[name] for name in names) if known else None
+        if size is None:
+            return None
+        total += size
+    return total
 
 
 def is_size(value: object) -> bool:

@@ -25,6 +25,7 @@ from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.remote import check_remote
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
 from coder_plugin.data.source import Plan, check_captions, check_mode, draw_caption, one_caption
 from coder_plugin.data.tables import other_names
@@ -50,8 +51,9 @@ def open_shards(
     """The reader ``webdataset``.
 
     Args:
-        spec: shards, with braces, ``*``, ``::`` between several, ``pipe:`` or URLs; or a folder in CLIP_benchmark's layout,
-            with ``nshards.txt`` in it or in its subfolder ``split``.
+        spec: shards, with braces, ``*`` (of local ones), ``::`` between several, ``pipe:COMMAND`` or URLs (``https://``,
+            ``hf://``, ``s3://``, ``gs://``, and what fsspec can open); or a folder in CLIP_benchmark's layout, with
+            ``nshards.txt`` in it or in its subfolder ``split``.
         split: used for CLIP_benchmark's folders only.
         resampled: draw shards with replacement, endlessly.
         caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
@@ -60,9 +62,10 @@ def open_shards(
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
-        CoderError: an empty pattern, missing shards, or a faulty ``nshards.txt``.
+        CoderError: an empty pattern, missing shards, a faulty ``nshards.txt``, or a scheme that nothing installed reads.
     """
     shards = benchmark_shards(spec, split) if os.path.isdir(spec) else expand(spec)
+    check_remote(shard for shard in shards if not is_local(shard))
     if newline_captions is None:
         newline_captions = all(is_local(each) and os.path.exists(beside(each, NSHARDS)) for each in shards)
     return ShardSource(
@@ -102,6 +105,7 @@ class ShardSource:
         self.max_pixels = check_max_pixels(max_pixels)
         self._shards = shards
         self._resampled = resampled
+        self.fetches = True  # whether the number of samples may be read from beside remote shards
         self._indexes: dict[str, TarIndex] = {}  # of the local shards that have been scanned
         self._labels = shard_labels(shards)
 
@@ -135,7 +139,10 @@ class ShardSource:
         check_mode(captions)
         count = num_samples or (self.num_images if captions == "draw" else self._num_captions)
         if count is None:
-            raise CoderError(f"{self.name}: the number of samples of remote shards is unknown; give --train-num-samples")
+            beside = ", or a sizes.json beside the shards" if captions == "draw" else ""
+            raise CoderError(
+                f"{self.name}: the number of samples of remote shards is unknown; give --train-num-samples{beside}"
+            )
         return count
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
@@ -290,8 +297,8 @@ class ShardSource:
         return [line.strip() for line in lines]
 
     def _count(self, captions: str) -> int | None:
-        """From open_clip's ``sizes.json``, else by scanning the tar files; None for remote shards."""
-        if captions == "draw" and (size := recorded_size(self._shards)) is not None:
+        """From open_clip's ``sizes.json``, else by scanning the tar files; None for remote shards without it."""
+        if captions == "draw" and (size := recorded_size(self._shards, remote=self.fetches)) is not None:
             return size
         if not all(map(is_local, self._shards)):
             return None

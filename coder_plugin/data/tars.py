@@ -8,6 +8,7 @@ import re
 import tarfile
 import zipfile
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import IO, Any, NoReturn
 
 import webdataset as wds
@@ -15,6 +16,7 @@ import webdataset as wds
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import PICTURES
 from coder_plugin.data.regions.base import warn_once
+from coder_plugin.data.remote import open_remote
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 from coder_plugin.locations import is_local
@@ -94,7 +96,7 @@ def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, An
         left_out: whether a field is not read after all; it is asked after the samples before have been yielded.
     """
     sample: dict[str, Any] = {}
-    with tarfile.open(fileobj=open_shard(shard), mode="r|*", tarinfo=CheckedTarInfo) as tar:
+    with open_shard(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
             name = sample_file(member)
@@ -108,6 +110,8 @@ def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, An
                 continue
             sample.setdefault("__key__", stem)
             add_file(sample, field, member, lambda member=member: tar.extractfile(member).read())  # type: ignore[union-attr,misc]
+        if tar.fileobj.tell() <= tar.offset:  # type: ignore[union-attr,attr-defined]
+            raise tarfile.ReadError(f"it ends at byte {tar.offset} without a tar file's end")  # type: ignore[attr-defined]
     if sample:
         yield sample
 
@@ -197,9 +201,9 @@ def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.Tar
         unreadable(shard, exc)
 
 
-def open_shard(shard: str) -> IO[bytes]:
-    """Open a shard, local or not, for reading from its start to its end."""
-    return open_local(shard) if is_local(shard) else wds.gopen(shard)  # type: ignore[no-any-return]
+def open_shard(shard: str) -> AbstractContextManager[IO[bytes]]:
+    """A context with the content of a shard, local or not, readable from its start to its end."""
+    return open_local(shard) if is_local(shard) else open_remote(shard)
 
 
 def unreadable(shard: str, exc: Exception) -> NoReturn:

@@ -8,24 +8,27 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.gpo import Decoder
+from coder_plugin.distributed import SumWithGradient
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.similarity import check_range
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, ReadsTags, Scores, heads_with
+from coder_plugin.losses.base import gathered_arguments
 from coder_plugin.memory.rows import reset_moments
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import Resolution
 
 AggregatorName = Literal["tower", "gpo", "gpo-mlp"]
+GatherDtype = Literal["exact", "bfloat16"]
 
 
 class Coder(nn.Module):
@@ -200,6 +203,8 @@ class CoderLoss(nn.Module):
         bindings: for each term, the key that each of its arguments reads.
         heads: the model's heads by name.
         implementation: how losses of pairs are computed, as in :func:`coder_plugin.functional.dcl`.
+        gather_dtype: how features, keys and the gradients that return travel between ranks: ``exact``, in their own types, or
+            ``bfloat16``.
     """
 
     def __init__(
@@ -209,8 +214,12 @@ class CoderLoss(nn.Module):
         heads: Mapping[str, Head],
         *,
         implementation: Implementation = "auto",
+        gather_dtype: GatherDtype = "exact",
     ) -> None:
         super().__init__()
+        if gather_dtype not in get_args(GatherDtype):
+            raise ValueError(f"gather_dtype must be one of {', '.join(get_args(GatherDtype))}, got {gather_dtype!r}")
+        self.gather_dtype: torch.dtype | None = torch.bfloat16 if gather_dtype == "bfloat16" else None
         self.objective: Objective = objective
         self.bindings: tuple[Mapping[str, str], ...] = bindings
         self.terms: Any = nn.ModuleDict()
@@ -223,17 +232,28 @@ class CoderLoss(nn.Module):
             term.implementation = implementation
             self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
 
-    def forward(self, *, output_dict: bool = True, **outputs: Tensor) -> dict[str, Tensor] | Tensor:
-        """The model's outputs as keywords -> weighted scalars by name, or their sum with ``output_dict=False``."""
+    def forward(
+        self, *, output_dict: bool = True, sums: SumWithGradient | None = None, **outputs: Tensor
+    ) -> dict[str, Tensor] | Tensor:
+        """The model's outputs as keywords -> weighted scalars by name, or their sum with ``output_dict=False``.
+
+        What the terms read of other ranks is gathered first, in one collective, and its gradient returns in one.
+
+        Args:
+            sums: numbers that travel with that gradient.
+        """
+        arguments = self._arguments(outputs)
+        terms = self.terms.values()
+        gathered = gathered_arguments(
+            [(term.gathers if term.takes_gathered else (), each) for term, each in zip(terms, arguments, strict=True)],
+            dtype=self.gather_dtype,
+            sums=sums,
+        )
         losses: dict[str, Tensor] = {}
-        for (label, term), spec, binding in zip(self.terms.items(), self.objective.terms, self.bindings, strict=True):
-            missing = [binding[argument] for argument in term.requires if binding[argument] not in outputs]
-            if missing:
-                raise CoderError(
-                    f"loss {spec.name!r} needs {', '.join(missing)}, which the model did not return: is the model made "
-                    "with this loss, in training mode, and given what its heads require (image_id, text_positive)?"
-                )
-            value = term(**{argument: outputs[key] for argument, key in binding.items() if key in outputs})
+        for (label, term), spec, own, every in zip(
+            self.terms.items(), self.objective.terms, arguments, gathered, strict=True
+        ):
+            value = term.compute(**(own | every)) if term.takes_gathered else term(**own)
             values = value if isinstance(value, dict) else {"loss": value}
             for name, scalar in values.items():
                 if not isinstance(scalar, Tensor) or scalar.ndim:
@@ -245,3 +265,17 @@ class CoderLoss(nn.Module):
                     )
                 losses[f"{label}_{name}"] = spec.weight * scalar
         return losses if output_dict else torch.stack(list(losses.values())).sum()
+
+    def _arguments(self, outputs: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Each term's arguments from this rank."""
+        arguments = []
+        for term, spec, binding in zip(self.terms.values(), self.objective.terms, self.bindings, strict=True):
+            missing = [binding[argument] for argument in term.requires if binding[argument] not in outputs]
+            if missing:
+                raise CoderError(
+                    f"loss {spec.name!r} needs {', '.join(missing)}, which the model did not return: is the model made "
+                    "with this loss, in training mode, and given what its heads require (image_id, text_positive)?"
+                )
+            own = {argument: outputs[key] for argument, key in binding.items() if key in outputs}
+            arguments.append(term.prepare(**own) if term.takes_gathered else own)
+        return arguments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,29 +46,144 @@ def barrier() -> None:
         dist.barrier()
 
 
+#: Bytes; the start of every tensor in a packed buffer is a multiple.
+_ALIGNMENT = 16
+
+
+class SumWithGradient:
+    """Numbers that are summed over ranks in the collective that carries the gradient of :func:`gather_together`.
+
+    Between the loss and its backward pass :meth:`put` them; after it :meth:`take` the sums. If the backward pass had no
+    collective, :meth:`take` makes one.
+
+    Example:
+        >>> sums = SumWithGradient()
+        >>> sums.put(torch.tensor([1.0, 2.0]))
+        >>> sums.take()  # one process
+        tensor([1., 2.])
+    """
+
+    def __init__(self) -> None:
+        self.waiting: Tensor | None = None
+        self._total: Tensor | None = None
+
+    def put(self, values: Tensor) -> None:
+        """Keep this rank's numbers, float32 or float64 [k]. Call it on all ranks with the same k."""
+        self.waiting, self._total = values.detach(), None
+
+    def carried(self, total: Tensor) -> None:
+        """Called by the backward pass with the sums [k]."""
+        assert self.waiting is not None
+        self._total, self.waiting = total.to(self.waiting.dtype), None
+
+    def take(self) -> Tensor:
+        """The sums over ranks [k], of the dtype that was put."""
+        if self.waiting is not None:
+            self.carried(all_sum(self.waiting))
+        assert self._total is not None
+        return self._total
+
+
 class _Gather(torch.autograd.Function):
-    """All-gather along the batch. The gradient of this rank's rows is the sum over the losses of all ranks."""
+    """One all-gather of the bytes of several tensors. One reduce-scatter returns the gradients of this rank's rows, each the
+    sum over the losses of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        ctx.rows = len(local)
-        return _gather(local)
+    def forward(
+        ctx: Any, dtype: torch.dtype | None, sums: SumWithGradient | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.dtype, ctx.sums, ctx.dtypes = dtype, sums, [tensor.dtype for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        gathered = _gather(tensors, dtype)
+        constant = [each for each, needed in zip(gathered, ctx.needs_input_grad[2:], strict=True) if not needed]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(gathered)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        # a copy, because autograd may hand the same tensor to other branches
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        _begin()
-        dist.all_reduce(gradient)
-        start = rank() * ctx.rows
-        return gradient[start : start + ctx.rows]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        received = {
+            number: gradient
+            for number, (gradient, needed) in enumerate(zip(gradients, ctx.needs_input_grad[2:], strict=True))
+            if needed and gradient is not None
+        }
+        results: list[Tensor | None] = [None] * len(gradients)
+        if not received:
+            return None, None, *results
+        # in float32 or float64; summed in a shorter type only if that was asked for
+        number_type = ctx.dtype or _common_type([torch.float32, *(each.dtype for each in received.values())])
+        parts = [each.to(number_type).reshape(world_size(), -1) for each in received.values()]
+        sums = ctx.sums if ctx.dtype is None and ctx.sums is not None and ctx.sums.waiting is not None else None
+        if sums is not None:
+            parts.append(sums.waiting.to(number_type).expand(world_size(), -1))
+        own = _sum_for_owner(torch.cat(parts, 1)).split([part.shape[1] for part in parts])
+        for (number, gradient), part in zip(received.items(), own, strict=False):
+            shape = (len(gradient) // world_size(), *gradient.shape[1:])
+            results[number] = part.view(shape).to(ctx.dtypes[number])
+        if sums is not None:
+            sums.carried(own[-1])
+        return None, None, *results
 
 
-def _gather(local: Tensor) -> Tensor:
-    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(world_size())]
+def _common_type(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _sum_for_owner(rows: Tensor) -> Tensor:
+    """Row r of every rank's ``rows`` [world, k], summed, to rank r: [k]."""
     _begin()
-    dist.all_gather(parts, local.contiguous())
-    return torch.cat(parts)
+    if dist.get_backend() == "gloo":  # older releases of torch have no reduce-scatter for it
+        dist.all_reduce(rows)
+        return rows[rank()]
+    own = torch.empty_like(rows[0])
+    dist.reduce_scatter_tensor(own, rows.view(-1))
+    return own
+
+
+def _gather(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """One all-gather of the tensors' bytes, each at an offset that its type may have."""
+    sent = [each.detach() for each in tensors]
+    if dtype is not None:
+        sent = [each.to(dtype) if each.is_floating_point() else each for each in sent]
+    flat = [each.contiguous().view(-1).view(torch.uint8) for each in sent]
+    flat = [torch.nn.functional.pad(each, (0, -len(each) % _ALIGNMENT)) for each in flat]
+    own = torch.cat(flat)
+    rows = own.new_empty(world_size(), len(own))
+    _begin()
+    dist.all_gather_into_tensor(rows.view(-1), own)
+    gathered = []
+    for each, part, given in zip(sent, rows.split([len(each) for each in flat], 1), tensors, strict=True):
+        values = part[:, : each.numel() * each.element_size()].view(each.dtype)
+        values = values.reshape(world_size() * len(each), *each.shape[1:])
+        gathered.append(values.to(given.dtype))
+    return gathered
+
+
+def gather_together(
+    tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, sums: SumWithGradient | None = None
+) -> list[Tensor]:
+    """All-gather several tensors along the batch in one collective, and all their gradients in one more.
+
+    Values and integers arrive bit for bit. Gradients are those of :func:`gather`.
+
+    Args:
+        tensors: this rank's rows [B, ...], of any types. B may differ between tensors, but not between ranks.
+        dtype: a shorter floating point type, such as ``torch.bfloat16``, in which floating point values and their gradients
+            travel and are summed. The result has the tensors' own types. None: values travel in their own type, and gradients
+            in float32 or float64.
+        sums: numbers that travel with the gradient. They never travel in a shorter ``dtype``: it rounds.
+
+    Returns:
+        [world * B, ...] each, in rank order.
+
+    Example:
+        >>> gather_together([torch.tensor([1.0]), torch.tensor([7])])  # one process
+        [tensor([1.]), tensor([7])]
+    """
+    if world_size() == 1 or not tensors:
+        return list(tensors)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return list(_Gather.apply(dtype, sums, *tensors))
+    return _gather(tensors, dtype)
 
 
 def gather(local: Tensor) -> Tensor:
@@ -83,34 +200,7 @@ def gather(local: Tensor) -> Tensor:
         >>> gather(torch.tensor([1.0, 2.0]))  # one process
         tensor([1., 2.])
     """
-    if world_size() == 1:
-        return local
-    return _Gather.apply(local) if local.requires_grad and torch.is_grad_enabled() else _gather(local.detach())
-
-
-class _Sum(torch.autograd.Function):
-    """Sum over ranks. Its gradient is the sum over the losses of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        total = local.clone()
-        _begin()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        _begin()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-def summed(local: Tensor) -> Tensor:
-    """Element-wise sum over ranks, differentiable; its gradient is summed over ranks as in :func:`gather`."""
-    if world_size() == 1:
-        return local
-    return _Sum.apply(local) if local.requires_grad and torch.is_grad_enabled() else all_sum(local)
+    return gather_together([local])[0]
 
 
 class _Exchange(torch.autograd.Function):

@@ -175,9 +175,47 @@ def check_gather() -> dict[str, Any]:
 
     collected["integers"] = distributed.gather(torch.tensor([2**62 + rank, rank]))
     collected["booleans"] = distributed.gather(torch.tensor([rank == 0]))
+    collected["together"] = check_gather_together()
     with torch.no_grad():
         collected["no grad"] = distributed.gather(local_rows(rank).requires_grad_()).requires_grad
     collected["constant"] = distributed.gather(local_rows(rank)).requires_grad
+    return collected
+
+
+def several(rank: int) -> list[Tensor]:
+    """Tensors of several types and sizes, as a step's terms gather them."""
+    generator = torch.Generator().manual_seed(rank)
+    floats = [torch.randn(2, 3, generator=generator, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    constant = torch.randn(2, 5, generator=generator)
+    half = torch.randn(2, 1, 3, generator=generator).bfloat16()
+    return [*floats, constant, half, torch.tensor([2**62 + rank, -rank]), torch.tensor([rank == 0, True, rank == 1])]
+
+
+def check_gather_together() -> dict[str, Any]:
+    rank, ranks = distributed.rank(), distributed.world_size()
+    collected: dict[str, Any] = {}
+    for name, options in {"plain": {}, "short": {"dtype": torch.bfloat16}, "scattered": {}}.items():
+        own = several(rank)
+        leaves = [own[0].requires_grad_(), own[1].requires_grad_(), own[3].requires_grad_()]
+        sums, before = distributed.SumWithGradient(), distributed.collectives()
+        gathered = distributed.gather_together(own, sums=sums, **options)
+        weights = torch.randn(2 * ranks, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        sums.put(torch.tensor([1.0 + rank, 1 / 3]))
+        total = sum((gathered[k].double().view(2 * ranks, 3) * weights).sum() for k in (0, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "scattered":  # as on a GPU
+                patch.setattr(dist, "get_backend", lambda *_: "nccl")
+            total.backward()
+        numbers = sums.take()
+        collected[name] = {
+            "values": [each.detach() for each in gathered],
+            "needs": [each.requires_grad for each in gathered],
+            "gradients": [leaf.grad for leaf in leaves],
+            "sums": numbers,
+            "collectives": distributed.collectives() - before,
+        }
+    sums.put(torch.tensor([2.0]))  # without a backward pass
+    collected["alone"] = sums.take()
     return collected
 
 
@@ -211,6 +249,32 @@ def expected(name: str, dtype_name: str, ranks: int) -> tuple[float, Mapping[str
 
 def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp(min=1e-3))
+
+
+@pytest.mark.parametrize("name", ["plain", "scattered", "short"])
+def test_several_tensors_in_one_collective(results, name) -> None:
+    ranks = len(results)
+    wanted = [torch.cat(parts) for parts in zip(*map(several, range(ranks)), strict=True)]
+    weights = [torch.randn(2 * ranks, 3, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(ranks)]
+    for rank, result in enumerate(results):
+        collected = result["gather"]["together"][name]
+        rows = slice(2 * rank, 2 * rank + 2)
+        first, second, unused = collected["gradients"]
+        assert collected["needs"] == [True, True, False, True, False, False] and unused is None
+        assert (first.dtype, second.dtype) == (torch.float32, torch.float64)
+        torch.testing.assert_close(collected["sums"], torch.tensor([sum(range(1, ranks + 1)), ranks / 3]))
+        if name == "short":  # the numbers need a collective of their own: bfloat16 would round them
+            assert collected["collectives"] == 3
+            rounded = [each.bfloat16().to(each.dtype) if each.is_floating_point() else each for each in wanted]
+            assert all(torch.equal(got, want) for got, want in zip(collected["values"], rounded, strict=True))
+            exact = sum(weights)[rows]
+            assert 0 < (second - exact).abs().max() < 0.05 and torch.equal(second, second.bfloat16().double())
+            continue
+        assert collected["collectives"] == 2
+        assert all(torch.equal(got, want) for got, want in zip(collected["values"], wanted, strict=True))
+        torch.testing.assert_close(second, sum(weights)[rows], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(first, sum(weights)[rows].float())
+    assert all(result["gather"]["together"]["alone"].item() == 2.0 * ranks for result in results)
 
 
 @pytest.mark.parametrize(("name", "local_loss", "dtype"), CASES)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
     Args:
         features: C.
-        across_ranks: use the positions of all ranks. Counts, sums and squares are summed; torch's SyncBatchNorm would count
-            padding, and does not run on a CPU.
+        across_ranks: use the positions of all ranks, in one collective and one for the gradient. torch's SyncBatchNorm would
+            count padding, and does not run on a CPU. :func:`normalize_together` shares the collectives between several norms.
 
     Example:
         >>> import torch
@@ -46,18 +47,24 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         if mask is None or not self.training:
             return super().forward(input.reshape(-1, input.shape[-1])).view_as(input)
         with torch.autocast(input.device.type, enabled=False):
-            values, valid = raise_precision(input), mask[..., None]
-            dims = tuple(range(values.ndim - 1))
-            total = distributed.summed if self.across_ranks else _identity
-            sums, count = values[: self.rows].sum(dims), mask[: self.rows].sum().to(values.dtype)
-            *_, count = totals = total(torch.cat([sums, count[None]]))
-            mean = totals[:-1] / count
-            centred = torch.where(valid, values - mean, 0)
-            variance = total(centred[: self.rows].square().sum(dims)) / count
-            if self.track_running_stats:
-                self._update_running(mean, variance * count / (count - 1).clamp(min=1))
-            out = centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias
-        return out.to(input.dtype)
+            own = self._own_moments(raise_precision(input), mask)
+            return self._normalize(input, mask, _moments_of_all([own])[0] if self.across_ranks else own)
+
+    def _own_moments(self, values: Tensor, mask: Tensor) -> _Moments:
+        """Of this rank's counted positions."""
+        values, mask = values[: self.rows], mask[: self.rows]
+        dims = tuple(range(values.ndim - 1))
+        count = mask.sum().to(values.dtype)
+        mean = values.sum(dims) / count.clamp(min=1)  # padding is zero
+        return _Moments(count, mean, torch.where(mask[..., None], values - mean, 0).square().sum(dims))
+
+    def _normalize(self, input: Tensor, mask: Tensor, moments: _Moments) -> Tensor:
+        count, mean, squares = moments
+        variance = squares / count
+        if self.track_running_stats:
+            self._update_running(mean, variance * count / (count - 1).clamp(min=1))
+        centred = torch.where(mask[..., None], raise_precision(input) - mean, 0)
+        return (centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias).to(input.dtype)
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
@@ -68,8 +75,54 @@ class MaskedBatchNorm(nn.BatchNorm1d):
             self.num_batches_tracked += 1
 
 
-def _identity(values: Tensor) -> Tensor:
-    return values
+class _Moments(NamedTuple):
+    """Number of positions [], their mean [C], and the sum of their squared distances from it [C]."""
+
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+
+
+def _moments_of_all(own: Sequence[_Moments]) -> list[_Moments]:
+    """Moments of the positions of all ranks, from one collective for all norms.
+
+    Each rank's are about its own mean, so that no large numbers cancel (Chan et al., 1983).
+    """
+    if distributed.world_size() == 1:
+        return list(own)
+    packed = torch.cat([torch.cat([count[None], mean, squares]) for count, mean, squares in own])
+    widths = [1 + 2 * len(each.mean) for each in own]
+    results = []
+    for part, each in zip(distributed.gather(packed[None]).split(widths, 1), own, strict=True):
+        counts, means, squares = part.to(each.mean.dtype).split([1, len(each.mean), len(each.mean)], 1)
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        results.append(_Moments(count, mean, (squares + counts * (means - mean).square()).sum(0)))
+    return results
+
+
+def normalize_together(norms: Sequence[MaskedBatchNorm], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """``norm(input)`` of several norms ``across_ranks``, with one collective for all, and one for their gradients.
+
+    Args:
+        inputs: of each norm, positions [..., C], all of them valid.
+
+    Example:
+        >>> norms = [MaskedBatchNorm(1, across_ranks=True), MaskedBatchNorm(1, across_ranks=True)]
+        >>> images, texts = normalize_together(norms, [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [5.0]])])
+        >>> images.flatten().round().tolist(), texts.flatten().tolist()
+        ([-1.0, 1.0], [0.0, 0.0])
+    """
+    if not all(norm.training and norm.across_ranks for norm in norms):
+        return [norm(values) for norm, values in zip(norms, inputs, strict=True)]
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        masks = [torch.ones(values.shape[:-1], dtype=torch.bool, device=values.device) for values in inputs]
+        own = [
+            norm._own_moments(raise_precision(values), mask)
+            for norm, values, mask in zip(norms, inputs, masks, strict=True)
+        ]
+        both = zip(norms, inputs, masks, _moments_of_all(own), strict=True)
+        return [norm._normalize(values, mask, moments) for norm, values, mask, moments in both]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.backbones.gpo import GPO, Decoder
-from coder_plugin.backbones.norm import MaskedBatchNorm
+from coder_plugin.backbones.norm import MaskedBatchNorm, normalize_together
 from coder_plugin.errors import CoderError
 from coder_plugin.functional import concept_embedding, concept_graph
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
@@ -145,9 +145,14 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         return {"vocabulary": facts.concepts or "scenes"}
 
     def forward(self, image_pooled: Tensor, text_tokens: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
+        inputs = self._image_input(image_pooled), self._text_input(text_tokens, text_mask)
+        encoders = self.image_query, self.text_query
+        queries = [encoder[0](values) for encoder, values in zip(encoders, inputs, strict=True)]
+        if len(self.image_query) > 1:
+            queries = normalize_together([encoder[1] for encoder in encoders], queries)
         concepts = self.concepts()
-        images, image_attention = self._image_concepts(image_pooled, concepts)
-        texts, text_attention = self._text_concepts(text_tokens, text_mask, concepts)
+        images, image_attention = self._embed("image", queries[0], concepts)
+        texts, text_attention = self._embed("text", queries[1], concepts)
         if self.training:
             self._measure(images, texts, image_attention, text_attention)
         return {"coder_image_concepts": images, "coder_text_concepts": texts}
@@ -227,13 +232,21 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         number = images.new_full((), len(images))
         self._sums = torch.cat([images.sum(0), texts.sum(0), torch.stack([number, (images * texts).sum(), *effective])])
 
+    def _image_input(self, pooled: Tensor) -> Tensor:
+        return self._scale_gradient(pooled).to(self.image_weight.dtype)
+
+    def _text_input(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.text_pool(self._scale_gradient(tokens), mask).to(self.text_weight.dtype)
+
+    def _embed(self, side: str, query: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.image_weight if side == "image" else self.text_weight
+        return concept_embedding(query, weight, concepts, scale=self.scale)
+
     def _image_concepts(self, pooled: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.image_query(self._scale_gradient(pooled).to(self.image_weight.dtype))
-        return concept_embedding(query, self.image_weight, concepts, scale=self.scale)
+        return self._embed("image", self.image_query(self._image_input(pooled)), concepts)
 
     def _text_concepts(self, tokens: Tensor, mask: Tensor, concepts: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.text_query(self.text_pool(self._scale_gradient(tokens), mask).to(self.text_weight.dtype))
-        return concept_embedding(query, self.text_weight, concepts, scale=self.scale)
+        return self._embed("text", self.text_query(self._text_input(tokens, mask)), concepts)
 
     def _scale_gradient(self, features: Tensor) -> Tensor:
         """The same values; their gradient is scaled by ``tower_gradient`` and the progress of the warm-up."""

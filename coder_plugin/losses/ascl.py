@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
-from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.ascl_loss import ascl
 from coder_plugin.functional.similarity import anchor_rows, check_temperature, cosine
 from coder_plugin.heads.capabilities import AddsTexts, heads_with
 from coder_plugin.losses.base import Term
-from coder_plugin.losses.gathered import Batch, BatchScores, gather_batch, gather_scores
+from coder_plugin.losses.gathered import Batch, BatchScores, global_batch, global_scores
 
 if TYPE_CHECKING:
     from coder_plugin.heads.base import Head
@@ -69,6 +67,7 @@ class AsCL(Term):
         )
         if similarity == "fusion":
             self.uses += ("coder_fusion_noised", "coder_fusion_positive", "coder_fusion_noised_positive")
+        self.gathers = ("image_features", "text_features", "coder_fusion", *self.uses)
 
     def bind(self, heads: Mapping[str, Head], *, local_loss: bool) -> Term:
         noises_output = any(head.noise_at == "output" for head in heads_with(heads, AddsTexts).values())
@@ -79,7 +78,7 @@ class AsCL(Term):
             )
         return super().bind(heads, local_loss=local_loss)
 
-    def forward(
+    def compute(
         self,
         image_features: Tensor | None = None,
         text_features: Tensor | None = None,
@@ -94,7 +93,7 @@ class AsCL(Term):
         coder_fusion_noised_positive: Tensor | None = None,
         coder_noise_changed: Tensor | None = None,
     ) -> Tensor:
-        """This rank's features [B, D], L2-normalised, or rows of scores [B, N], and image ids [B] -> scalar."""
+        """The features [N, D] of all ranks, L2-normalised, or scores [N, N], and image ids [N] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
         compared: list[tuple[BatchScores, Tensor | None]] = []  # captions, generated positives; each with noised texts
         if self.similarity == "fusion":
@@ -103,17 +102,18 @@ class AsCL(Term):
                 (coder_fusion_positive, coder_fusion_noised_positive),
             ):
                 if rows is not None:
-                    compared.append((gather_scores(rows, ids, local_loss=self.local_loss), self._rows(noised)))
+                    scores = global_scores(rows, ids, local_loss=self.local_loss)
+                    compared.append((scores, None if noised is None else anchor_rows(noised, scores.anchors)))
         else:
             assert image_features is not None and text_features is not None
-            batch = gather_batch(image_features, text_features, ids, local_loss=self.local_loss)
+            batch = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
             compared.append((batch.scores(), _cosine(batch, coder_noised_features)))
             if coder_positive_features is not None:
-                batch = batch._replace(texts=distributed.gather(coder_positive_features))
+                batch = batch._replace(texts=coder_positive_features)
                 compared.append((batch.scores(), _cosine(batch, coder_noised_positive_features)))
         changed: list[Tensor | None] = [None] * len(compared)
         if coder_noise_changed is not None:
-            changed = list(distributed.gather(coder_noise_changed.to(torch.uint8)).bool().T)
+            changed = list(coder_noise_changed.T)
         temperature: Any = self.temperature if logit_scale is None else 1 / logit_scale
         losses = [
             ascl(
@@ -129,11 +129,6 @@ class AsCL(Term):
         ]
         return sum(losses[1:], losses[0]) / len(losses)
 
-    def _rows(self, noised: Tensor | None) -> Tensor | None:
-        """The scores of the anchors with noised texts [n, N], from this rank's rows."""
-        return noised if noised is None or self.local_loss else distributed.gather(noised)
-
-
 def _cosine(batch: Batch, noised: Tensor | None) -> Tensor | None:
     """The cosines of the image anchors with all ranks' noised texts [n, N]."""
-    return None if noised is None else cosine(anchor_rows(batch.images, batch.anchors), distributed.gather(noised))
+    return None if noised is None else cosine(anchor_rows(batch.images, batch.anchors), noised)

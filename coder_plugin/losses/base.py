@@ -6,11 +6,12 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from coder_plugin import distributed
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.tiled import Implementation
 
@@ -24,6 +25,10 @@ class Term(nn.Module):
     A subclass takes its options as annotated keyword-only arguments of ``__init__``. It names in ``requires`` the keys
     it needs, and in ``uses`` those it takes if they are present; ``__init__`` may set both, if options change them.
     ``forward`` is called with exactly these keys and returns a scalar, or a dict of ``*_loss`` scalars.
+
+    A term that compares the pairs of all ranks names in ``gathers`` the arguments whose rows it needs from all ranks, and
+    overrides :meth:`compute` in place of ``forward``. A step's loss then gathers what all of its terms name in one collective,
+    each tensor once. A term may also call :func:`coder_plugin.distributed.gather` in its ``forward``, for itself.
 
     A term owns no parameters and no buffers. Whatever is trained belongs to a head, under ``model.coder``, and is used
     inside the model's forward. State (banks, cluster centres) belongs to heads too: a term reads it from
@@ -43,6 +48,8 @@ class Term(nn.Module):
 
     requires: tuple[str, ...] = ("image_features", "text_features")
     uses: tuple[str, ...] = ()
+    #: Arguments that :meth:`compute` takes from all ranks, [N, ...] in rank order; the others are this rank's.
+    gathers: tuple[str, ...] = ()
     #: False if the loss cannot mask several captions of one image; the trainer warns about such captions.
     masks_same_image: ClassVar[bool] = True
     #: Whether ``image_features`` may be [B, V, D], several features of an image of which the greatest similarity counts.
@@ -81,8 +88,49 @@ class Term(nn.Module):
         self._heads, self.local_loss = (heads,), local_loss
         return self
 
+    @property
+    def takes_gathered(self) -> bool:
+        """Whether a step's shared gather serves the term: it overrides :meth:`compute`, and not ``forward``."""
+        return bool(self.gathers) and type(self).forward is Term.forward
+
     def forward(self, *args: Any, **outputs: Any) -> Tensor | dict[str, Tensor]:
-        raise NotImplementedError
+        """This rank's outputs of the model -> a scalar, or a dict of ``*_loss`` scalars."""
+        local = self.prepare(**inspect.signature(self.compute).bind_partial(*args, **outputs).arguments)
+        return self.compute(**(local | gathered_arguments([(self.gathers, local)])[0]))
+
+    def prepare(self, **outputs: Any) -> dict[str, Any]:
+        """Change or add arguments of :meth:`compute`, from this rank's, before they are gathered."""
+        return outputs
+
+    def compute(self, *args: Any, **outputs: Any) -> Any:
+        """The loss, from the arguments in ``gathers`` of all ranks and the others of this rank: as ``forward`` returns it."""
+        raise NotImplementedError(f"{type(self).__name__} must override forward(), or compute() where it sets gathers")
+
+
+def gathered_arguments(
+    terms: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], **options: Any
+) -> list[dict[str, Tensor]]:
+    """The gathered arguments of several terms, from one collective in which each tensor travels once.
+
+    Args:
+        terms: of each, its ``gathers`` and its arguments from this rank.
+        options: of :func:`coder_plugin.distributed.gather_together`.
+    """
+    if distributed.world_size() == 1:
+        return [{} for _ in terms]
+    distinct: list[Tensor] = []
+    places: list[dict[str, int]] = []
+    for names, arguments in terms:
+        place = {}
+        for name in names:
+            tensor = arguments.get(name)
+            if tensor is not None:
+                same = next((k for k, other in enumerate(distinct) if other is tensor), len(distinct))
+                distinct[same:] = distinct[same:] or [tensor]
+                place[name] = same
+        places.append(place)
+    rows = distributed.gather_together(distinct, **options)
+    return [{name: rows[number] for name, number in place.items()} for place in places]
 
 
 class ModuleTerm(Term):

@@ -1,11 +1,15 @@
-"""InfoNCE: open_clip's own loss as a term, the baseline."""
+"""InfoNCE, as open_clip's own loss computes it: the baseline."""
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin import distributed
+from coder_plugin.functional.similarity import anchor_rows
 from coder_plugin.losses.base import Term
+from coder_plugin.losses.gathered import anchors_of_rank
 
 
 class Clip(Term):
@@ -20,18 +24,21 @@ class Clip(Term):
 
     requires = ("image_features", "text_features", "logit_scale")
     uses = ("logit_bias",)
+    gathers = ("image_features", "text_features")
     masks_same_image = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        from open_clip.loss import ClipLoss
-
-        self.loss = ClipLoss(gather_with_grad=True)
-
-    def forward(
+    def compute(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
-        """This rank's features [B, D], L2-normalised, and the model's scale and bias -> scalar."""
-        self.loss.rank, self.loss.world_size = distributed.rank(), distributed.world_size()
-        self.loss.local_loss = self.local_loss
-        return self.loss(image_features, text_features, logit_scale, logit_bias=logit_bias)
+        """The features [N, D] of all ranks, L2-normalised, and the model's scale and bias -> scalar."""
+        anchors = anchors_of_rank(len(image_features), local_loss=self.local_loss)
+        # the order of upstream's products, on which the last bits depend
+        images = logit_scale * anchor_rows(image_features, anchors) @ text_features.T
+        if anchors is None and distributed.world_size() > 1:
+            texts = images.T
+        else:
+            texts = logit_scale * anchor_rows(text_features, anchors) @ image_features.T
+        if logit_bias is not None:
+            images, texts = images + logit_bias, texts + logit_bias
+        labels = torch.arange(len(text_features), device=images.device)[slice(None) if anchors is None else anchors]
+        return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coder_plugin.functional.dcl_loss import check_dcl_options, dcl
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import gather_batch
+from coder_plugin.losses.gathered import global_batch
 
 
 class ConceptDCL(Term):
@@ -27,6 +27,7 @@ class ConceptDCL(Term):
 
     requires = ("coder_image_concepts", "coder_text_concepts")
     uses = ("coder_ids",)
+    gathers = (*requires, *uses)
     takes_views = True
 
     @options_of(dcl)
@@ -35,12 +36,12 @@ class ConceptDCL(Term):
         check_dcl_options(**options)
         self.options, self.mask_same_image = options, mask_same_image
 
-    def forward(
+    def compute(
         self, coder_image_concepts: Tensor, coder_text_concepts: Tensor, coder_ids: Tensor | None = None
     ) -> Tensor:
-        """This rank's concept embeddings [B, F], L2-normalised, and image ids [B] -> scalar."""
+        """The concept embeddings [N, F] of all ranks, L2-normalised, and image ids [N] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        batch = gather_batch(coder_image_concepts, coder_text_concepts, ids, local_loss=self.local_loss)
+        batch = global_batch(coder_image_concepts, coder_text_concepts, ids, local_loss=self.local_loss)
         return 2 * dcl(
             batch.images,
             batch.texts,

@@ -17,7 +17,7 @@ from coder_plugin.functional.cra_loss import check_cra_options, cra
 from coder_plugin.functional.triplet_loss import check_triplet_options, triplet
 from coder_plugin.heads.capabilities import Scores
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import gather_batch
+from coder_plugin.losses.gathered import global_batch, rows_of_rank
 from coder_plugin.losses.triplet import global_triplet
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class CRA(Term):
         self.requires = ("coder_image_contexts", "coder_text_contexts")
         if ca_on == "combined":
             self.requires += ("image_features", "text_features")
+        self.gathers = (*(self.requires if ca_on != "none" else ()), "coder_ids")
         self.uses = (
             "coder_ids",
             "coder_text_guide",
@@ -85,7 +86,7 @@ class CRA(Term):
         self.score_weight = head.score_weights()[1] if isinstance(head, Scores) else 0.0
         return self
 
-    def forward(
+    def compute(
         self,
         coder_image_contexts: Tensor,
         coder_text_contexts: Tensor,
@@ -99,7 +100,8 @@ class CRA(Term):
         coder_text_locals: Tensor | None = None,
         coder_text_locals_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """This rank's context vectors [B, ·], guides [B, D], locals [B, L or T, D] with masks, ids [B] -> scalars by name."""
+        """Context vectors [N, ·], features [N, D] and ids [N] of all ranks, this rank's guides [B, D] and locals [B, L or T, D]
+        with masks -> scalars by name."""
         ids = coder_ids if self.mask_same_image else None
         losses = {}
         branches = (
@@ -114,11 +116,11 @@ class CRA(Term):
         if contrasts:
             losses["contrast_loss"] = sum(contrasts[1:], contrasts[0]) / 2  # eq. 8; a single branch is halved too
         if self.ca_on != "none":
-            scores = gather_batch(
+            scores = global_batch(
                 coder_image_contexts, coder_text_contexts, ids, local_loss=self.local_loss
             ).scores()
             if image_features is not None and text_features is not None:
-                base = gather_batch(image_features, text_features, ids, local_loss=self.local_loss).scores()
+                base = global_batch(image_features, text_features, ids, local_loss=self.local_loss).scores()
                 scores = base.plus(scores, self.score_weight)
             losses["triplet_loss"] = global_triplet(scores, **self.triplet_options)
         if not losses:
@@ -127,8 +129,8 @@ class CRA(Term):
 
     def _contrast(self, guide: Tensor, local: Tensor, mask: Tensor, ids: Tensor | None) -> Tensor:
         """One branch, for the pairs of this rank."""
-        if ids is None:
-            ids = torch.arange(len(guide), device=guide.device) + distributed.rank() * len(guide)
+        count = len(guide) * distributed.world_size()
+        ids = (torch.arange(count, device=guide.device) if ids is None else ids)[rows_of_rank(count)]
         if distributed.world_size() == 1:
             return cra(guide, local, mask, image_ids=ids, **self.contrast_options)
         return cra(

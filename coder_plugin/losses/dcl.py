@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coder_plugin.functional.dcl_loss import check_dcl_options, dcl
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import Banks, gather_batch
+from coder_plugin.losses.gathered import Banks, global_batch
 
 
 class DCL(Term):
@@ -26,6 +26,7 @@ class DCL(Term):
     """
 
     uses: tuple[str, ...] = ("coder_ids",)
+    gathers = ("image_features", "text_features", *Banks.requires)
     takes_views = True
 
     @options_of(dcl)
@@ -45,7 +46,7 @@ class DCL(Term):
             self.requires = (*self.requires, *Banks.requires)
             self.uses = ()
 
-    def forward(
+    def compute(
         self,
         image_features: Tensor,
         text_features: Tensor,
@@ -53,9 +54,9 @@ class DCL(Term):
         coder_image_keys: Tensor | None = None,
         coder_text_keys: Tensor | None = None,
     ) -> Tensor:
-        """This rank's features [B, D], L2-normalised, image ids [B] and momentum keys [B, D] -> scalar."""
+        """The features [N, D] of all ranks, L2-normalised, image ids [N] and momentum keys [N, D] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        batch = gather_batch(image_features, text_features, ids, local_loss=self.local_loss)
+        batch = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
         bank_diversity = None
         if coder_image_keys is not None and coder_text_keys is not None and coder_ids is not None:
             banks = Banks(

@@ -16,6 +16,7 @@ from coder_plugin.functional.diversity_weights import (
     normalize_diversity,
     raw_diversity,
     raw_diversity_from_variance,
+    weighs_all_anchors,
 )
 from coder_plugin.functional.m_dcl_loss import bank_negatives, compare_with_bank
 from coder_plugin.functional.similarity import Gather, anchor_rows, cosine, different_images
@@ -58,36 +59,35 @@ class BatchScores(NamedTuple):
         return self._replace(similarity=self.similarity + weight * other.similarity, text_to_image=transposed)
 
 
-def gather_batch(
+def global_batch(
     image_features: Tensor, text_features: Tensor, image_ids: Tensor | None, *, local_loss: bool = False
 ) -> Batch:
-    """The pairs of all ranks, with gradient.
+    """The gathered pairs of all ranks.
 
     Args:
-        image_features: this rank's [B, D], L2-normalised. text_features: [B, D].
-        image_ids: this rank's [B]; pairs of one image are not each other's negatives. None: all distinct.
+        image_features: [N, D], L2-normalised. text_features: [N, D].
+        image_ids: [N]; pairs of one image are not each other's negatives. None: all distinct.
         local_loss: only this rank's pairs are anchors. Every rank then computes B x N instead of N x N similarities.
     """
-    return Batch(
-        distributed.gather(image_features),
-        distributed.gather(text_features),
-        None if image_ids is None else distributed.gather(image_ids),
-        anchors_of_rank(len(image_features), local_loss=local_loss),
-    )
+    return Batch(image_features, text_features, image_ids, anchors_of_rank(len(image_features), local_loss=local_loss))
 
 
-def gather_scores(rows: Tensor, image_ids: Tensor | None, *, local_loss: bool = False) -> BatchScores:
-    """BatchScores that a head computed inside forward: this rank's images with the texts of all ranks, [B, N]."""
-    scores, anchors = distributed.gather(rows), anchors_of_rank(len(rows), local_loss=local_loss)
-    ids = None if image_ids is None else distributed.gather(image_ids)
-    return BatchScores(anchor_rows(scores, anchors), None if anchors is None else scores.T[anchors], ids, anchors)
+def global_scores(scores: Tensor, image_ids: Tensor | None, *, local_loss: bool = False) -> BatchScores:
+    """BatchScores that a head computed inside forward: gathered rows of images with the texts of all ranks, [N, N]."""
+    anchors = anchors_of_rank(len(scores), local_loss=local_loss)
+    transposed = None if anchors is None else scores.T[anchors]
+    return BatchScores(anchor_rows(scores, anchors), transposed, image_ids, anchors)
 
 
 def anchors_of_rank(count: int, *, local_loss: bool) -> slice | None:
-    """The rows of the global batch that are anchors: with a local loss the ``count`` rows of this rank; None: all."""
-    if not local_loss or distributed.world_size() == 1:
-        return None
-    return slice(distributed.rank() * count, (distributed.rank() + 1) * count)
+    """The anchors among the ``count`` rows of the global batch: with a local loss those of this rank; None: all."""
+    return rows_of_rank(count) if local_loss and distributed.world_size() > 1 else None
+
+
+def rows_of_rank(count: int) -> slice:
+    """The rows of this rank among the ``count`` rows of all ranks."""
+    own = count // distributed.world_size()
+    return slice(distributed.rank() * own, (distributed.rank() + 1) * own)
 
 
 class Banks:
@@ -96,7 +96,7 @@ class Banks:
     Args:
         term: the term that reads them; the head that provides the keys holds the ``bank``.
         batch: the live pairs.
-        image_keys: this rank's [B, D]. text_keys: [B, D]. ids: image ids [B], which the bank stores.
+        image_keys: those of all ranks, [N, D]. text_keys: [N, D]. ids: image ids [N], which the bank stores.
         mask_same_image: whether keys and entries of an anchor's own image are excluded from its negatives.
     """
 
@@ -106,11 +106,7 @@ class Banks:
         self, term: Term, batch: Batch, image_keys: Tensor, text_keys: Tensor, ids: Tensor, *, mask_same_image: bool
     ) -> None:
         head = term.provider("coder_image_keys", "bank")
-        stashed = {
-            "image_keys": distributed.gather(image_keys.detach()),
-            "text_keys": distributed.gather(text_keys.detach()),
-            "ids": distributed.gather(ids),
-        }
+        stashed = {"image_keys": image_keys.detach(), "text_keys": text_keys.detach(), "ids": ids}
         head.stash(**stashed)
         dtype = batch.images.dtype
         self.bank = head.bank
@@ -122,15 +118,21 @@ class Banks:
 
     def diversity(self, *, kind: Diversity, epsilon: float, gradient: bool) -> tuple[Tensor, Tensor]:
         """The normalised diversity of the image and the text anchors [n] over keys and entries of the other modality."""
+        batch, anchors = self.batch, None
+        if weighs_all_anchors(len(batch.images)):
+            batch, anchors = batch._replace(anchors=None), batch.anchors
         with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
-            images = self._raw_diversity("text", self.batch.images, kind, epsilon)
-            texts = self._raw_diversity("image", self.batch.texts, kind, epsilon)
-            return normalize_diversity(images, self.batch.gather), normalize_diversity(texts, self.batch.gather)
+            raw = [
+                self._raw_diversity(batch, modality, live, kind, epsilon)
+                for modality, live in (("text", batch.images), ("image", batch.texts))
+            ]
+            images, texts = (anchor_rows(normalize_diversity(each, batch.gather), anchors) for each in raw)
+            return images, texts
 
-    def _raw_diversity(self, modality: str, live: Tensor, kind: Diversity, epsilon: float) -> Tensor:
+    def _raw_diversity(self, batch: Batch, modality: str, live: Tensor, kind: Diversity, epsilon: float) -> Tensor:
         """Over the keys and entries of ``modality``. Without a gradient the standard deviation comes from the bank's
         running moments, so that no n x Q matrix is needed."""
-        batch, anchors = self.batch, anchor_rows(live, self.batch.anchors)
+        anchors = anchor_rows(live, batch.anchors)
         number = torch.promote_types(anchors.dtype, torch.float32)
         if kind == "none":
             return anchors.new_ones(len(anchors), dtype=number)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coder_plugin.functional.m_dcl_loss import check_m_dcl_options, m_dcl
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import Banks, gather_batch
+from coder_plugin.losses.gathered import Banks, global_batch
 
 
 class MDCL(Term):
@@ -32,7 +32,7 @@ class MDCL(Term):
         tensor(-2.7532)
     """
 
-    requires = ("image_features", "text_features", *Banks.requires)
+    requires = gathers = ("image_features", "text_features", *Banks.requires)
 
     @options_of(m_dcl)
     def __init__(self, *, mask_same_image: bool = True, warmup: int = 0, **options: Any) -> None:
@@ -42,7 +42,7 @@ class MDCL(Term):
             raise ValueError(f"warmup must be >= 0, got {warmup}")
         self.options, self.mask_same_image, self.warmup = options, mask_same_image, warmup
 
-    def forward(
+    def compute(
         self,
         image_features: Tensor,
         text_features: Tensor,
@@ -50,9 +50,9 @@ class MDCL(Term):
         coder_image_keys: Tensor,
         coder_text_keys: Tensor,
     ) -> Tensor:
-        """This rank's live features [B, D], L2-normalised, image ids [B] and momentum keys [B, D] -> scalar."""
+        """The live features [N, D] of all ranks, L2-normalised, image ids [N] and momentum keys [N, D] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        batch = gather_batch(image_features, text_features, ids, local_loss=self.local_loss)
+        batch = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
         banks = Banks(self, batch, coder_image_keys, coder_text_keys, coder_ids, mask_same_image=self.mask_same_image)
         bank_diversity = None
         kind, gradient = self.options["diversity"], self.options["diversity_gradient"]

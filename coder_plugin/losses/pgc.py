@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coder_plugin import distributed
 from coder_plugin.functional.pgc_loss import pgc_from_logits
 from coder_plugin.losses.base import Term
+from coder_plugin.losses.gathered import rows_of_rank
 
 
 class PGC(Term):
@@ -31,14 +33,29 @@ class PGC(Term):
     """
 
     requires = ("image_features", "text_features", "coder_image_logits", "coder_text_logits")
+    gathers = ("image_features", "text_features", "labels")
 
-    def forward(
-        self, image_features: Tensor, text_features: Tensor, coder_image_logits: Tensor, coder_text_logits: Tensor
+    def prepare(self, image_features: Tensor, text_features: Tensor, **outputs: Any) -> dict[str, Any]:
+        """Label this rank's pairs: the labels travel, so that all ranks have the same."""
+        labels = self.provider("coder_image_logits", "assign").assign(_pairs(image_features, text_features))
+        return {"image_features": image_features, "text_features": text_features, "labels": labels, **outputs}
+
+    def compute(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        coder_image_logits: Tensor,
+        coder_text_logits: Tensor,
+        labels: Tensor,
     ) -> Tensor:
-        """This rank's instance features [B, D] and the classifier's logits [B, K] -> scalar, the mean over this rank."""
-        head = self.provider("coder_image_logits", "assign", "centres")
-        with torch.no_grad():
-            samples = F.normalize(image_features.float() + text_features.float(), dim=-1)
-            labels = head.assign(samples)
-            head.stash(samples=distributed.gather(samples), labels=distributed.gather(labels))
-        return pgc_from_logits(coder_image_logits, coder_text_logits, labels) * head.centres.ready
+        """Instance features [N, D] and labels [N] of all ranks, this rank's logits [B, K] -> the mean over this rank."""
+        head = self.provider("coder_image_logits", "centres")
+        head.stash(samples=_pairs(image_features, text_features), labels=labels)
+        own = labels[rows_of_rank(len(labels))]
+        return pgc_from_logits(coder_image_logits, coder_text_logits, own) * head.centres.ready
+
+
+@torch.no_grad()
+def _pairs(image_features: Tensor, text_features: Tensor) -> Tensor:
+    """What is clustered, float32 [n, D]."""
+    return F.normalize(image_features.float() + text_features.float(), dim=-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.functional.triplet_loss import check_triplet_options, triplet
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import BatchScores, gather_batch, gather_scores
+from coder_plugin.losses.gathered import BatchScores, global_batch, global_scores
 
 
 class Triplet(Term):
@@ -37,6 +37,7 @@ class Triplet(Term):
     """
 
     uses = ("coder_ids",)
+    gathers = ("image_features", "text_features", "coder_fusion", "coder_ids")
     takes_views = True
 
     @options_of(triplet)
@@ -62,7 +63,7 @@ class Triplet(Term):
         if mean_epochs:
             self.requires = (*self.requires, "coder_epoch")
 
-    def forward(
+    def compute(
         self,
         image_features: Tensor | None = None,
         text_features: Tensor | None = None,
@@ -70,13 +71,13 @@ class Triplet(Term):
         coder_ids: Tensor | None = None,
         coder_epoch: Tensor | None = None,
     ) -> Tensor:
-        """This rank's features [B, D], L2-normalised, or rows of scores [B, N], image ids [B], epochs done [B] -> scalar."""
+        """The features [N, D] of all ranks, L2-normalised, or scores [N, N], image ids [N], epochs done [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
         if coder_fusion is not None:
-            scores = gather_scores(coder_fusion, ids, local_loss=self.local_loss)
+            scores = global_scores(coder_fusion, ids, local_loss=self.local_loss)
         else:
             assert image_features is not None and text_features is not None
-            scores = gather_batch(image_features, text_features, ids, local_loss=self.local_loss).scores()
+            scores = global_batch(image_features, text_features, ids, local_loss=self.local_loss).scores()
         loss = global_triplet(scores, **self.options)
         if coder_epoch is None:
             return loss

@@ -72,13 +72,12 @@ class OnlineKMeans(nn.Module):
     def update(self, samples: Tensor, labels: Tensor | None = None) -> None:
         """Move the centres that a batch chose. Rows that are all zero are left out and not counted.
 
-        Call it on every rank with the same rows in the same order. Rank 0's labels, and the centres it computes, then
-        replace those of the other ranks, because sums and argmax may differ in the last bit between devices. Before the
-        first clustering nothing is written.
+        Call it on every rank with the same rows and labels in the same order: sums are made in the same order on every rank,
+        so that all get the same bits without a collective. Before the first clustering nothing is written.
 
         Args:
             samples: [n, D], any floating point type and norm.
-            labels: integers [n], the result of :meth:`assign` for the samples; None: computed here.
+            labels: integers [n], the result of :meth:`assign` for the samples; None: computed here, on one process.
 
         Raises:
             ValueError: non-finite samples, wrong shapes, labels that name no centre. Nothing is written then.
@@ -90,8 +89,7 @@ class OnlineKMeans(nn.Module):
             raise ValueError(f"labels must be integers ({len(norms)},), got {labels.dtype} {tuple(labels.shape)}")
         if not len(samples):
             return
-        labels = labels.to(torch.int64, copy=True).contiguous()
-        distributed.broadcast(labels)
+        labels = labels.to(torch.int64)
         # one transfer, and on one process the only synchronisation
         checks = torch.stack(((~norms.isfinite()).sum(), labels.amin(), labels.amax(), self.ready.long()))
         non_finite, lowest, highest, ready = checks.tolist()
@@ -106,11 +104,9 @@ class OnlineKMeans(nn.Module):
         number = torch.arange(len(labels), device=labels.device)
         first = torch.full_like(self.counts, len(labels)).scatter_reduce_(0, labels, number, "amin")[labels]
         old = self.centres[labels]
-        moved = self.counts[labels, None] * old + torch.zeros_like(samples).index_add_(0, first, samples)[first]
+        moved = self.counts[labels, None] * old + _add_rows(torch.zeros_like(samples), first, samples)[first]
         length = moved.norm(dim=1, keepdim=True)
-        rows = torch.where(length > 0, moved / length, old)
-        distributed.broadcast(rows)
-        self.centres[labels] = rows  # duplicate labels have equal rows
+        self.centres[labels] = torch.where(length > 0, moved / length, old)  # duplicate labels have equal rows
         self.counts.index_add_(0, labels, counted)
 
     @torch.no_grad()
@@ -188,3 +184,13 @@ class OnlineKMeans(nn.Module):
         samples = samples.detach().float()
         norms = samples.norm(dim=1)
         return samples / norms.clamp(min=torch.finfo(norms.dtype).tiny)[:, None], norms
+
+
+def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """``total[index] += rows``, duplicates included, in an order that does not change: on every rank the same bits.
+
+    On a CPU ``index_add_`` goes from row to row; on a GPU it adds in any order, and ``index_put_`` sorts first.
+    """
+    if total.device.type == "cpu":
+        return total.index_add_(0, index, rows)
+    return total.index_put_((index,), rows, accumulate=True)

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from coder_plugin.objective import Objective
 from coder_plugin.resolver import Resolution
 
 AggregatorName = Literal["tower", "gpo", "gpo-mlp"]
+GatherDtype = Literal["exact", "bfloat16"]
 
 
 class Coder(nn.Module):
@@ -231,8 +232,8 @@ class CoderLoss(nn.Module):
         bindings: for each term, the key that each of its arguments reads.
         heads: the model's heads by name.
         implementation: how losses of pairs are computed, as in :func:`coder_plugin.functional.dcl`.
-        gather_dtype: type in which values and gradients travel between ranks, as in
-            :func:`coder_plugin.distributed.gather_together`.
+        gather_dtype: how features, keys and the gradients that return travel between ranks: ``exact``, in their own types, or
+            ``bfloat16``.
     """
 
     def __init__(
@@ -242,10 +243,12 @@ class CoderLoss(nn.Module):
         heads: Mapping[str, Head],
         *,
         implementation: Implementation = "auto",
-        gather_dtype: torch.dtype | None = None,
+        gather_dtype: GatherDtype = "exact",
     ) -> None:
         super().__init__()
-        self.gather_dtype: torch.dtype | None = gather_dtype
+        if gather_dtype not in get_args(GatherDtype):
+            raise ValueError(f"gather_dtype must be one of {', '.join(get_args(GatherDtype))}, got {gather_dtype!r}")
+        self.gather_dtype: torch.dtype | None = torch.bfloat16 if gather_dtype == "bfloat16" else None
         self.objective: Objective = objective
         self.bindings: tuple[Mapping[str, str], ...] = bindings
         self.terms: Any = nn.ModuleDict()

@@ -131,7 +131,10 @@ class Trainer:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
-            self.objective, model=self.model, implementation=cast(Implementation, config.loss.loss_impl)
+            self.objective,
+            model=self.model,
+            implementation=cast(Implementation, config.loss.loss_impl),
+            gather_dtype=config.loss.gather_dtype,  # type: ignore[arg-type]
         )
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)

@@ -38,22 +38,22 @@ def every_kind(folder: Path, model: str, rank: int | None, said: dict[str, str])
     """Steps that are sound, each followed by one that meets a fault and changes nothing."""
     trainer = make(folder, model, train_num_samples=64)
     trainer.setup_optimizer()
-    batches = trainer.loader.epoch(0)
-    trainer.training_step([trainer._to_device(next(batches))])
+    batches = map(trainer._to_device, trainer.loader.epoch(0))
+    trainer.training_step([next(batches)])
     for kind in KINDS:
         batch = next(batches)
         for value in (torch.nan, torch.inf) if kind in ("loss", "key") else (torch.nan,):
             with fault(trainer, kind, rank=rank, value=value):
                 before = snapshot(trainer)
                 try:
-                    trainer.training_step([trainer._to_device(batch)])
+                    trainer.training_step([batch])
                 except NonFiniteError as error:
                     assert re.search(said[kind], str(error)), (kind, str(error))
                 else:
                     raise AssertionError(f"{kind}: the step was taken")
                 assert same(before, snapshot(trainer)), kind
             trainer.optimizer.zero_grad()
-    assert all(math.isfinite(value) for value in trainer.training_step([trainer._to_device(next(batches))]).values())
+    assert all(math.isfinite(value) for value in trainer.training_step([next(batches)]).values())
     assert not same(before, snapshot(trainer))
     print("every kind was caught")
 

@@ -112,7 +112,17 @@ class LossConfig:
     tagger: str | None = _option(
         None, "part-of-speech tagger: a spaCy pipeline's name or folder, or scenes [en_core_web_sm; scenes on the scenes]"
     )
-    local_loss: bool = _option(False, "each rank compares only its own anchors with the candidates of all ranks")
+    local_loss: bool | None = _option(
+        None,
+        "each rank compares only its own anchors with the candidates of all ranks; the loss is the same [with several "
+        "processes]",
+    )
+    gather_dtype: str = _option(
+        "exact",
+        "how features, and the gradients that return, travel between ranks: in their own type (exact), or rounded to bfloat16, "
+        "in half the bytes",
+        choices=("exact", "bfloat16"),
+    )
     loss_impl: str = _option(
         "auto",
         "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to rounding, in "
@@ -127,7 +137,8 @@ class DataConfig:
 
     train: str | None = _option(
         None,
-        "training data: shards (brace pattern), .csv, Karpathy .json, a precomp folder [the built-in scenes]",
+        "training data: shards (brace pattern, also of https://, hf://, s3://, gs:// or pipe:COMMAND), .csv, Karpathy .json, "
+        "a precomp folder [the built-in scenes]",
         flag="train_data",
     )
     val: str | None = _option(None, "validation data, in the same forms", flag="val_data")

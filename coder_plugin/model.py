@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from coder_plugin import registry
-from coder_plugin.coder import AggregatorName, Coder, CoderLoss
+from coder_plugin.coder import AggregatorName, Coder, CoderLoss, GatherDtype
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.base import Head
@@ -180,7 +180,13 @@ def add_heads(
     return model
 
 
-def create_loss(loss: Any, *, model: Any, implementation: Implementation = "auto") -> CoderLoss:
+def create_loss(
+    loss: Any,
+    *,
+    model: Any,
+    implementation: Implementation = "auto",
+    gather_dtype: GatherDtype = "exact",
+) -> CoderLoss:
     """A loss for a model of :func:`create_model`; ``loss(**model(...))`` is a dict of weighted scalars.
 
     Args:
@@ -189,6 +195,8 @@ def create_loss(loss: Any, *, model: Any, implementation: Implementation = "auto
         implementation: ``"reference"``: each loss forms all similarities of the batch at once; ``"tiled"``: equal up to
             rounding, in memory that grows with the batch size alone (docs/equations.md#tiles); ``"auto"``: tiles for the terms
             and options that have them.
+        gather_dtype: how features, keys and the gradients that return travel between ranks: ``"exact"``, in their own types,
+            or ``"bfloat16"``, rounded to 8 bits of mantissa on the way, and summed so, in half the bytes.
 
     Returns:
         The loss, an ``nn.Module`` without parameters and state. Called with the model's output as keywords it returns
@@ -220,7 +228,13 @@ def create_loss(loss: Any, *, model: Any, implementation: Implementation = "auto
     absent = [name for name in resolution.heads if name not in model.coder.heads]
     if absent:
         raise CoderError(f"the model was made without the heads {', '.join(absent)}: give create_model the same loss")
-    coder_loss = CoderLoss(objective, resolution.bindings, model.coder.heads, implementation=implementation)
+    coder_loss = CoderLoss(
+        objective,
+        resolution.bindings,
+        model.coder.heads,
+        implementation=implementation,
+        gather_dtype=gather_dtype,
+    )
     for spec, binding, term in zip(objective.terms, resolution.bindings, coder_loss.terms.values(), strict=True):
         if model.coder.views > 1 and "image_features" in binding.values() and not term.takes_views:
             raise CoderError(

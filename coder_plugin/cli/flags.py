@@ -41,7 +41,7 @@ def _argument(option: Option) -> dict[str, Any]:
         help_text += f" [{option.default}]"
     argument: dict[str, Any] = {"help": help_text.replace("%", "%%")}
     if option.kind is bool:
-        argument["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+        argument["action"] = "store_true" if option.default is False else argparse.BooleanOptionalAction
     elif option.is_list and not option.is_single:
         argument.update(nargs="+", type=option.kind)
         if option.name in _METAVARS:

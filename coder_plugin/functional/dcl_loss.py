@@ -18,6 +18,7 @@ from coder_plugin.functional.diversity_weights import (
     normalize_diversity,
     raw_diversity,
     raw_diversity_from_variance,
+    weighs_all_anchors,
 )
 from coder_plugin.functional.similarity import (
     Gather,
@@ -181,12 +182,16 @@ def _tiled_dcl(
         return sum_of_losses(sums, positive, counts, mu=mu, **options) / n
     ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
+    every = None  # the weights of all processes' anchors
+    if epsilon is not None and weighs_all_anchors(n):
+        variance = pair_variances(image_features, text_features, image_ids, pair_counts(image_ids, n))
+        every = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))
     for direction, (live, others) in enumerate(((image_features, text_features), (text_features, image_features))):
         rows, row_ids, candidates = live[anchors], ids[anchors], [Candidates(others, ids)]
         positive = cosine_of_rows(rows, others[anchors])
         with torch.no_grad():
-            weights = torch.ones_like(positive)
-            if epsilon is not None:
+            weights = torch.ones_like(positive) if every is None else every[direction, anchors]
+            if epsilon is not None and every is None:
                 variance = candidate_variance(rows, row_ids, candidates)
                 weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon), gather)
             if bank_diversity is not None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from coder_plugin.functional.similarity import Gather, check_range, check_rows, raise_precision
 
 Diversity = Literal["std", "entropy", "none"]
+#: A batch of at most this many similarities is small.
+SMALL_BATCH = 1 << 22
 
 
 def diversity(similarity: Tensor, negatives: Tensor, *, kind: Diversity = "std", epsilon: float = 0.1) -> Tensor:
@@ -73,6 +75,14 @@ def normalize_diversity(weights: Tensor, gather: Gather | None = None) -> Tensor
         gather: for weights [n], collects the weights of all processes, if each has its own anchors: the largest of all divides.
     """
     return weights / (weights if gather is None else gather(weights)).amax(-1, keepdim=True)
+
+
+def weighs_all_anchors(n: int) -> bool:
+    """Whether each of several processes, with anchors of its own, weighs all ``n`` anchors of the batch itself.
+
+    In a small batch that costs less than a collective for the largest weight. In a large one each weighs its own.
+    """
+    return n * n <= SMALL_BATCH
 
 
 def check_diversity_options(kind: str, epsilon: float) -> None:

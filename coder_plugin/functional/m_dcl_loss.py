@@ -17,6 +17,7 @@ from coder_plugin.functional.diversity_weights import (
     normalize_diversity,
     raw_diversity,
     raw_diversity_from_variance,
+    weighs_all_anchors,
 )
 from coder_plugin.functional.similarity import (
     Gather,
@@ -218,16 +219,21 @@ def _tiled_m_dcl(
     entry_ids = None if image_ids is None else bank_ids  # without ids, no entry shows an anchor's image
     row_ids = anchor_rows(ids, anchors)
 
-    def weigh(rows: Tensor, candidates: list[Candidates], variance: Tensor | None = None) -> Tensor:
-        """The normalised diversity of the anchors ``rows``."""
+    every = anchors is None or weighs_all_anchors(n)
+
+    def weigh(pairs: Tensor, candidates: list[Candidates], variance: Tensor | None = None) -> Tensor:
+        """The normalised diversity of the anchors among ``pairs`` [n, d]."""
         if epsilon is None:
-            return rows.new_ones(len(rows), dtype=number)
+            return pairs.new_ones(len(row_ids), dtype=number)
+        if not every:
+            variance = candidate_variance(pairs[anchors], row_ids, candidates)
+            return normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon), gather)
         if variance is None:
-            variance = candidate_variance(rows, row_ids, candidates)
-        return normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon), gather)
+            variance = candidate_variance(pairs, ids, candidates)
+        return anchor_rows(normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon)), anchors)
 
     both = None  # the variances over the batch of both directions, from one product
-    if "batch" in diversity_over and anchors is None and epsilon is not None:
+    if "batch" in diversity_over and every and epsilon is not None:
         both = pair_variances(*features, image_ids, pair_counts(image_ids, n))
     loss = features[0].new_zeros((), dtype=number)
     for direction, live in enumerate(features):
@@ -238,9 +244,9 @@ def _tiled_m_dcl(
         with torch.no_grad():
             weights = []
             if "batch" in diversity_over:
-                weights.append(weigh(rows, [Candidates(features[other], ids)], None if both is None else both[direction]))
+                weights.append(weigh(live, [Candidates(features[other], ids)], None if both is None else both[direction]))
             if "bank" in diversity_over:
-                weights.append(weigh(rows, candidates) if bank_diversity is None else bank_diversity[direction])
+                weights.append(weigh(live, candidates) if bank_diversity is None else bank_diversity[direction])
             mean_weights = torch.stack(weights).mean(0)
         sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * mean_weights), gamma)
         loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
@@ -248,7 +254,7 @@ def _tiled_m_dcl(
             continue
         batch = [Candidates(live, ids)]
         if reverse == "paired":
-            sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * weigh(row_keys, batch)), gamma)
+            sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * weigh(keys[other], batch)), gamma)
             positive = cosine_of_rows(row_keys, rows)
             loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
             continue

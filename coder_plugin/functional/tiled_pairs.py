@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coder_plugin.functional import tiled
+from coder_plugin.functional.host import at_hand
 from coder_plugin.functional.similarity import cosine_of_rows, raise_precision
 from coder_plugin.functional.tiled import (
     Candidates,
@@ -272,7 +273,7 @@ def _finish(
 def _shift(similarity: Tensor, scale: Tensor) -> float | None:
     """The largest similarity, if no exponential about it can vanish; else None. Known on CPUs only: elsewhere it would have to
     be waited for."""
-    if type(similarity) is not Tensor or similarity.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(similarity) is not Tensor or not at_hand(similarity):
         return None
     least, largest = (float(bound) for bound in similarity.aminmax())
     return largest if (largest - least) * float(scale.amax()) < 80 else None
@@ -303,7 +304,7 @@ def _repeats(ids: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor, Tens
     None if that is not known without waiting for the device, or if an image is repeated often.
     """
     n = len(features)
-    if type(features) is not Tensor or features.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(features) is not Tensor or not at_hand(features):
         return None
     if ids is None:
         position = torch.arange(n)

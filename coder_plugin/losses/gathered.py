@@ -16,6 +16,7 @@ from coder_plugin.functional.diversity_weights import (
     normalize_diversity,
     raw_diversity,
     raw_diversity_from_variance,
+    weighs_all_anchors,
 )
 from coder_plugin.functional.m_dcl_loss import bank_negatives, compare_with_bank
 from coder_plugin.functional.similarity import Gather, anchor_rows, batch_cosines, different_images
@@ -115,15 +116,21 @@ class Banks:
 
     def diversity(self, *, kind: Diversity, epsilon: float, gradient: bool) -> tuple[Tensor, Tensor]:
         """The normalised diversity of the image and the text anchors [n] over keys and entries of the other modality."""
+        batch, anchors = self.batch, None
+        if weighs_all_anchors(len(batch.images)):
+            batch, anchors = batch._replace(anchors=None), batch.anchors
         with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
-            images = self._raw_diversity("text", self.batch.images, kind, epsilon)
-            texts = self._raw_diversity("image", self.batch.texts, kind, epsilon)
-            return normalize_diversity(images, self.batch.gather), normalize_diversity(texts, self.batch.gather)
+            raw = [
+                self._raw_diversity(batch, modality, live, kind, epsilon)
+                for modality, live in (("text", batch.images), ("image", batch.texts))
+            ]
+            images, texts = (anchor_rows(normalize_diversity(each, batch.gather), anchors) for each in raw)
+            return images, texts
 
-    def _raw_diversity(self, modality: str, live: Tensor, kind: Diversity, epsilon: float) -> Tensor:
+    def _raw_diversity(self, batch: Batch, modality: str, live: Tensor, kind: Diversity, epsilon: float) -> Tensor:
         """Over the keys and entries of ``modality``. Without a gradient the standard deviation comes from the bank's
         running moments, so that no n x Q matrix is needed."""
-        batch, anchors = self.batch, anchor_rows(live, self.batch.anchors)
+        anchors = anchor_rows(live, batch.anchors)
         number = torch.promote_types(anchors.dtype, torch.float32)
         if kind == "none":
             return anchors.new_ones(len(anchors), dtype=number)

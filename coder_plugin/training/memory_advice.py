@@ -94,8 +94,8 @@ def _exact(trainer: Any) -> list[str]:
             advice.append(f"--set {name}.pairs_per_tile={max(1, (head.pairs_per_tile or 512) // 2)} ({now})")
             if not head.recompute:
                 advice.append(f"--set {name}.recompute=true")
-    if distributed.world_size() > 1 and not config.loss.local_loss:
-        advice.append("--local-loss (each rank compares its own pairs with all, instead of all with all)")
+    if distributed.world_size() > 1 and config.loss.local_loss is False:
+        advice.append("no --no-local-loss (each rank then compares its own pairs with all, instead of all with all)")
     if not on_gpu and config.data.workers > 0:
         advice.append(f"fewer --workers ({config.data.workers} now), each of which holds batches")
     return advice

@@ -103,7 +103,8 @@ def check_objects(config: TrainConfig, objective: Objective, *, model: Any, loss
         if any(term.heads is not heads for term in loss.terms.values()):
             raise CoderError("the loss reads the heads of another model: make it with create_loss(..., model=MODEL)")
         if objective != loss.objective:
-            names = [name for name in ("set", "local_loss", "negatives", "positives") if getattr(config.loss, name)]
+            options = {name: getattr(config.loss, name) for name in ("set", "local_loss", "negatives", "positives")}
+            names = [name for name, value in options.items() if value is not None and value != []]
             raise CoderError(
                 f"{', '.join(names)}: the loss is made and no longer takes options: give them when the loss is made, such as "
                 "create_loss(Objective.parse(LOSS).with_options({'dcl.mu': 0.07}), model=MODEL)"
@@ -189,7 +190,10 @@ def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> 
         if repeated:
             raise CoderError(f"--{repeated[0].rpartition('.')[2]} and --set {repeated[0]} set the same option: give one")
         objective = objective.with_options(head_options)
-    return replace(objective, local_loss=objective.local_loss or config.loss.local_loss)
+    local_loss = config.loss.local_loss
+    if local_loss is None:  # a loss that is made is computed as it was made
+        local_loss = objective.local_loss or (distributed.world_size() > 1 and not isinstance(loss, CoderLoss))
+    return replace(objective, local_loss=local_loss)
 
 
 def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:

@@ -265,12 +265,13 @@ def describe_backbone(model: Any) -> dict[str, Any]:
 
 
 def comparable(objective: Objective) -> Objective:
-    """The objective without the options that a resumed run may change, which each head declares."""
+    """The objective without what a resumed run may change: the options that each head declares, and how the ranks share the
+    work, which may follow from their number."""
     heads = {
         name: tuple(option for option in options if option[0] not in registry.load("heads", name).free_on_resume)
         for name, options in objective.heads
     }
-    return replace(objective, heads=tuple(heads.items()))
+    return replace(objective, heads=tuple(heads.items()), local_loss=False)
 
 
 def seed_everything(seed: int) -> None:
@@ -289,7 +290,7 @@ def _check_objective(objective: Objective, saved: Objective) -> None:
         for name in sorted(saved_heads.keys() | heads.keys())
         if saved_heads.get(name) != heads.get(name)
     ]
-    difference = f" with other options of heads ({'; '.join(other)})" if other else " with another --local-loss"
+    difference = f" with other options of heads ({'; '.join(other)})"
     raise CoderError(
         f'the checkpoint was trained with --loss "{saved}", this run asks for "{objective}"'
         f"{difference if str(saved) == str(objective) else ''}: resume with its own loss, or start from its export: "

@@ -24,6 +24,7 @@ OURS = (
     "captions",
     "heads_lr_scale",
     "loss_impl",
+    "gather_dtype",
 )
 #: Flags of upstream that our heads do not support, and why.
 REFUSED = {

@@ -171,7 +171,13 @@ class Run:
                 )
 
     def make_loss(self) -> UpstreamLoss:
-        terms = create_loss(self.objective, model=self.model, implementation=cast(Implementation, self.config.loss.loss_impl))
+        config = self.config.loss
+        terms = create_loss(
+            self.objective,
+            model=self.model,
+            implementation=cast(Implementation, config.loss_impl),
+            gather_dtype=config.gather_dtype,  # type: ignore[arg-type]
+        )
         return UpstreamLoss(terms, own=self.own_loss(), accum_freq=self.args.accum_freq)
 
     def own_loss(self) -> Any:

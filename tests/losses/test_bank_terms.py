@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import dcl, diversity, m_dcl, pgc
+from coder_plugin.functional import dcl, diversity, diversity_weights, m_dcl, pgc
 from coder_plugin.functional.pgc_loss import pgc_from_logits
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import KeepsState
@@ -58,10 +58,10 @@ def outputs(n: int = 8, rows: slice = slice(None)) -> dict[str, Tensor]:
     return {**keys, "coder_ids": ids[rows].clone()}
 
 
-def make(expression: str, head: Head, *, local_loss: bool = False) -> CoderLoss:
+def make(expression: str, head: Head, *, local_loss: bool = False, **options: Any) -> CoderLoss:
     objective = replace(Objective.parse(expression), local_loss=local_loss)
     name = "prototypes" if isinstance(head, Prototypes) else "momentum"
-    return CoderLoss(objective, resolve(objective, KEYS).bindings, {name: head})
+    return CoderLoss(objective, resolve(objective, KEYS).bindings, {name: head}, **options)
 
 
 def from_function(model_output: dict[str, Tensor], head: Banks, masked: bool = True, **options: Any) -> Tensor:
@@ -225,22 +225,28 @@ LOSSES = [
 ]
 
 
-def step(term: str, local_loss: bool, ranks: int) -> tuple[float, Tensor, list[Tensor]]:
-    """Mean loss over ranks, the joint batch's gradient as DDP averages it, and the bank after the step."""
+def step(term: str, local_loss: bool, ranks: int, **options: Any) -> tuple[float, Tensor, list[Tensor], int]:
+    """Mean loss over ranks, the joint batch's gradient as DDP averages it, the bank after the step, and the number of
+    collectives."""
     size = 8 // ranks
     rows = slice(distributed.rank() * size, (distributed.rank() + 1) * size)
     model_output, head = outputs(rows=rows), Banks()
     leaves = [model_output[key].requires_grad_() for key in ("image_features", "text_features")]
-    value = make(term, head, local_loss=local_loss)(**model_output, output_dict=False)
+    before = distributed.collectives()
+    value = make(term, head, local_loss=local_loss, **options)(**model_output, output_dict=False)
     value.backward()
+    collectives = distributed.collectives() - before
     head.post_step()
     gradient = torch.stack([leaf.grad for leaf in leaves], 1) / ranks
     bank = [head.bank.image, head.bank.ids, head.bank.pointer, head.bank.text_moments.second]
-    return float(distributed.all_mean(value)), distributed.gather(gradient), bank
+    return float(distributed.all_mean(value)), distributed.gather(gradient), bank, collectives
 
 
 def both(ranks: int) -> list[Any]:
-    return [step(term, local, ranks) for term in LOSSES for local in (False, True)]
+    results = [step(term, local, ranks) for term in LOSSES for local in (False, True)]
+    with pytest.MonkeyPatch.context() as patch:  # as in a large batch, whose ranks weigh their own anchors
+        patch.setattr(diversity_weights, "SMALL_BATCH", 0)
+        return results + [step(term, True, ranks) for term in LOSSES]
 
 
 def labelled() -> tuple[Tensor, Tensor, Tensor]:
@@ -273,11 +279,40 @@ def test_labels_are_those_of_the_rank_that_owns_the_pair():
     assert value != values.mean()
 
 
-def test_two_processes_equal_one():
-    alone, (first, second) = both(1), gloo.run(both, 2)
+@pytest.fixture(scope="module")
+def on_two() -> list[Any]:
+    return gloo.run(both, 2)
+
+
+def test_two_processes_equal_one(on_two):
+    alone, (first, second) = both(1), on_two
     for one, two, other in zip(alone, first, second, strict=True):
         assert two[0] == pytest.approx(one[0], rel=1e-10)
         torch.testing.assert_close(two[1], one[1], rtol=1e-10, atol=1e-12)
         for ours, theirs, joint in zip(two[2], other[2], one[2], strict=True):
             assert torch.equal(ours, theirs)
             torch.testing.assert_close(ours, joint)
+
+
+def test_two_processes_gather_once(on_two):
+    first = on_two[0]
+    small, large = first[: 2 * len(LOSSES)], first[2 * len(LOSSES) :]
+    tiles = [term for term in LOSSES if "entropy" not in term and "gradient" not in term]
+    for (term, local), result in zip([(term, local) for term in LOSSES for local in (False, True)], small, strict=True):
+        assert term not in tiles and local or result[3] == 2, (term, local, result[3])
+    for term, result in zip(LOSSES, large, strict=True):
+        assert result[3] > 2, term  # and the largest weights
+
+
+def rounded(ranks: int) -> list[Any]:
+    return [step("m_dcl", False, ranks, gather_dtype=dtype) for dtype in ("exact", "bfloat16")]
+
+
+def test_features_and_gradients_rounded_on_the_way():
+    (value, gradient, _, collectives), (short, near, bank, same) = gloo.run(rounded, 2)[0]
+    assert collectives == same == 2
+    assert 0 < abs(short - value) < 0.02 and 0 < (near - gradient).abs().max() < 0.02
+    assert torch.equal(bank[0][3:11], bank[0][3:11].bfloat16().double())  # the keys of all ranks are the rounded ones
+    assert near.dtype == torch.float64
+    with pytest.raises(ValueError, match="gather_dtype must be one of exact, bfloat16, got 'float16'"):
+        make("m_dcl", Banks(), gather_dtype="float16")

@@ -1,13 +1,17 @@
-"""Locked towers stay what they were."""
+"""Locked towers stay what they were; how ranks share the loss."""
 
 import json
+from dataclasses import replace
 
 import open_clip
 import torch
 
+from coder_plugin import create_loss, create_model
 from coder_plugin.config import TrainConfig
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training import prepare
+from coder_plugin.training.resume import comparable
 
 
 def test_locked_batch_norms_of_a_timm_tower_keep_their_statistics_and_activation(tmp_path):
@@ -33,3 +37,18 @@ def test_locked_batch_norms_of_a_timm_tower_keep_their_statistics_and_activation
     open_clips = prepare.make_training_model(plain, Objective.parse("dcl"), torch.device("cpu"))
     open_clips.load_state_dict(model.state_dict())
     assert torch.equal(open_clips.eval().visual(image), expected)
+
+
+def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
+    def local_loss(loss=None, **options):
+        config = resolve_config({"model": tiny_model, "loss": "dcl", **options}, flags_name="argument")
+        return prepare.make_objective(config, loss).local_loss
+
+    assert not local_loss() and local_loss(local_loss=True)
+    monkeypatch.setattr("coder_plugin.distributed.world_size", lambda: 2)
+    assert local_loss() and not local_loss(local_loss=False)
+    model = create_model(tiny_model, loss="dcl")
+    made = create_loss("dcl", model=model)
+    assert not local_loss(made)  # a loss object is computed as it was made
+    one, two = Objective.parse("dcl"), replace(Objective.parse("dcl"), local_loss=True)
+    assert comparable(one) == comparable(two)  # a run may be resumed with another number of processes

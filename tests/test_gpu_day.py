@@ -1,0 +1,96 @@
+"""scripts/bench/gpu_day.py: its driver with made-up stages, and all of its stages in their tiny form."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench" / "gpu_day.py"
+RESULT = "import json, sys; open({file!r}, 'a').write(json.dumps({{'bench': 'made', 'value': 1}}) + '\\n'); "
+
+
+@pytest.fixture(scope="module")
+def gpu_day() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_day", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_day"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_stages_that_fail_or_take_too_long_keep_their_results_and_the_next_one_runs(gpu_day, tmp_path) -> None:
+    options = argparse.Namespace(out=tmp_path, dry=True)
+    file = str(tmp_path / "results.jsonl")
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    wait = f"print('it waits'); import subprocess, time; {child};"
+    programs = {
+        "fails": RESULT + "raise SystemExit(3)",
+        "stops": RESULT + f"open({file!r}, 'a').write('half a li'); sys.stdout.flush(); {wait} time.sleep(60)",
+        "crashes": "import os; os.abort()",
+        "goes on": RESULT + "print('the last words')",
+        "late": RESULT,
+    }
+    stages = [
+        gpu_day.Stage(name, 3.0 if name == "stops" else 30.0, ("-c", "raise SystemExit(9)"), ("-c", code.format(file=file)))
+        for name, code in programs.items()
+    ]
+    log = io.StringIO()
+    began = time.monotonic()
+    endings = gpu_day.run(stages[:4], options, log, until=began + 60)
+    assert endings == ["failed with status 3", "stopped after 3 s", "failed with status -6", "ok"]
+    assert time.monotonic() - began < 30  # the stopped stage's own children did not hold it up
+    assert gpu_day.run(stages[4:], options, log, until=time.monotonic() + 1) == ["skipped: the time is used up"]
+    lines = gpu_day.read(Path(file))
+    assert sum(line.get("bench") == "made" for line in lines) == 3
+    assert [line["stage"] for line in lines if "stage" in line] == [name for name in programs if name != "stops"]  # half a line
+    assert "it waits" in log.getvalue() and "the last words" in log.getvalue()
+
+
+def test_goals_are_compared_with_the_worst_figure(gpu_day) -> None:
+    lines = [
+        {"case": "dcl 32768 x 1024", "form": "tiled bfloat16", "seconds": 0.012, "peak_bytes": 4e8},
+        {"case": "dcl 32768 x 1024", "form": "tiled TF32", "seconds": 0.002},  # no goal is set for it
+        {"case": "dcl 8192 x 1024", "form": "tiled bfloat16", "error": 0.5},
+        {"case": "m_dcl 128 x 1048576", "form": "tiled", "error": "OutOfMemoryError: …"},
+        {"case": "ViT-B-32, batch 256, amp_bf16", "bench": "coder_step", "ratio": {"coder": 1.4}},
+        {"case": "ViT-B-32, batch 256, amp_bf16", "bench": "coder_step", "ratio": {"coder": 1.5}},
+        {"case": "coder-tiny, batch 4, fp32", "bench": "coder_step", "ratio": {"coder": 9.0}},
+    ]
+    table = {line[:46].strip(): line[46:].split() for line in gpu_day.compare(gpu_day.GOALS, lines).splitlines()}
+    assert table["DCL 32,768 x 1024, tiled bfloat16"] == ["16", "ms", "12", "holds"]
+    assert table["DCL 32,768 x 1024, tiled bfloat16, memory"] == ["0.5", "GB", "0.4", "holds"]
+    assert table["DCL, tiled bfloat16, error of the gradient"][-4:] == ["0.5", "DOES", "NOT", "HOLD"]
+    assert table["M-DCL 128 x 1M, tiled"] == ["2.1", "ms", "–"]
+    assert table["coder step / clip step, ViT-B-32 at 256"] == ["1.45", "x", "1.5", "DOES", "NOT", "HOLD"]
+
+
+def test_the_files_with_tests_for_a_gpu_are_found(gpu_day) -> None:
+    found = gpu_day.gpu_tests()
+    assert "tests/negatives/test_generators.py" in found and "tests/test_layers.py" not in found
+
+
+@pytest.mark.slow
+def test_every_stage_runs_in_its_tiny_form(tmp_path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(SCRIPT), "--dry", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=environment)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    endings = {line["stage"]: line["ending"] for line in lines if "stage" in line}
+    assert endings == dict.fromkeys(
+        ("versions", "rooflines", "tests", "dcl", "m_dcl", "step", "schedule", "search"), "ok"
+    ), done.stdout[-4000:]
+    errors = {line["form"]: line["error"] for line in lines if isinstance(line.get("error"), float)}
+    assert errors["tiled float32"] < 1e-5 and errors["tiled bfloat16"] < 2e-2
+    assert "aten::" in (tmp_path / "profile.txt").read_text()
+    assert "DCL 32,768 x 1024, tiled bfloat16" in done.stdout and "DOES NOT HOLD" not in done.stdout

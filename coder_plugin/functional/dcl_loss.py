@@ -183,7 +183,7 @@ def _tiled_dcl(
     ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
     every = None  # the weights of all processes' anchors
-    if epsilon is not None and weighs_all_anchors(n):
+    if epsilon is not None and gather is not None and weighs_all_anchors(n):
         variance = pair_variances(image_features, text_features, image_ids, pair_counts(image_ids, n))
         every = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))
     for direction, (live, others) in enumerate(((image_features, text_features), (text_features, image_features))):

@@ -219,7 +219,7 @@ def _tiled_m_dcl(
     entry_ids = None if image_ids is None else bank_ids  # without ids, no entry shows an anchor's image
     row_ids = anchor_rows(ids, anchors)
 
-    every = anchors is None or weighs_all_anchors(n)
+    every = anchors is None or (gather is not None and weighs_all_anchors(n))
 
     def weigh(pairs: Tensor, candidates: list[Candidates], variance: Tensor | None = None) -> Tensor:
         """The normalised diversity of the anchors among ``pairs`` [n, d]."""

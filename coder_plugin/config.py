@@ -137,7 +137,8 @@ class DataConfig:
 
     train: str | None = _option(
         None,
-        "training data: shards (brace pattern), .csv, Karpathy .json, a precomp folder [the built-in scenes]",
+        "training data: shards (brace pattern, also of https://, hf://, s3://, gs:// or pipe:COMMAND), .csv, Karpathy .json, "
+        "a precomp folder [the built-in scenes]",
         flag="train_data",
     )
     val: str | None = _option(None, "validation data, in the same forms", flag="val_data")

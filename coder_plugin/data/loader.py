@@ -21,7 +21,17 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples
 from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
 from coder_plugin.data.remainder import Chunked, Remainder
-from coder_plugin.data.source import Chunk, Plan, Source, decode, isolated_rng, map_tensors, preserved_rng, seed_rng
+from coder_plugin.data.source import (
+    Chunk,
+    Plan,
+    Source,
+    decode,
+    isolated_rng,
+    map_tensors,
+    prepare,
+    preserved_rng,
+    seed_rng,
+)
 from coder_plugin.data.workers import ignore_stop_signals
 from coder_plugin.errors import CoderError
 
@@ -343,6 +353,8 @@ def evaluation_batches(
         CoderError: too many bad samples.
     """
     counted = BadSamples(source.name) if bad is None else bad
+    if workers > 1:
+        prepare(source)
     stream = _EvaluationStream(source, rank, world_size, batch_size, transform)
     for chunk in _load(stream, workers, False):
         counted.add(len(chunk) + len(chunk.bad), chunk.bad)

@@ -3,17 +3,20 @@
 The order of an epoch's samples follows from the seed, the epoch and the plan that began it. So the samples that are left follow
 from the positions of its ranks: each is read again as that rank's workers would have read it, without decoding, and the samples
 are dealt to the new ranks and workers. Whatever the new numbers are, no sample is left out and none is used twice, except that
-the last ones may not fill a batch. The price is that every worker reads all that is left for its ranks, until the epoch ends.
+the last ones may not fill a batch. Until the epoch ends every worker goes through the order of all that is left for its
+ranks: of tables and local shards it reads its own samples alone, of remote shards it has to read all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
 from coder_plugin.data.item import Item
-from coder_plugin.data.source import Plan, Source
+from coder_plugin.data.source import Plan, Source, lazy_chunks
+
+_Read = Callable[[], Item]
 
 
 class Chunked(Protocol):
@@ -47,6 +50,11 @@ class Remainder:
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
         """Chunks of ``plan.batch_size`` items for a worker of a rank; the last may be smaller."""
+        for chunk in self.lazy_chunks(plan):
+            yield [read() for read in chunk]
+
+    def lazy_chunks(self, plan: Plan) -> Iterator[list[Callable[[], Item]]]:
+        """As :meth:`chunks`, of functions that return the items."""
         left = [_left(self._source, position) for position in self._positions]
         mine = left[0] if len(left) == 1 and _ranks(self._positions[0]) == plan.world_size else _dealt(left, plan)
         number = 0
@@ -60,12 +68,12 @@ def _ranks(position: dict[str, Any]) -> int:
     return position["setting"]["ranks"]
 
 
-def _dealt(left: list[Iterator[Item]], plan: Plan) -> Iterator[Item]:
+def _dealt(left: list[Iterator[_Read]], plan: Plan) -> Iterator[_Read]:
     """A rank's samples of those that all ranks have left, taken from each in turn: the order in which they were dealt."""
     return islice(_in_turn(left), plan.rank, None, plan.world_size)
 
 
-def _left(source: Source, position: dict[str, Any]) -> Iterator[Item]:
+def _left(source: Source, position: dict[str, Any]) -> Iterator[_Read]:
     """The samples that a rank would have used after its position, in order."""
     setting, consumed, workers = position["setting"], list(position["consumed"]), position["setting"]["workers"]
     reader: Chunked = Remainder(source, position["rest"]) if position.get("rest") else source
@@ -88,7 +96,7 @@ def _left(source: Source, position: dict[str, Any]) -> Iterator[Item]:
         )
         for worker in [*range(first, workers), *range(first)]
     ]
-    samples = chain.from_iterable(_in_turn([reader.chunks(plan) for plan in plans]))
+    samples = chain.from_iterable(_in_turn([lazy_chunks(reader, plan) for plan in plans]))
     return islice(samples, position["offset"] if position["leftover"] else 0, None)
 
 

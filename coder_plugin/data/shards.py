@@ -7,12 +7,12 @@ read where there are pictures or other arrays.
 
 from __future__ import annotations
 
-import glob
 import io
 import logging
 import os
 import random
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,25 +25,16 @@ from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
+from coder_plugin.data.remote import check_remote
+from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
 from coder_plugin.data.source import Plan, check_captions, check_mode, draw_caption, one_caption
 from coder_plugin.data.tables import other_names
-from coder_plugin.data.tars import (
-    IMAGE_FIELDS,
-    REGIONS,
-    ImageField,
-    has_features,
-    local_path,
-    scan,
-    stream,
-    unreadable,
-)
+from coder_plugin.data.tar_index import Place, TarIndex, TarReader, scan
+from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, stream, unreadable
 from coder_plugin.errors import CoderError
-from coder_plugin.files import open_regular, read_json
 from coder_plugin.locations import is_local
 
-_FIELDS = {*IMAGE_FIELDS, "txt", "json"}
 CAPTION_KEY = "captions"
-NSHARDS = "nshards.txt"
 _LONGEST_ID = 4096
 log = logging.getLogger(__name__)
 
@@ -60,8 +51,9 @@ def open_shards(
     """The reader ``webdataset``.
 
     Args:
-        spec: shards, with braces, ``*``, ``::`` between several, ``pipe:`` or URLs; or a folder in CLIP_benchmark's layout,
-            with ``nshards.txt`` in it or in its subfolder ``split``.
+        spec: shards, with braces, ``*`` (of local ones), ``::`` between several, ``pipe:COMMAND`` or URLs (``https://``,
+            ``hf://``, ``s3://``, ``gs://``, and what fsspec can open); or a folder in CLIP_benchmark's layout, with
+            ``nshards.txt`` in it or in its subfolder ``split``.
         split: used for CLIP_benchmark's folders only.
         resampled: draw shards with replacement, endlessly.
         caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
@@ -70,11 +62,12 @@ def open_shards(
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
-        CoderError: an empty pattern, missing shards, or a faulty ``nshards.txt``.
+        CoderError: an empty pattern, missing shards, a faulty ``nshards.txt``, or a scheme that nothing installed reads.
     """
-    shards = _benchmark(spec, split) if os.path.isdir(spec) else expand(spec)
+    shards = benchmark_shards(spec, split) if os.path.isdir(spec) else expand(spec)
+    check_remote(shard for shard in shards if not is_local(shard))
     if newline_captions is None:
-        newline_captions = all(is_local(each) and os.path.exists(_beside(each, NSHARDS)) for each in shards)
+        newline_captions = all(is_local(each) and os.path.exists(beside(each, NSHARDS)) for each in shards)
     return ShardSource(
         shards,
         name=spec,
@@ -91,6 +84,9 @@ class ShardSource:
     With P parts (ranks × workers), each shard has P slices; sample j is in slice j mod P. The epoch's shuffled sequence of
     slices is cut into P equal runs. So a part shares at most the shards at the two ends of its run with others, and no part is
     idle when shards do not divide evenly or are fewer than workers.
+
+    Of local shards a part reads the tar headers, from which it knows the places of samples, and else only its own samples. Of
+    remote shards, and of those compressed as a whole, it reads all of each shard from which it has a slice.
     """
 
     def __init__(
@@ -109,7 +105,8 @@ class ShardSource:
         self.max_pixels = check_max_pixels(max_pixels)
         self._shards = shards
         self._resampled = resampled
-        self._sound: set[str] = set()  # already scanned; a scan takes about 2 % of the decoding time
+        self.fetches = True  # whether the number of samples may be read from beside remote shards
+        self._indexes: dict[str, TarIndex] = {}  # of the local shards that have been scanned
         self._labels = shard_labels(shards)
 
     @property
@@ -142,47 +139,84 @@ class ShardSource:
         check_mode(captions)
         count = num_samples or (self.num_images if captions == "draw" else self._num_captions)
         if count is None:
-            raise CoderError(f"{self.name}: the number of samples of remote shards is unknown; give --train-num-samples")
+            beside = ", or a sizes.json beside the shards" if captions == "draw" else ""
+            raise CoderError(
+                f"{self.name}: the number of samples of remote shards is unknown; give --train-num-samples{beside}"
+            )
         return count
 
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
-        """Shuffle shards, then samples in a buffer of compressed pictures; reproducible by seed and epoch."""
-        check_mode(plan.captions)
-        salt = stable_hash("buffer", plan.seed, plan.epoch, plan.rank, plan.world_size, plan.worker, plan.workers)
-        shuffle = wds.detshuffle(bufsize=plan.shuffle_buffer, initial=plan.shuffle_buffer // 4, seed=salt)
-        chunk: list[Item] = []
-        skip = plan.skip
-        for item in shuffle.run(self._samples(plan)) if plan.shuffle_buffer > 1 else self._samples(plan):
-            chunk.append(item)
-            if len(chunk) == plan.batch_size:
-                if skip:
-                    skip -= 1
+        """Shuffle shards, then samples in a buffer of compressed pictures; reproducible by seed and epoch.
+
+        Samples are read in the order of their shards, when they come into the buffer. Of local shards those of skipped chunks
+        are not read.
+        """
+        waiting: dict[int, _Sample] | None = {} if plan.skip else None  # those in the buffer while chunks are skipped
+
+        def entering() -> Iterator[_Sample]:
+            for sample in self._samples(plan):
+                if waiting is None:
+                    sample()
                 else:
-                    yield chunk
-                chunk = []
-        if chunk and not skip:
-            yield chunk
+                    waiting[id(sample)] = sample
+                yield sample
+
+        for number, chunk in enumerate(_shuffled(entering(), plan)):
+            if waiting is not None:
+                if number < plan.skip:
+                    for sample in chunk:
+                        del waiting[id(sample)]
+                    continue
+                for sample in waiting.values():
+                    sample()
+                waiting = None
+            yield [sample() for sample in chunk]
+
+    def lazy_chunks(self, plan: Plan) -> Iterator[list[Callable[[], Item]]]:
+        """As :meth:`chunks`, of functions that return the items: of local shards nothing but headers is read before."""
+        for number, chunk in enumerate(_shuffled(self._samples(plan), plan)):
+            if number >= plan.skip:
+                yield list(chunk)
+
+    def prepare(self) -> None:
+        """Scan the local shards, so that processes that are started afterwards need not do it."""
+        for shard in filter(is_local, self._shards):
+            self._index(shard)
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """Every rank reads all shards and yields its own blocks, because a sample's position is known only after reading.
+        """Of local shards a rank reads its own blocks, and pictures when they are loaded.
 
-        This is cheap compared with decoding.
+        Of remote shards every rank reads all, because a sample's position is known only after reading.
         """
         index = 0
         for shard in self._shards:
-            for item in self._read(shard):
+            read = self._items_by_number(shard)
+            for item in read or self._stream(shard):
                 if index // block % world_size == rank:
-                    yield index, item
+                    yield index, item() if callable(item) else item
                 index += 1
 
-    def _samples(self, plan: Plan) -> Iterator[Item]:
+    def _items_by_number(self, shard: str) -> list[Callable[[], Item]] | None:
+        index = self._index(shard) if is_local(shard) else None
+        if index is None or not index.seekable:
+            return None
+        reader = _ItemReader(self, shard, index)
+        return [partial(reader.item, number, images=False) for number in range(len(index))]
+
+    def _samples(self, plan: Plan) -> Iterator[_Sample]:
         for shard, slices, of in self._resample(plan) if self._resampled else self._part(plan):
-            for position, item in enumerate(self._read(shard)):
+            index = self._index(shard) if is_local(shard) else None
+            if index is None or not index.seekable:
+                for position, item in enumerate(self._stream(shard)):
+                    if position % of in slices:
+                        captions = 1 if plan.captions == "draw" or item.fault is not None else len(item.captions)
+                        yield from (_Sample(lambda item=item: item, plan, n) for n in range(captions))  # type: ignore[misc]
+                continue
+            reader = _ItemReader(self, shard, index)
+            for position in range(len(index)):
                 if position % of in slices:
-                    if plan.captions == "draw" or item.fault is not None:
-                        yield draw_caption(item, seed=plan.seed, epoch=plan.epoch)
-                    else:
-                        yield from (one_caption(item, number) for number in range(len(item.captions)))
+                    captions = 1 if plan.captions == "draw" else reader.captions(position)
+                    yield from (_Sample(partial(reader.item, position), plan, n) for n in range(captions))
 
     def _part(self, plan: Plan) -> Iterator[tuple[str, range, int]]:
         """The plan's run of slices, as (shard, its slices, number of slices a shard)."""
@@ -202,21 +236,21 @@ class ShardSource:
         while True:
             yield rng.choice(self._shards), range(1), 1
 
-    def _read(self, shard: str) -> Iterator[Item]:
-        if is_local(shard) and shard not in self._sound:
-            scan(shard)
-            self._sound.add(shard)
+    def _index(self, shard: str) -> TarIndex:
+        """The index of a local shard; making it takes about 1 % of the decoding time."""
+        if shard not in self._indexes:
+            self._indexes[shard] = scan(shard)
+        return self._indexes[shard]
+
+    def _stream(self, shard: str) -> Iterator[Item]:
+        """The items of a shard that is read from its start to its end."""
+        if is_local(shard):
+            self._index(shard)  # which finds damage
         image = ImageField(shard)
 
-        def is_read(name: str) -> bool:
-            field = (wds.tariterators.base_plus_ext(name)[1] or "").lower()
-            return field in _FIELDS and not (field == REGIONS and image.regions is False)
-
         try:
-            for sample in stream(shard, is_read):  # which keeps other members (arrays, videos) out of memory
-                unknown = image.regions is None and isinstance(sample.get(REGIONS), bytes)
-                has_regions = has_features(io.BytesIO(sample[REGIONS])) if unknown else None
-                yield self.item(shard, sample, image.select(sample, has_regions))
+            for sample in stream(shard, lambda field: field == REGIONS and image.regions is False):
+                yield self.item(shard, sample, select_image(image, sample))
         except CoderError:
             raise
         except Exception as exc:
@@ -263,108 +297,91 @@ class ShardSource:
         return [line.strip() for line in lines]
 
     def _count(self, captions: str) -> int | None:
-        """From open_clip's ``sizes.json``, else by scanning the tar files; None for remote shards."""
-        if captions == "draw" and (size := _recorded_size(self._shards)) is not None:
+        """From open_clip's ``sizes.json``, else by scanning the tar files; None for remote shards without it."""
+        if captions == "draw" and (size := recorded_size(self._shards, remote=self.fetches)) is not None:
             return size
         if not all(map(is_local, self._shards)):
             return None
         if len(self._shards) > 100:
             log.info("counting the samples of %d shards; a sizes.json in their folder avoids this", len(self._shards))
         if captions == "draw":
-            count = sum(map(scan, self._shards))
-            self._sound.update(self._shards)
+            count = sum(self._index(shard).images for shard in self._shards)
         else:
-            count = sum(max(1, len(item.captions)) for shard in self._shards for item in self._read(shard))
+            count = sum(map(self._count_captions, self._shards))
         if not count:
             raise CoderError(f"{self.name}: no images ({', '.join(IMAGE_FIELDS)}) in {len(self._shards)} shards")
         return count
 
-
-def shard_labels(shards: Sequence[str]) -> dict[str, str]:
-    """The names of shards in their images' keys: the stem, so that keys survive moving the data, unless stems are not
-    unique."""
-    stems = {shard: os.path.basename(shard).split(".tar")[0] for shard in shards}
-    unique = len(set(stems.values())) == len(stems)
-    return stems if unique else {shard: shard.split(".tar")[0] for shard in shards}
+    def _count_captions(self, shard: str) -> int:
+        index = self._index(shard)
+        items = (item() for item in self._items_by_number(shard) or ()) if index.seekable else self._stream(shard)
+        index.captions = array("I", (max(1, len(item.captions)) for item in items))
+        return sum(index.captions)
 
 
-def expand(spec: str) -> list[str]:
-    """A shard pattern as a list. Local files must exist, so that missing ones are reported before training."""
-    if not spec.strip() or not all(part.strip() for part in spec.split("::")):
-        raise CoderError(f"shards: empty pattern {spec!r}; give tar files such as 'train-{{000000..000005}}.tar'")
-    try:
-        patterns = wds.SimpleShardList(spec).urls
-    except (AssertionError, ValueError, IndexError) as exc:  # an unset ${variable}, unbalanced braces
-        raise CoderError(f"shards: cannot expand {spec!r}: {exc}") from exc
-    shards: list[str] = []
-    for pattern in patterns:
-        if not is_local(pattern) or os.path.exists(path := local_path(pattern)):
-            shards.append(pattern)
-        elif matching := sorted(glob.glob(path)):
-            shards += [each if is_local(each) else os.path.join(".", each) for each in matching]  # a file named "pipe:…"
-        elif glob.has_magic(path):
-            raise CoderError(f"shards: no file matches {pattern!r}")
-        else:
-            raise CoderError(f"shards: missing shard {pattern!r}" + (f" (of {spec!r})" if pattern != spec else ""))
-    return shards
+def select_image(image: ImageField, sample: dict[str, Any]) -> str:
+    """The image's field in a sample of which ``npz`` has been read, or is a place."""
+    content, has_regions = sample.get(REGIONS), None
+    if image.regions is None and isinstance(content, bytes | Place):
+        has_regions = has_features(io.BytesIO(content if isinstance(content, bytes) else content.read()))
+    return image.select(sample, has_regions)
 
 
-def _benchmark(folder: str, split: str) -> list[str]:
-    """CLIP_benchmark's shards of a split: ``0.tar``, ``1.tar`` …, their number in ``nshards.txt``."""
-    notes = [os.path.join(folder, *part, NSHARDS) for part in ([split], [])]
-    note = next(filter(os.path.exists, notes), None)
-    if note is None:
-        splits = sorted(os.path.basename(os.path.dirname(each)) for each in glob.glob(f"{glob.escape(folder)}/*/{NSHARDS}"))
-        hint = f"splits present: {', '.join(splits)}" if splits else f"give its shards, such as '{folder}/*.tar'"
-        raise CoderError(f"{folder}: no {NSHARDS} for split {split!r}; {hint}")
-    try:
-        with open_regular(note, encoding="utf-8") as file:
-            count = int(file.read(20))
-    except (OSError, ValueError) as exc:
-        raise CoderError(f"{note}: cannot be read as a number: {exc}") from exc
-    if count < 1:
-        raise CoderError(f"{note}: says {count} shards; it must be > 0")
-    present = sum(name.endswith(".tar") for name in os.listdir(os.path.dirname(note)))
-    shards = [_beside(note, f"{number}.tar") for number in range(min(count, present + 1))]
-    missing = [shard for shard in shards if not os.path.exists(shard)]
-    if missing:
-        lacking = count - len(shards) + len(missing)
-        raise CoderError(f"{note}: lists {count} shards, of which {lacking} are missing, the first: {missing[0]}")
-    return shards
+class _Sample:
+    """A training sample in its place in the epoch's order, which is read when it is called."""
+
+    __slots__ = ("_item", "_number", "_plan", "_read")
+
+    def __init__(self, read: Callable[[], Item], plan: Plan, number: int) -> None:
+        self._read, self._plan, self._number = read, plan, number
+        self._item: Item | None = None
+
+    def __call__(self) -> Item:
+        """The item with one caption."""
+        if self._item is None:
+            item, plan = self._read(), self._plan
+            if plan.captions == "draw" or item.fault is not None:
+                self._item = draw_caption(item, seed=plan.seed, epoch=plan.epoch)
+            else:
+                self._item = one_caption(item, self._number)
+        return self._item
 
 
-def _beside(shard: str, name: str) -> str:
-    return os.path.join(os.path.dirname(local_path(shard)), name)
+def _shuffled(samples: Iterator[_Sample], plan: Plan) -> Iterator[list[_Sample]]:
+    """Chunks of samples, shuffled in a buffer."""
+    check_mode(plan.captions)
+    salt = stable_hash("buffer", plan.seed, plan.epoch, plan.rank, plan.world_size, plan.worker, plan.workers)
+    shuffle = wds.detshuffle(bufsize=plan.shuffle_buffer, initial=plan.shuffle_buffer // 4, seed=salt)
+    chunk: list[_Sample] = []
+    for sample in shuffle.run(samples) if plan.shuffle_buffer > 1 else samples:
+        chunk.append(sample)
+        if len(chunk) == plan.batch_size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
-def _recorded_size(shards: list[str]) -> int | None:
-    """The number of samples from ``sizes.json`` (by shard) or ``__len__`` (of the folder); None for remote shards."""
-    if not all(map(is_local, shards)):
-        return None
-    paths = [local_path(shard) for shard in shards]
-    folders = sorted({os.path.dirname(path) for path in paths})
-    sizes: dict[str, int] = {}
-    for folder in folders:
-        entries = _read_json(os.path.join(folder, "sizes.json"), dict) or {}
-        sizes |= {os.path.join(folder, name): size for name, size in entries.items() if is_size(size)}
-    if all(path in sizes for path in paths):
-        return sum(sizes[path] for path in paths)
-    size = _read_json(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
-    return size if is_size(size) else None
+class _ItemReader:
+    """The items of a local shard by number. The last one is kept: its captions follow each other as samples."""
 
+    def __init__(self, source: ShardSource, shard: str, index: TarIndex) -> None:
+        self._source, self._shard, self._index = source, shard, index
+        self._tar = TarReader(shard, index)
+        self._last: tuple[int, bool, Item] | None = None
 
-def is_size(value: object) -> bool:
-    """Whether a recorded number of samples can be one; where it cannot, samples are counted."""
-    return type(value) is int and value >= 0
+    def item(self, number: int, *, images: bool = True) -> Item:
+        if self._last is None or self._last[:2] != (number, images):
+            sample = self._tar.read(number, images=images)
+            image = ImageField(self._shard)
+            image.regions = self._index.regions_before(number)
+            self._last = number, images, self._source.item(self._shard, sample, select_image(image, sample))
+        return self._last[2]
 
-
-def _read_json(path: str, kind: type) -> Any:
-    if not os.path.exists(path):
-        return None
-    content = read_json(path)
-    if not isinstance(content, kind):
-        raise CoderError(f"{path}: expected {kind.__name__}, as open_clip writes it, got {type(content).__name__}")
-    return content
+    def captions(self, number: int) -> int:
+        if self._index.captions is not None:
+            return self._index.captions[number]
+        return max(1, len(self.item(number, images=False).captions))
 
 
 def _metadata(text: bytes | None) -> dict[str, Any]:
@@ -384,4 +401,6 @@ def _metadata(text: bytes | None) -> dict[str, Any]:
 def _load(field: str, image: Any, shard: str, max_pixels: int | None) -> Image | Regions:
     if not field:
         raise BadSample("file", f"no field {', '.join(IMAGE_FIELDS)}")
+    if isinstance(image, Place):
+        image = image.read()
     return decode_npz(image, shard) if field == REGIONS else decode_image(image, max_pixels=max_pixels)

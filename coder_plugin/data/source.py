@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -126,6 +127,30 @@ class ItemSource:
         image = bisect_right(self._ends, index)
         item = self._items[image]
         return item if item.fault is not None else one_caption(item, index - self._ends[image] + len(item.captions))
+
+
+def lazy_chunks(source: Any, plan: Plan) -> Iterator[list[Callable[[], Item]]]:
+    """The chunks of a source as functions that return the items, so that samples of others need not be read.
+
+    Args:
+        source: with ``chunks(plan)``, and with ``lazy_chunks(plan)`` if reading a sample costs something.
+        plan: which chunks.
+    """
+    if hasattr(source, "lazy_chunks"):
+        yield from source.lazy_chunks(plan)
+    else:
+        for chunk in source.chunks(plan):
+            yield [partial(_same, item) for item in chunk]
+
+
+def prepare(source: Any) -> None:
+    """Let a source find out now what each of its readers would have to find out, such as where samples are."""
+    if hasattr(source, "prepare"):
+        source.prepare()
+
+
+def _same(item: Item) -> Item:
+    return item
 
 
 def draw_caption(item: Item, *, seed: int, epoch: int) -> Item:

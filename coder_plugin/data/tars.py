@@ -8,8 +8,7 @@ import re
 import tarfile
 import zipfile
 from collections.abc import Callable, Collection, Iterator
-from itertools import groupby
-from operator import itemgetter
+from contextlib import AbstractContextManager
 from typing import IO, Any, NoReturn
 
 import webdataset as wds
@@ -17,6 +16,7 @@ import webdataset as wds
 from coder_plugin.data.bad_samples import BadSample
 from coder_plugin.data.decode import PICTURES
 from coder_plugin.data.regions.base import warn_once
+from coder_plugin.data.remote import open_remote
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 from coder_plugin.locations import is_local
@@ -26,6 +26,8 @@ IMAGE_FIELDS = (*PICTURES, REGIONS)
 #: Largest files of a sample in bytes: texts, and anything else that is read.
 LARGEST_TEXT, LARGEST_FILE = 16 << 20, 256 << 20
 _TEXTS = ("txt", "json")
+#: Fields of a sample that are read; other files in a shard are no part of it.
+FIELDS = frozenset((*IMAGE_FIELDS, *_TEXTS))
 #: Members that hold no file but properties of the next ones, read as a whole, and their largest size in bytes.
 _HEADERS = (
     tarfile.XHDTYPE,
@@ -35,6 +37,7 @@ _HEADERS = (
     tarfile.GNUTYPE_LONGLINK,
 )
 _LARGEST_HEADER = 1 << 20
+_NOTE = re.compile(r"__[^/]*__($|/)")  # webdataset's notes on a shard
 _NOT_OCTAL = re.compile(rb"[89]")
 _EXPANSION = 100, 1 << 30  # a compressed shard may expand so many times, and by so many bytes in any case
 
@@ -83,37 +86,50 @@ def too_large(field: str, size: int) -> BadSample | None:
     return BadSample("file_size", f"its {field} has {size:,} bytes, more than {most:,}") if size > most else None
 
 
-def stream(shard: str, is_read: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+def stream(shard: str, left_out: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
     """The samples of a shard, local or not, as webdataset yields them: ``__key__``, and contents by field in lower case.
 
     A field that is too large (:func:`too_large`) or occurs twice has a ``BadSample`` in place of its content.
 
     Args:
         shard: path, URL or ``pipe:``.
-        is_read: whether a file is read, by its name in the shard.
+        left_out: whether a field is not read after all; it is asked after the samples before have been yielded.
     """
     sample: dict[str, Any] = {}
-    file = open_local(shard) if is_local(shard) else wds.gopen(shard)
-    with tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
+    with open_shard(shard) as file, tarfile.open(fileobj=file, mode="r|*", tarinfo=CheckedTarInfo) as tar:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header
-            if not member.isreg() or re.match(r"__[^/]*__($|/)", member.name) or not is_read(member.name):
+            name = sample_file(member)
+            if name is None or name[1] not in FIELDS:
                 continue
-            stem, field = wds.tariterators.base_plus_ext(member.name)
-            if stem is None:
+            stem, field = name
+            if sample and stem != sample["__key__"]:
+                yield sample
+                sample = {}
+            if left_out(field):
                 continue
-            field = field.lower()
-            if stem != sample.get("__key__"):
-                if sample:
-                    yield sample
-                sample = {"__key__": stem}
-            fault = too_large(field, member.size)
-            if field in sample:
-                sample[field] = BadSample("duplicate", f"two files .{field}")
-            else:
-                sample[field] = fault or tar.extractfile(member).read()  # type: ignore[union-attr]
+            sample.setdefault("__key__", stem)
+            add_file(sample, field, member, lambda member=member: tar.extractfile(member).read())  # type: ignore[union-attr,misc]
+        if tar.fileobj.tell() <= tar.offset:  # type: ignore[union-attr,attr-defined]
+            raise tarfile.ReadError(f"it ends at byte {tar.offset} without a tar file's end")  # type: ignore[attr-defined]
     if sample:
         yield sample
+
+
+def sample_file(member: tarfile.TarInfo) -> tuple[str, str] | None:
+    """The sample and the field (in lower case) of a file in a shard; None for folders, links, notes and unnamed files."""
+    if not member.isreg() or _NOTE.match(member.name):
+        return None
+    stem, field = wds.tariterators.base_plus_ext(member.name)
+    return None if stem is None else (stem, field.lower())
+
+
+def add_file(sample: dict[str, Any], field: str, member: tarfile.TarInfo, read: Callable[[], Any]) -> None:
+    """Add a file's content to a sample, or a ``BadSample`` in its place."""
+    if field in sample:
+        sample[field] = BadSample("duplicate", f"two files .{field}")
+    else:
+        sample[field] = too_large(field, member.size) or read()
 
 
 class ImageField:
@@ -158,25 +174,13 @@ def open_local(shard: str) -> IO[bytes]:
     return open_regular(local_path(shard), "rb")
 
 
-def scan(shard: str) -> int:
-    """The number of samples with an image, from headers alone; ``CoderError`` where the tar file is damaged.
-
-    (Reading alone would not notice: tarfile treats a broken header or a file truncated between members as its end.)
-    """
-    image, count = ImageField(shard), 0
-    for _, files in groupby(members(shard), key=itemgetter(1)):
-        has_regions: bool | None = None
-        fields = set()
-        for tar, _, field, member in files:
-            fields.add(field)
-            if field == REGIONS and image.regions is None and too_large(field, member.size) is None:
-                has_regions = has_features(tar.extractfile(member))  # type: ignore[arg-type]  # of a regular file never None
-        count += bool(image.select(fields, has_regions))
-    return count
-
-
 def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.TarInfo]]:
-    """The files in a shard as (tar file, sample, field, header); ``CoderError`` where it is damaged, as in :func:`scan`."""
+    """The files in a local shard as (tar file, sample, field, header), from headers alone.
+
+    Raises:
+        CoderError: the tar file is damaged. (Reading alone would not notice: tarfile treats a broken header or a file truncated
+            between members as its end.)
+    """
     try:
         with open_local(shard) as file, tarfile.open(fileobj=file, tarinfo=CheckedTarInfo) as tar:
             length = os.path.getsize(local_path(shard))
@@ -195,6 +199,11 @@ def members(shard: str) -> Iterator[tuple[tarfile.TarFile, str, str, tarfile.Tar
         raise
     except Exception as exc:
         unreadable(shard, exc)
+
+
+def open_shard(shard: str) -> AbstractContextManager[IO[bytes]]:
+    """A context with the content of a shard, local or not, readable from its start to its end."""
+    return open_local(shard) if is_local(shard) else open_remote(shard)
 
 
 def unreadable(shard: str, exc: Exception) -> NoReturn:

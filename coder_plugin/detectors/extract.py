@@ -33,6 +33,7 @@ from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.precomp_write import ENDINGS
 from coder_plugin.data.regions.precomp_write import write as write_precomp
 from coder_plugin.data.regions.shards import SIZES, ShardFile, write_shard
+from coder_plugin.data.source import prepare
 from coder_plugin.detectors.base import Detector, Prepared
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
@@ -253,6 +254,7 @@ def work(job: Job, part: int, parts: int) -> None:
     _begin(job, detector.checksum())
     done = job.done()
     bad = counted(job, done)
+    prepare(job.source)
     loader: DataLoader[Batch] = DataLoader(
         Batches(job.source, detector.preprocess, job.shard_size, job.batch_size, set(done), part, parts),
         batch_size=None,

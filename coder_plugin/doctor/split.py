@@ -77,6 +77,7 @@ def read_split(name: str, config: TrainConfig, *, most: int | None = MOST) -> Sp
     source: Any = make_source(config.data, split=name, join=False)
     full_source, remote = source, 0
     if isinstance(full_source, ShardSource):
+        full_source.fetches = False
         source = full_source.local()
         remote = len(full_source.shards) - len(source.shards)
     if config.data.regions is not None and not (remote and not source.shards):

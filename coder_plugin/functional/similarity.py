@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.host import at_hand
 
 #: A shorter vector has no direction.
 NO_LENGTH = 1e-12
@@ -135,15 +136,27 @@ def check_range(**inputs: Tensor | None) -> None:
     Only tensors on the CPU are checked, and none while compiling: on a GPU the check would wait for it. There, as for NaN and
     infinities, the trainer checks the loss.
     """
-    if torch.compiler.is_compiling():
-        return
     for name, value in inputs.items():
-        if value is None or value.device.type != "cpu" or not value.numel() or not value.is_floating_point():
+        if value is None or not at_hand(value) or not value.numel() or not value.is_floating_point():
+            continue
+        if range_checked(value):
             continue
         limit = _LARGEST[torch.float64 if value.dtype == torch.float64 else torch.float32]
         largest = max(abs(float(bound)) for bound in value.detach().aminmax())
         if limit < largest < math.inf:
             raise CoderError(f"{name} holds values of {largest:.1e}, which overflow: normalise it, to at most {limit:.0e}")
+        mark_range_checked(value)
+
+
+def mark_range_checked(value: Tensor) -> None:
+    """Note that the values, until the tensor is written again, need no :func:`check_range`."""
+    if not value.is_inference():
+        value._range_checked = value._version  # type: ignore[attr-defined]
+
+
+def range_checked(value: Tensor) -> bool:
+    """Whether :func:`check_range` has seen the values that the tensor has now."""
+    return not value.is_inference() and getattr(value, "_range_checked", None) == value._version
 
 
 def raise_precision(x: Tensor) -> Tensor:

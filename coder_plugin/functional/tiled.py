@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coder_plugin.functional.host import at_hand
 from coder_plugin.functional.similarity import raise_precision
 
 #: Elements of a tile: 8 MB of float32, so that a tile's passes stay in a CPU's cache.
@@ -262,7 +263,7 @@ def _repeats(ids: Tensor | None, features: Tensor) -> tuple[Tensor, Tensor, Tens
     None if that is not known without waiting for the device, or if an image is repeated often.
     """
     n = len(features)
-    if type(features) is not Tensor or features.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(features) is not Tensor or not at_hand(features):
         return None
     if ids is None:
         position = torch.arange(n)

@@ -29,7 +29,7 @@ from coder_plugin import distributed
 from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.item import Item
 from coder_plugin.data.pictures import Pictures
-from coder_plugin.data.source import ItemSource
+from coder_plugin.data.source import ItemSource, prepare
 from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, parts, vectors
@@ -341,6 +341,10 @@ class _RemainingItems:
 
     def __init__(self, source: Any, done: int, ranks: int) -> None:
         self.name, self.source, self.done, self.ranks = source.name, source, done, ranks
+
+    def prepare(self) -> None:
+        """As of the source, if it has one."""
+        prepare(self.source)
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         worker, own_rank = divmod(rank, self.ranks)

@@ -26,7 +26,7 @@ from webdataset.tariterators import tar_file_expander, url_opener
 
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.data.item import stable_hash
-from coder_plugin.data.shards import shard_labels
+from coder_plugin.data.shard_lists import shard_labels
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.negatives.positives import Positives

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from coder_plugin.data import open_source
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.pixels import eight_bit
-from coder_plugin.data.shards import expand
+from coder_plugin.data.shard_lists import expand
 
 Feed = Callable[[], Iterator[int]]
 
@@ -69,7 +69,7 @@ def make_feeds(spec: str, options: argparse.Namespace) -> dict[str, Feed]:
     transform = image_transform_v2(PreprocessCfg(size=options.size), is_train=True)
     pixels = eight_bit(transform)
     tokenizer = get_tokenizer("ViT-B-32")
-    files = [item.load.args[1] for _, item in zip(range(options.samples), source_items(spec), strict=False)]
+    files = [item.load.args[1].read() for _, item in zip(range(options.samples), source_items(spec), strict=False)]
 
     def decode() -> Iterator[int]:
         for start in range(0, len(files), options.batch_size):

@@ -15,8 +15,10 @@ from PIL import Image
 
 from coder_plugin.data import open_source
 from coder_plugin.data.bad_samples import BadSample
-from coder_plugin.data.shards import ShardSource, expand, open_shards, scan
+from coder_plugin.data.shard_lists import expand
+from coder_plugin.data.shards import ShardSource, open_shards
 from coder_plugin.data.source import Plan
+from coder_plugin.data.tar_index import scan
 from coder_plugin.errors import CoderError
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
@@ -213,13 +215,13 @@ def test_npz_beside_pictures_is_left_unread(tmp_path, monkeypatch, first, stream
     shard = write_tar(tmp_path / "s.tar", rows)
     items, read = read_with_npz(monkeypatch, f"pipe:cat {shard}" if stream else shard)
     assert [item.load().getpixel((0, 0))[0] for item in items] == list(range(9))
-    assert read <= 2 and scan(shard) == 9
+    assert read <= 2 and scan(shard).images == 9
 
 
 def test_npz_of_other_arrays_is_no_image(tmp_path, monkeypatch):
     rows = [(f"{n}", {"txt": b"x", "npz": FOREIGN}) for n in range(9)] + [("9", {"txt": b"x", "png": png()})]
     items, read = read_with_npz(monkeypatch, shard := write_tar(tmp_path / "s.tar", rows))
-    assert read <= 2 and scan(shard) == 1
+    assert read <= 2 and scan(shard).images == 1
     with pytest.raises(ValueError, match="no field jpg"):
         items[0].load()
     items[9].load()
@@ -230,7 +232,7 @@ def test_npz_of_regions_is_an_image_where_there_is_no_picture(tmp_path, monkeypa
     rows = [("0", {"txt": b"x", "npz": b"damaged"})] + [(f"{n}", {"npz": REGIONS, "txt": b"x"}) for n in range(1, 9)]
     shard = write_tar(tmp_path / "s.tar", rows)
     items, read = read_with_npz(monkeypatch, f"pipe:cat {shard}" if stream else shard)
-    assert read == 9 and scan(shard) == 9 and items[8].load().features.shape == (2, 3)
+    assert read == 9 and scan(shard).images == 9 and items[8].load().features.shape == (2, 3)
     with pytest.raises(ValueError, match="not an .npz"):
         items[0].load()
 
@@ -319,8 +321,8 @@ def test_unequal_shards_and_a_single_one_lose_nothing(tmp_path, sizes):
 def test_parts_that_divide_the_shards_share_none(tmp_path, monkeypatch):
     data = write_set(tmp_path, (5,) * 6)
     opened = Counter()
-    real = data._read
-    monkeypatch.setattr(data, "_read", lambda shard: (opened.update([shard]), real(shard))[1])
+    real = data._index
+    monkeypatch.setattr(data, "_index", lambda shard: (opened.update([shard]), real(shard))[1])
     for part in range(3):
         keys(data, rank=part, world_size=3)
     assert set(opened.values()) == {1} and len(opened) == 6

@@ -38,7 +38,7 @@ def every_kind(folder: Path, model: str, rank: int | None, said: dict[str, str])
     """Steps that are sound, each followed by one that meets a fault and changes nothing."""
     trainer = make(folder, model, train_num_samples=64)
     trainer.setup_optimizer()
-    batches = trainer.loader.epoch(0)
+    batches = map(trainer._to_device, trainer.loader.epoch(0))
     trainer.training_step([next(batches)])
     for kind in KINDS:
         batch = next(batches)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from coder_plugin.data.regions.shards import _add_sizes
-from coder_plugin.data.shards import _recorded_size, open_shards
+from coder_plugin.data.shard_lists import recorded_size
+from coder_plugin.data.shards import open_shards
 from coder_plugin.data.tables import open_csv, open_karpathy
 from coder_plugin.detectors import extract
 from coder_plugin.errors import CoderError
@@ -70,7 +71,7 @@ def test_beside_shards(make: Make, name: str, tmp_path: Path) -> None:
     tarfile.open(tmp_path / "0.tar", "w").close()
     make(tmp_path / name)
     with pytest.raises(CoderError, match=f"{name}.*it is not a regular file"):
-        open_shards(str(tmp_path), split="test") if name == "nshards.txt" else _recorded_size([str(tmp_path / "0.tar")])
+        open_shards(str(tmp_path), split="test") if name == "nshards.txt" else recorded_size([str(tmp_path / "0.tar")])
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -96,7 +96,7 @@ def test_word_classes_of_the_scenes(tmp_path, capsys):
     options |= {"val_frequency": 0, "train_num_samples": None, "log_every_n_steps": 1}
     given = {**options, "loss": "clip + lca", "set": [*FEW, "alignment.words=noun"]}
     trainer = Trainer.from_config(given)
-    batch = next(iter(trainer.loader.epoch(0)))
+    batch = trainer._to_device(next(iter(trainer.loader.epoch(0))))
     tags = batch["text_tags"]
     assert tags.shape == batch["text"].shape and {1, 3} <= set(tags.unique().tolist())
     trainer.model.train()

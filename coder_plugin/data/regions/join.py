@@ -13,7 +13,7 @@ from typing import NamedTuple
 from coder_plugin.data.bad_samples import BadSample, allowed
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import DERIVATIONS, RegionFile, Regions, names_of
-from coder_plugin.data.source import ItemSource, Plan, Source
+from coder_plugin.data.source import ItemSource, Plan, Source, lazy_chunks, prepare
 from coder_plugin.errors import CoderError
 
 #: How many images at the start of a stream decide how its images are named in a file of regions.
@@ -82,6 +82,18 @@ class RegionSource:
     def chunks(self, plan: Plan) -> Iterator[list[Item]]:
         for chunk in self.captions.chunks(plan):
             yield [self.with_regions(item) for item in chunk]
+
+    def lazy_chunks(self, plan: Plan) -> Iterator[list[Callable[[], Item]]]:
+        """As :meth:`chunks`, of functions that return the items."""
+        for chunk in lazy_chunks(self.captions, plan):
+            yield [partial(self._read_item, read) for read in chunk]
+
+    def _read_item(self, read: Callable[[], Item]) -> Item:
+        return self.with_regions(read())
+
+    def prepare(self) -> None:
+        """As of the source of captions, if it has one."""
+        prepare(self.captions)
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         for index, item in self.captions.items(rank, world_size, block=block):

@@ -138,7 +138,7 @@ def _of_split(folder: str, split: str) -> list[str]:
 
 
 def _shards(path: str, split: str) -> list[str]:
-    from coder_plugin.data.shards import expand  # imports torch, which writing does not need
+    from coder_plugin.data.shard_lists import expand  # imports torch, which writing does not need
     from coder_plugin.data.tars import local_path
     from coder_plugin.locations import is_local
 

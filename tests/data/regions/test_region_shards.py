@@ -19,8 +19,9 @@ from coder_plugin.data.regions.arrays import decode_npz, encode_npz
 from coder_plugin.data.regions.base import Record, Regions
 from coder_plugin.data.regions.folder import FOLDER
 from coder_plugin.data.regions.shards import SHARDS, write, write_shard
-from coder_plugin.data.shards import open_shards, scan
+from coder_plugin.data.shards import open_shards
 from coder_plugin.data.source import Plan
+from coder_plugin.data.tar_index import scan
 from coder_plugin.errors import CoderError
 
 
@@ -111,7 +112,7 @@ def test_files_and_their_sizes(tmp_path):
     ]
     sizes = json.loads((tmp_path / "sizes.json").read_text())
     assert sizes == {"train-000000.tar": 3, "train-000001.tar": 3, "train-000002.tar": 1, "dev-000000.tar": 2}
-    assert [scan(str(tmp_path / name)) for name in sizes] == list(sizes.values())
+    assert [scan(str(tmp_path / name)).images for name in sizes] == list(sizes.values())
     assert len(SHARDS.open(str(tmp_path), split="train")) == 7 and len(SHARDS.open(str(tmp_path), split="dev")) == 2
 
 

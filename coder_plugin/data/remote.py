@@ -1,0 +1,149 @@
+"""Shards that are not on this machine: which program or library reads them, and how their failures are noticed.
+
+Only a location that the user has typed gets here (:mod:`coder_plugin.locations`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+import webdataset as wds
+from webdataset.gopen import Pipe
+
+from coder_plugin.errors import CoderError
+
+#: Schemes that a program reads which webdataset starts.
+_PROGRAMS = {**dict.fromkeys(("http", "https", "sftp", "ftps", "scp"), "curl"), "ais": "ais"}
+#: Schemes that a library of fsspec's reads where it is installed, else a program: its package, and the program's command.
+_BUCKETS = {
+    "s3": ("s3fs", ["aws", "s3", "cp", "--only-show-errors", "{}", "-"]),
+    "gs": ("gcsfs", ["gsutil", "cat", "{}"]),
+}
+_BLOCK = 1 << 20
+#: Seconds that a command may take to end once its output is closed.
+_PATIENCE = 10
+
+
+def scheme(location: str) -> str:
+    """The part of a location before its first colon, in lower case.
+
+    Example:
+        >>> scheme("s3://bucket/train-000000.tar"), scheme("pipe:cat a.tar")
+        ('s3', 'pipe')
+    """
+    return location.partition(":")[0].strip().lower()
+
+
+def check_remote(shards: Iterable[str]) -> None:
+    """Check, before training, that there is something to read remote shards with.
+
+    Args:
+        shards: locations that are not local.
+
+    Raises:
+        CoderError: a scheme that nothing reads, a program or library that is not installed, or ``*`` in a location.
+    """
+    examples = {scheme(shard): shard for shard in shards}
+    for name, shard in examples.items():
+        if name == "pipe":
+            continue
+        if "*" in shard:
+            raise CoderError(f"{shard!r}: remote shards cannot be listed: name them with braces, such as {{000000..000099}}")
+        if name in _PROGRAMS:
+            _check_program(name, _PROGRAMS[name])
+        elif name in _BUCKETS:
+            package, (program, *_) = _BUCKETS[name]
+            if importlib.util.find_spec(package) is None:
+                _check_program(name, program, f", or the package {package} (pip install {package})")
+        elif name != "hf":
+            _filesystem(shard)
+
+
+def _check_program(name: str, program: str, otherwise: str = "") -> None:
+    if shutil.which(program) is None:
+        raise CoderError(f"{name}: locations need the program {program!r}{otherwise}; it is not installed")
+
+
+@contextmanager
+def open_remote(shard: str) -> Iterator[IO[bytes]]:
+    """A context with a remote shard's content, readable from its start to its end.
+
+    At its end the rest is read, so that a command or a transfer that fails late is noticed.
+
+    Raises:
+        OSError: it cannot be opened, or the command that gives it ends with another status than 0.
+        CoderError: as of :func:`check_remote`.
+    """
+    file = _open(shard)
+    try:
+        yield file
+        while file.read(_BLOCK):
+            pass
+    except Exception as exc:
+        if isinstance(file, Pipe):
+            with suppress(subprocess.TimeoutExpired):
+                if file.proc.wait(0.5) > 0:  # it failed by itself: what was read from it is a consequence
+                    raise OSError(f"the command that gives it ended with status {file.proc.returncode}") from exc
+        raise
+    else:
+        if isinstance(file, Pipe) and (status := _end(file)) not in file.ignore_status:
+            raise OSError(f"the command that gives it ended with status {status}")
+    finally:
+        _end(file)
+
+
+def _open(shard: str) -> Any:
+    name = scheme(shard)
+    if name in _BUCKETS:
+        package, command = _BUCKETS[name]
+        if importlib.util.find_spec(package) is None:
+            _check_program(name, command[0], f", or the package {package} (pip install {package})")
+            return Pipe([part.format(shard) for part in command], mode="rb", bufsize=8192)
+    if name == "pipe" or name in _PROGRAMS:
+        return wds.gopen(shard)
+    return _filesystem(shard).open(shard, "rb")
+
+
+def _filesystem(shard: str) -> Any:
+    """The file system of a location, by fsspec or, for ``hf://``, by huggingface_hub."""
+    if scheme(shard) == "hf":
+        from huggingface_hub import HfFileSystem
+
+        return HfFileSystem()
+    try:
+        import fsspec
+
+        return fsspec.filesystem(scheme(shard))
+    except (ImportError, ValueError) as error:  # a library that it needs is not installed; no such scheme
+        reason = " ".join(str(error).split())
+        raise CoderError(
+            f"{shard!r} cannot be read: {reason}; write a command that gives the shard instead: 'pipe:COMMAND {shard}'"
+        ) from error
+
+
+def _end(file: Any) -> int:
+    """Close what :func:`_open` has opened. Returns a command's status, 0 of anything else."""
+    if not isinstance(file, Pipe):
+        file.close()
+        return 0
+    file.stream.close()
+    try:
+        return int(file.proc.wait(_PATIENCE))
+    except subprocess.TimeoutExpired:
+        file.proc.kill()
+        return int(file.proc.wait())
+
+
+def read_small(location: str, most: int) -> bytes | None:
+    """The content of a small remote file; None if it cannot be read or has more than ``most`` bytes."""
+    try:
+        with open_remote(location) as file:
+            content = file.read(most + 1)
+            return content if len(content) <= most else None
+    except Exception:  # absent, not allowed, no connection: the libraries have errors of their own
+        return None

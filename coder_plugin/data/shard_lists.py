@@ -1,0 +1,139 @@
+"""Which shards a pattern or a folder names, and how many samples the files beside them say that they have."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import webdataset as wds
+
+from coder_plugin.data.json_text import parse_json
+from coder_plugin.data.remote import read_small, scheme
+from coder_plugin.data.tars import local_path
+from coder_plugin.errors import CoderError
+from coder_plugin.files import open_regular, read_json
+from coder_plugin.locations import is_local
+
+NSHARDS = "nshards.txt"
+SIZES = "sizes.json"
+_LARGEST_SIZES = 1 << 26
+
+
+def shard_labels(shards: Sequence[str]) -> dict[str, str]:
+    """The names of shards in their images' keys: the stem, so that keys survive moving the data, unless stems are not
+    unique."""
+    stems = {shard: os.path.basename(shard).split(".tar")[0] for shard in shards}
+    unique = len(set(stems.values())) == len(stems)
+    return stems if unique else {shard: shard.split(".tar")[0] for shard in shards}
+
+
+def expand(spec: str) -> list[str]:
+    """A shard pattern as a list. Local files must exist, so that missing ones are reported before training."""
+    if not spec.strip() or not all(part.strip() for part in spec.split("::")):
+        raise CoderError(f"shards: empty pattern {spec!r}; give tar files such as 'train-{{000000..000005}}.tar'")
+    try:
+        patterns = wds.SimpleShardList(spec).urls
+    except (AssertionError, ValueError, IndexError) as exc:  # an unset ${variable}, unbalanced braces
+        raise CoderError(f"shards: cannot expand {spec!r}: {exc}") from exc
+    shards: list[str] = []
+    for pattern in patterns:
+        if not is_local(pattern) or os.path.exists(path := local_path(pattern)):
+            shards.append(pattern)
+        elif matching := sorted(glob.glob(path)):
+            shards += [each if is_local(each) else os.path.join(".", each) for each in matching]  # a file named "pipe:…"
+        elif glob.has_magic(path):
+            raise CoderError(f"shards: no file matches {pattern!r}")
+        else:
+            raise CoderError(f"shards: missing shard {pattern!r}" + (f" (of {spec!r})" if pattern != spec else ""))
+    return shards
+
+
+def benchmark_shards(folder: str, split: str) -> list[str]:
+    """CLIP_benchmark's shards of a split: ``0.tar``, ``1.tar`` …, their number in ``nshards.txt``."""
+    notes = [os.path.join(folder, *part, NSHARDS) for part in ([split], [])]
+    note = next(filter(os.path.exists, notes), None)
+    if note is None:
+        splits = sorted(os.path.basename(os.path.dirname(each)) for each in glob.glob(f"{glob.escape(folder)}/*/{NSHARDS}"))
+        hint = f"splits present: {', '.join(splits)}" if splits else f"give its shards, such as '{folder}/*.tar'"
+        raise CoderError(f"{folder}: no {NSHARDS} for split {split!r}; {hint}")
+    try:
+        with open_regular(note, encoding="utf-8") as file:
+            count = int(file.read(20))
+    except (OSError, ValueError) as exc:
+        raise CoderError(f"{note}: cannot be read as a number: {exc}") from exc
+    if count < 1:
+        raise CoderError(f"{note}: says {count} shards; it must be > 0")
+    present = sum(name.endswith(".tar") for name in os.listdir(os.path.dirname(note)))
+    shards = [beside(note, f"{number}.tar") for number in range(min(count, present + 1))]
+    missing = [shard for shard in shards if not os.path.exists(shard)]
+    if missing:
+        lacking = count - len(shards) + len(missing)
+        raise CoderError(f"{note}: lists {count} shards, of which {lacking} are missing, the first: {missing[0]}")
+    return shards
+
+
+def beside(shard: str, name: str) -> str:
+    return os.path.join(os.path.dirname(local_path(shard)), name)
+
+
+def recorded_size(shards: list[str], *, remote: bool = True) -> int | None:
+    """The number of samples from open_clip's ``sizes.json`` (by shard) or ``__len__`` (of the folder) beside the shards.
+
+    Args:
+        shards: local or remote ones; beside remote ones there may be a ``sizes.json``.
+        remote: whether to read what is not on this machine.
+
+    Returns:
+        The number; None where no file says it.
+    """
+    if not all(map(is_local, shards)):
+        return _remote_size(shards) if remote else None
+    paths = [local_path(shard) for shard in shards]
+    folders = sorted({os.path.dirname(path) for path in paths})
+    sizes: dict[str, int] = {}
+    for folder in folders:
+        entries = _read_json(os.path.join(folder, SIZES), dict) or {}
+        sizes |= {os.path.join(folder, name): size for name, size in entries.items() if is_size(size)}
+    if all(path in sizes for path in paths):
+        return sum(sizes[path] for path in paths)
+    size = _read_json(os.path.join(folders[0], "__len__"), int) if len(folders) == 1 and not sizes else None
+    return size if is_size(size) else None
+
+
+def _remote_size(shards: list[str]) -> int | None:
+    if any(scheme(shard) == "pipe" for shard in shards if not is_local(shard)):
+        return None
+    total = 0
+    for folder, group in groupby(sorted(shards, key=os.path.dirname), key=os.path.dirname):
+        names = [os.path.basename(shard) for shard in group]
+        if is_local(folder):
+            size = recorded_size([os.path.join(folder, name) for name in names])
+        else:
+            content = read_small(f"{folder}/{SIZES}", _LARGEST_SIZES)
+            try:
+                sizes = parse_json(content or b"")
+            except ValueError:  # none, or a page that says so
+                return None
+            known = isinstance(sizes, dict) and all(is_size(sizes.get(name)) for name in names)
+            size = sum(sizes[name] for name in names) if known else None
+        if size is None:
+            return None
+        total += size
+    return total
+
+
+def is_size(value: object) -> bool:
+    """Whether a recorded number of samples can be one; where it cannot, samples are counted."""
+    return type(value) is int and value >= 0
+
+
+def _read_json(path: str, kind: type) -> Any:
+    if not os.path.exists(path):
+        return None
+    content = read_json(path)
+    if not isinstance(content, kind):
+        raise CoderError(f"{path}: expected {kind.__name__}, as open_clip writes it, got {type(content).__name__}")
+    return content

@@ -212,6 +212,7 @@ class OptimConfig:
     precision: str = _option(
         "auto", "autocast [bf16 on GPU, fp32 on CPU]", choices=("auto", "fp32", "amp", "amp_bf16", "amp_fp16")
     )
+    tf32: bool = _option(True, "multiply float32 matrices in TF32 on GPUs that have it, in losses too, as open_clip does")
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

@@ -122,9 +122,8 @@ def ascl_of_features(
             text_to_image=transposed,
             anchors=anchors,
         )
-    if not isinstance(temperature, Tensor):
-        temperature = torch.tensor(temperature, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
-    scale = 1 / raise_precision(temperature).reshape(())
+    number = torch.promote_types(rows.dtype, torch.float32)
+    scale = 1 / torch.as_tensor(temperature, dtype=number, device=rows.device).reshape(())
     sums, positive = batch_sums(image_features, text_features, image_ids, anchors, scale)
     of_images = [sums[0]]
     if noised_features is not None:

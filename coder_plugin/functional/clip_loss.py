@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.similarity import check_pairs, raise_precision
+from coder_plugin.functional.similarity import check_pairs
 from coder_plugin.functional.tiled_pairs import batch_sums
 
 
@@ -33,7 +33,7 @@ def tiled_clip(
         tensor(0.1269)
     """
     check_pairs(image_features, text_features)
-    scale = raise_precision(logit_scale).reshape(())
+    scale = logit_scale.to(torch.promote_types(image_features.dtype, torch.float32)).reshape(())
     sums, positive = batch_sums(image_features, text_features, None, anchors, scale)
     positive = positive * scale
     return (torch.logaddexp(positive, sums) - positive).mean()

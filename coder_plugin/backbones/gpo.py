@@ -190,7 +190,7 @@ def _gru(rows: Tensor, weights: list[Tensor]) -> Tensor:
 @torch.library.custom_op("coder_plugin::position_gru_backward", mutates_args=())
 def _gru_backward(gradient: Tensor, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The gradients of the weights. The states are computed again."""
-    autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # off within an operation
+    autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # else off here
     with torch.enable_grad(), autograd:
         leaves = [weight.detach().requires_grad_() for weight in weights]
         state = rows.new_zeros(2, len(rows), weights[1].shape[1])

@@ -126,8 +126,8 @@ class LossConfig:
     loss_impl: str = _option(
         "auto",
         "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to rounding, in "
-        "memory that grows with the batch size alone",
-        choices=("auto", "reference", "tiled"),
+        "memory that grows with the batch size alone (tiled; triton: with Triton's kernels)",
+        choices=("auto", "reference", "tiled", "triton"),
     )
 
 

@@ -138,7 +138,7 @@ def test_auto_takes_the_reference_where_tiles_do_not_apply() -> None:
             dcl(*features, implementation="tiled", **chosen)
     with pytest.raises(ValueError, match="implementation='tiled' needs features"):
         dcl(features[0][:, None], features[1], implementation="tiled")
-    with pytest.raises(ValueError, match="'auto', 'reference' or 'tiled', got 'fast'"):
+    with pytest.raises(ValueError, match="'auto', 'reference', 'tiled' or 'triton', got 'fast'"):
         dcl(*features, implementation="fast")
 
 

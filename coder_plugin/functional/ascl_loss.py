@@ -124,7 +124,7 @@ def ascl_of_features(
         )
     number = torch.promote_types(rows.dtype, torch.float32)
     scale = 1 / torch.as_tensor(temperature, dtype=number, device=rows.device).reshape(())
-    sums, positive = batch_sums(image_features, text_features, image_ids, anchors, scale)
+    sums, positive = batch_sums(image_features, text_features, image_ids, anchors, scale, triton=implementation == "triton")
     of_images = [sums[0]]
     if noised_features is not None:
         candidates = [Candidates(noised_features, None, noise_valid)]

@@ -79,7 +79,8 @@ def dcl(
         anchors: the rows of the batch that are anchors; the candidates stay all n. None: all rows.
         gather: collects the diversity weights of all processes' anchors, if ``anchors`` are one process's share.
         implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows
-            with n alone; ``"auto"``: tiles if they support the options (docs/equations.md#tiles).
+            with n alone; ``"triton"``: tiles with Triton's kernels; ``"auto"``: tiles if they support the options
+            (docs/equations.md#tiles).
 
     Returns:
         Scalar, float32 or float64: the mean over image anchors plus the mean over text anchors.
@@ -128,6 +129,7 @@ def dcl(
             effective_negatives=effective_negatives,
             anchors=anchors,
             gather=gather,
+            triton=implementation == "triton",
         )
     similarity = cosine(anchor_rows(image_features, anchors), text_features)
     transposed = None if anchors is None else cosine(anchor_rows(text_features, anchors), image_features)
@@ -163,12 +165,13 @@ def _tiled_dcl(
     bank_diversity: tuple[Tensor, Tensor] | None,
     anchors: slice | None,
     gather: Gather | None,
+    triton: bool,
     **options: Any,
 ) -> Tensor:
     """:func:`dcl` by tiles. ``epsilon`` None: no diversity weights."""
     n = len(image_features)
     if anchors is None:  # one product serves both directions
-        tile = one_tile(image_features, text_features, image_ids)
+        tile = None if triton else one_tile(image_features, text_features, image_ids)
         with torch.no_grad():
             counts = pair_counts(image_ids, n, tile)
             if epsilon is None:
@@ -178,7 +181,8 @@ def _tiled_dcl(
                 weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))
             if bank_diversity is not None:
                 weights = (weights + torch.stack(bank_diversity)) / 2
-        sums, positive = pair_sums(image_features, text_features, image_ids, 1 / (mu * weights), gamma, tile)
+        scale = 1 / (mu * weights)
+        sums, positive = pair_sums(image_features, text_features, image_ids, scale, gamma, tile, triton=triton)
         return sum_of_losses(sums, positive, counts, mu=mu, **options) / n
     ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))

@@ -30,7 +30,7 @@ WHOLE_ROWS = ("cpu",)
 #: A batch of at most this many similarities is one tile, which is kept for the backward pass instead of computed again.
 ONE_TILE = 1 << 22
 
-Implementation = Literal["auto", "reference", "tiled"]
+Implementation = Literal["auto", "reference", "tiled", "triton"]
 
 
 def use_tiles(
@@ -52,17 +52,18 @@ def use_tiles(
         small: whether tiles save time or memory for a small matrix too; else ``"auto"`` takes the reference for it.
 
     Raises:
-        ValueError: an unknown implementation; ``"tiled"`` with options that tiles do not support.
+        ValueError: an unknown implementation; ``"tiled"`` or ``"triton"`` with options that tiles do not support.
     """
-    if implementation not in ("auto", "reference", "tiled"):
-        raise ValueError(f"implementation must be 'auto', 'reference' or 'tiled', got {implementation!r}")
+    if implementation not in ("auto", "reference", "tiled", "triton"):
+        raise ValueError(f"implementation must be 'auto', 'reference', 'tiled' or 'triton', got {implementation!r}")
     supported = diversity != "entropy" and not diversity_gradient and all(each.ndim == 2 for each in features)
-    if implementation == "tiled" and not supported:
+    if implementation in ("tiled", "triton") and not supported:
         raise ValueError(
-            "implementation='tiled' needs features [n, d], diversity 'std' or 'none', and no diversity_gradient: use 'auto'"
+            f"implementation={implementation!r} needs features [n, d], diversity 'std' or 'none', and no diversity_gradient: "
+            "use 'auto'"
         )
     if implementation != "auto":
-        return implementation == "tiled"
+        return implementation != "reference"
     return supported and (pairs > ONE_TILE or (small and not torch.compiler.is_compiling()))
 
 

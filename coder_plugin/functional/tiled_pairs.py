@@ -92,7 +92,14 @@ def pair_variances(
 
 
 def pair_sums(
-    images: Tensor, texts: Tensor, ids: Tensor | None, scale: Tensor, offset: float = 0.0, tile: OneTile | None = None
+    images: Tensor,
+    texts: Tensor,
+    ids: Tensor | None,
+    scale: Tensor,
+    offset: float = 0.0,
+    tile: OneTile | None = None,
+    *,
+    triton: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Each anchor's sum over its negatives, and its positive; differentiable with respect to both features.
 
@@ -100,7 +107,8 @@ def pair_sums(
         images: [n, d]. texts: [n, d]. ids: as of :func:`pair_variances`.
         scale: > 0: [2, n], of the image and the text anchors, without a gradient; or one for all, 0-d, with a gradient.
         offset: subtracted from the negatives' similarities.
-        tile: of :func:`one_tile`; its similarities are overwritten.
+        tile: of :func:`one_tile`; its similarities are overwritten. None: computed in tiles.
+        triton: whether Triton's kernels compute the passes over a tile.
 
     Returns:
         ``log sum_neg exp(scale * (S - offset))``, [2, n], -inf for an anchor without negatives; and the
@@ -108,24 +116,25 @@ def pair_sums(
     """
     if tile is not None:
         return _OneTileSums.apply(images, texts, scale, offset, *tile)
-    return _PairSums.apply(images, texts, ids, scale, offset)
+    return _PairSums.apply(images, texts, ids, scale, offset, triton)
 
 
 def batch_sums(
-    images: Tensor, texts: Tensor, ids: Tensor | None, anchors: slice | None, scale: Tensor
+    images: Tensor, texts: Tensor, ids: Tensor | None, anchors: slice | None, scale: Tensor, *, triton: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``log sum_neg exp(scale * S)`` of the anchors of a batch of pairs and their positives, as :func:`pair_sums`.
 
     Args:
         images: [n, d]. texts: [n, d]. ids: as of :func:`pair_variances`.
         anchors: the rows that are anchors; None: all n.
-        scale: one for all, 0-d, with a gradient.
+        scale: one for all, 0-d, with a gradient. triton: as of :func:`pair_sums`, where all rows are anchors.
 
     Returns:
         [2, a] of the image and the text anchors; and [a].
     """
     if anchors is None:
-        return pair_sums(images, texts, ids, scale, tile=one_tile(images, texts, ids))
+        tile = None if triton else one_tile(images, texts, ids)
+        return pair_sums(images, texts, ids, scale, tile=tile, triton=triton)
     ids = torch.arange(len(images), device=images.device) if ids is None else ids
     both = (images, texts), (texts, images)
     sums = [negative_sums(live[anchors], ids[anchors], [Candidates(others, ids)], scale)[0] for live, others in both]
@@ -181,7 +190,7 @@ class _OneTileSums(torch.autograd.Function):
                 image_gradient, text_gradient = slopes @ w, slopes.T @ v
                 return image_gradient.to(images.dtype), text_gradient.to(texts.dtype), None, None, None, None
             results = matmul(slopes, w), matmul(slopes.T, v)
-            return _finish(ctx, (images, texts), scale, gradient, positive_gradient, results, unit)
+            return _finish(ctx, (images, texts), scale, gradient, positive_gradient, results, unit, 2)
 
 
 class _PairSums(torch.autograd.Function):
@@ -189,8 +198,10 @@ class _PairSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, images: Tensor, texts: Tensor, ids: Tensor | None, scale: Tensor, offset: float
+        ctx: Any, images: Tensor, texts: Tensor, ids: Tensor | None, scale: Tensor, offset: float, triton: bool
     ) -> tuple[Tensor, Tensor]:
+        kernels = _kernels(triton)
+        ids = torch.arange(len(images), device=images.device) if ids is None else ids
         with full_precision(images):
             v, w = operands(images, texts)
             n, both = len(v), scale.expand(2, len(v))
@@ -202,27 +213,22 @@ class _PairSums(torch.autograd.Function):
                 inside = slice(max(part.start, columns.start), min(part.stop, columns.stop))
                 if inside.start < inside.stop:
                     positive[inside] = logits.diagonal(part.start - columns.start)
-                logits.masked_fill_(same_image(ids, part, columns, v.device), -torch.inf)
-                row_largest, column_largest = logits.amax(1), logits.amax(0)
-                rows = (logits - finite(row_largest)[:, None]).mul_(both[0, part, None]).exp_().sum(1)
-                logits.sub_(finite(column_largest)).mul_(both[1, columns]).exp_()
-                for k, where, new, part_sum in (
-                    (0, part, row_largest, rows),
-                    (1, columns, column_largest, logits.sum(0)),
-                ):
+                of_rows, of_columns = kernels.tile_sums(logits, ids[part], ids[columns], both[0, part], both[1, columns])
+                for k, where, (new, part_sum) in ((0, part, of_rows), (1, columns, of_columns)):
                     old, top = largest[k, where], torch.maximum(largest[k, where], new)
                     of_old, of_new = ((each - finite(top)).mul_(both[k, where]).exp_() for each in (old, new))
                     total[k, where] = total[k, where] * of_old + part_sum * of_new
                     largest[k, where] = top
             sums = total.log().addcmul_(both, finite(largest) - offset)
         ctx.save_for_backward(images, texts, ids, scale, sums)
-        ctx.offset = offset
+        ctx.offset, ctx.triton = offset, triton
         return sums, positive
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, positive_gradient: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, ids, scale, sums = ctx.saved_tensors
+        kernels = _kernels(ctx.triton)
         with full_precision(images):
             v, w = operands(images, texts)
             slope, both = gradient * scale, scale.expand_as(sums)
@@ -233,13 +239,61 @@ class _PairSums(torch.autograd.Function):
             shift = finite(sums) + scale * ctx.offset
             for part, columns in square_tiles(len(v), len(v), v.device):
                 logits = matmul(v[part], w[columns].T)
-                logits.masked_fill_(same_image(ids, part, columns, v.device), -torch.inf)
-                slopes = (logits * both[0, part, None]).sub_(shift[0, part, None]).exp_().mul_(slope[0, part, None])
-                logits.mul_(both[1, columns]).sub_(shift[1, columns]).exp_()
-                slopes.addcmul_(logits, slope[1, columns].expand_as(logits))
+                of_tile = [(each[0, part], each[1, columns]) for each in (both, shift, slope)]
+                slopes = kernels.tile_slopes(logits, ids[part], ids[columns], *of_tile, w.dtype)
                 add_product(results[0][part], slopes, w[columns])
                 add_product(results[1][columns], slopes.T, v[part])
-            return _finish(ctx, (images, texts), scale, gradient, positive_gradient, results, unit)
+            return _finish(ctx, (images, texts), scale, gradient, positive_gradient, results, unit, 3)
+
+
+class _Torch:
+    """A tile's passes in torch's operations; :mod:`triton_pairs` has the same as kernels."""
+
+    @staticmethod
+    def tile_sums(
+        similarity: Tensor, row_ids: Tensor, column_ids: Tensor, row_scale: Tensor, column_scale: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Of each row and of each column of a tile the largest similarity to a negative, -inf without one, and
+        ``sum_neg exp(scale * (S - largest))``.
+
+        Args:
+            similarity: [r, c], overwritten. row_ids: image ids [r]. column_ids: [c]. row_scale: [r]. column_scale: [c].
+        """
+        similarity.masked_fill_(row_ids[:, None] == column_ids, -torch.inf)
+        of_rows, of_columns = similarity.amax(1), similarity.amax(0)
+        rows = (similarity - finite(of_rows)[:, None]).mul_(row_scale[:, None]).exp_().sum(1)
+        columns = similarity.sub_(finite(of_columns)).mul_(column_scale).exp_().sum(0)
+        return (of_rows, rows), (of_columns, columns)
+
+    @staticmethod
+    def tile_slopes(
+        similarity: Tensor,
+        row_ids: Tensor,
+        column_ids: Tensor,
+        scale: tuple[Tensor, Tensor],
+        shift: tuple[Tensor, Tensor],
+        slope: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``slope * exp(scale * S - shift)`` of the rows and of the columns, added, [r, c]; 0 where there is no negative.
+
+        Args:
+            similarity: [r, c], overwritten. scale, shift, slope: those of the rows [r] and of the columns [c].
+            dtype: of the features, to which the slopes may be rounded.
+        """
+        similarity.masked_fill_(row_ids[:, None] == column_ids, -torch.inf)
+        slopes = (similarity * scale[0][:, None]).sub_(shift[0][:, None]).exp_().mul_(slope[0][:, None])
+        similarity.mul_(scale[1]).sub_(shift[1]).exp_()
+        return slopes.addcmul_(similarity, slope[1].expand_as(similarity))
+
+
+def _kernels(triton: bool) -> Any:
+    """What computes a tile's passes."""
+    if not triton:
+        return _Torch
+    from coder_plugin.functional import triton_pairs
+
+    return triton_pairs
 
 
 def _finish(
@@ -250,13 +304,16 @@ def _finish(
     positive_gradient: Tensor,
     results: tuple[Tensor, Tensor],
     unit: Tensor | None,
+    scale_at: int,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of :func:`pair_sums` from those of the sums over negatives, which are divided by ``unit``."""
+    """The gradients of :func:`pair_sums` from those of the sums over negatives, which are divided by ``unit``.
+
+    ``scale_at``: the place of the scale among the function's arguments."""
     if unit is not None:
         for result in results:
             result *= unit
     scale_gradient = None
-    if ctx.needs_input_grad[2 if len(ctx.needs_input_grad) == 6 else 3]:
+    if ctx.needs_input_grad[scale_at]:
         # sum_neg p S of all anchors, as S = v w: no further pass over the tiles
         similarities = torch.linalg.vecdot(results[0], raise_precision(features[0])).sum() / scale
         scale_gradient = (similarities - ctx.offset * gradient.sum()).to(scale.dtype)
@@ -265,9 +322,9 @@ def _finish(
         result.addcmul_(other.to(result.dtype), factor).to(live.dtype)
         for result, live, other in zip(results, features, reversed(features), strict=True)
     ]
-    if len(ctx.needs_input_grad) == 6:
+    if scale_at == 2:
         return *gradients, scale_gradient, None, None, None
-    return *gradients, None, scale_gradient, None
+    return *gradients, None, scale_gradient, None, None
 
 
 def _shift(similarity: Tensor, scale: Tensor) -> float | None:

@@ -37,7 +37,8 @@ class Clip(Term):
         anchors = anchors_of_rank(len(image_features), local_loss=self.local_loss)
         rows = anchor_rows(image_features, anchors)
         if use_tiles(self.implementation, (image_features, text_features), pairs=len(rows) * len(text_features), small=False):
-            loss = tiled_clip(image_features, text_features, logit_scale, anchors=anchors)
+            triton = self.implementation == "triton"
+            loss = tiled_clip(image_features, text_features, logit_scale, anchors=anchors, triton=triton)
             # a bias that all logits share changes nothing; its gradient is zero
             return loss if logit_bias is None else loss + 0 * logit_bias.sum()
         # the order of upstream's products, on which the last bits depend

@@ -113,6 +113,26 @@ def batch_similarity(
     return similarity, text_to_image, pair_similarity(similarity, anchors), anchor_rows(negatives, anchors)
 
 
+def batch_cosines(
+    image_features: Tensor, text_features: Tensor, anchors: slice | None
+) -> tuple[Tensor, Tensor | None]:
+    """The cosines of a batch of pairs, as :func:`batch_similarity` takes them."""
+    similarity = cosine(anchor_rows(image_features, anchors), text_features)
+    return similarity, None if anchors is None else cosine(text_features[anchors], image_features)
+
+
+def check_pairs(image_features: Tensor, text_features: Tensor) -> None:
+    """:class:`ValueError` unless both are [n, d], or [n, v, d] where an item has several features."""
+    shapes = [(len(x), x.shape[-1]) if x.ndim in (2, 3) else None for x in (image_features, text_features)]
+    if shapes[0] is None or shapes[0] != shapes[1]:
+        raise ValueError(
+            "image_features and text_features must have one shape [n, d], got "
+            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
+        )
+    if not len(image_features):
+        raise ValueError("image_features and text_features hold no pair")
+
+
 def check_rows(similarity: Tensor, negatives: Tensor) -> None:
     """:class:`ValueError` unless both are [n, q] and the negatives are bool."""
     if similarity.ndim != 2 or similarity.shape != negatives.shape:

@@ -343,8 +343,8 @@ class Trainer:
         stopped = distributed.any_rank(self.stop, self.device)
         if self.position is None and not stopped:
             raise CoderError(
-                f"epoch {self.epoch} gave no step on some rank: {bad} (see the warnings), and the rest is less than a batch on "
-                "some rank"
+                f"epoch {self.epoch + 1} gave no step on some rank: {bad} (see the warnings), and the rest is less than a "
+                "batch on some rank"
             )
         return not stopped or (self.position is not None and self._is_epoch_over(self.position))
 
@@ -504,7 +504,7 @@ class Trainer:
         except NonFiniteError as error:
             self.optimizer.zero_grad()
             raise NonFiniteError(
-                f"{error} at step {self.step} (epoch {self.epoch}): the step was not taken and nothing was written; "
+                f"{error} at step {self.step} (epoch {self.epoch + 1}): the step was not taken and nothing was written; "
                 f"lower --lr, lengthen --warmup or clip with --grad-clip-norm; {resume.advice(self.folder)}"
             ) from error
         if not isinstance(metrics, Mapping):

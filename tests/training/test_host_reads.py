@@ -15,6 +15,7 @@ SETTINGS = {
     "coder": ["momentum.bank_size=64", "prototypes.clusters=4", "prototypes.recluster=24"],
     "clip": [],
     "ascl": [],
+    "selfalign": [],
     "clip + 0.5*triplet": [],
 }
 

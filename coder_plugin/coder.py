@@ -5,9 +5,10 @@ Shapes: B batch, D joint dimension.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +22,15 @@ from coder_plugin.functional.similarity import check_range
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
-from coder_plugin.heads.capabilities import AddsTexts, FollowsModel, KeepsState, ReadsTags, Scores, heads_with
+from coder_plugin.heads.capabilities import (
+    AddsTexts,
+    FollowsModel,
+    KeepsState,
+    ReadsTags,
+    RepeatsOutputs,
+    Scores,
+    heads_with,
+)
 from coder_plugin.losses.base import gathered_arguments
 from coder_plugin.memory.rows import reset_moments
 from coder_plugin.objective import Objective
@@ -67,6 +76,7 @@ class Coder(nn.Module):
             )
         options = dict(objective.heads)
         self.heads: Any = nn.ModuleDict()
+        self._kept: dict[str, Any] | None = None
         #: Names of the heads that were passed as objects.
         self.passed_heads: tuple[str, ...] = tuple(resolution.targets)
         for name in resolution.heads:
@@ -162,14 +172,33 @@ class Coder(nn.Module):
         """
         pool = dict(features)
         if self.heads:
-            check_range(**{key: value for key, value in pool.items() if isinstance(value, Tensor)})
+            check_range(**{key: value for key, value in pool.items() if isinstance(value, Tensor) and key != "image"})
         for name, head in self.heads.items():
             if all(key in pool for key in head.requires):
-                outputs = head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool})
+                kept = self._kept if isinstance(head, RepeatsOutputs) and head.repeats else None
+                if kept is not None and name in kept:
+                    outputs = kept[name]
+                else:
+                    outputs = head(**{key: pool[key] for key in (*head.requires, *head.uses) if key in pool})
+                if kept is not None:
+                    kept[name] = outputs
                 if not isinstance(outputs, dict):
                     raise CoderError(f"head {name!r} returned a {type(outputs).__name__}: it must return a dict of tensors")
                 pool.update(outputs)
         return {key: value for key, value in pool.items() if key.startswith("coder_")}
+
+    @contextlib.contextmanager
+    def keeping(self, results: dict[str, Any]) -> Iterator[None]:
+        """A context for two forward passes over the same batch, for accumulation.
+
+        The first pass puts the outputs of heads that give the same both times
+        (:class:`~coder_plugin.heads.capabilities.RepeatsOutputs`) into ``results``, and the second takes them from there.
+        """
+        self._kept = results
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def post_step(self, optimizer: Any = None) -> None:
         """Write the heads' state: call once after every optimizer step that was performed.

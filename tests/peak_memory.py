@@ -29,3 +29,10 @@ class PeakMemory(TorchDispatchMode):
                 self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.live.values()))
         return result
+
+
+def peak(function: Callable[[], Any]) -> float:
+    """Bytes that a computation on meta tensors, which have no values, needs at once beyond its inputs."""
+    with PeakMemory() as memory:
+        function()
+    return memory.peak

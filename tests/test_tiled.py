@@ -1,53 +1,18 @@
-"""Losses by tiles: equal to the reference in value and gradient, in little memory, on one process and on two."""
+"""Losses by tiles: equal to the reference in value and gradient, in little memory, and without a graph break."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn.functional import normalize
 
-from coder_plugin.functional import dcl, m_dcl, tiled
+from coder_plugin.functional import dcl, m_dcl, tiled_pairs
 from coder_plugin.model import create_loss, create_model
-from tests import gloo
-from tests.peak_memory import PeakMemory
+from tests.peak_memory import peak
+from tests.tiles import compare, rows, small_tiles, value_and_gradient
 
-FEW = 150  # elements of a tile in these tests: ragged tiles of a few rows
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "TILE_ON_CPU", FEW)
-    monkeypatch.setattr(tiled, "ONE_TILE", 20)  # 4 pairs and fewer are one tile
-
-
-def value_and_gradient(function: Callable[..., Tensor], *features: Tensor) -> list[Tensor]:
-    leaves = [each.clone().requires_grad_() for each in features]
-    loss = function(*leaves)
-    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-
-def compare(function: Callable[..., Tensor], *features: Tensor, bound: float = 1e-10, **options: Any) -> None:
-    """The reference and the tiles: value and gradients of the features differ by at most ``bound``, relative to the largest."""
-    results = [
-        value_and_gradient(lambda *leaves, form=form: function(*leaves, implementation=form, **options), *features)
-        for form in ("reference", "tiled")
-    ]
-    for want, got in zip(*results, strict=True):
-        assert got.dtype == want.dtype
-        assert (got - want).abs().max() <= bound * want.abs().max().clamp(min=1e-3)
-
-
-def rows(generator: torch.Generator, n: int, d: int, spread: float) -> Tensor:
-    """Unit vectors; with a small spread all are nearly equal."""
-    common = torch.ones(d, dtype=torch.float64)
-    return normalize(common / spread + torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1)
-
+__all__ = ["small_tiles"]
 
 options = st.fixed_dictionaries(
     {
@@ -114,11 +79,11 @@ def test_the_gram_form_of_the_variance_and_images_repeated_too_often_for_it(monk
     generator = torch.Generator().manual_seed(0)
     features = rows(generator, 60, 8, 1.0), rows(generator, 60, 8, 1.0)
     grams = []
-    original = tiled._gram_variance
-    monkeypatch.setattr(tiled, "_gram_variance", lambda *args: grams.append(1) or original(*args))
+    original = tiled_pairs._gram_variance
+    monkeypatch.setattr(tiled_pairs, "_gram_variance", lambda *args: grams.append(1) or original(*args))
     for ids, used in ((None, 2), (torch.arange(60) // 3, 2), (torch.arange(60) // 20, 0)):
         compare(dcl, *features, image_ids=ids)
-        assert len(grams) == used
+        assert len(grams) == 2 * used  # for tiles of both shapes
         grams.clear()
 
 
@@ -173,7 +138,7 @@ def test_auto_takes_the_reference_where_tiles_do_not_apply() -> None:
             dcl(*features, implementation="tiled", **chosen)
     with pytest.raises(ValueError, match="implementation='tiled' needs features"):
         dcl(features[0][:, None], features[1], implementation="tiled")
-    with pytest.raises(ValueError, match="'auto', 'reference' or 'tiled', got 'fast'"):
+    with pytest.raises(ValueError, match="'auto', 'reference', 'tiled' or 'triton', got 'fast'"):
         dcl(*features, implementation="fast")
 
 
@@ -192,13 +157,6 @@ def test_the_loss_of_a_model_takes_the_implementation(monkeypatch) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def peak(function: Callable[[], Any]) -> float:
-    """Bytes that a computation on meta tensors, which have no values, needs at once beyond its inputs."""
-    with PeakMemory() as memory:
-        function()
-    return memory.peak
 
 
 def test_memory_of_dcl_at_32768_pairs(monkeypatch) -> None:
@@ -229,34 +187,6 @@ def test_the_count_of_memory() -> None:
     features = torch.empty(2000, 8, device="meta", requires_grad=True)
     assert 2000**2 * 4 <= peak(lambda: (features @ features.T).sum().backward()) <= 3 * 2000**2 * 4
     assert peak(lambda: [torch.empty(1000, device="meta").sum() for _ in range(10)]) < 3 * 4000
-
-
-# -- two processes ---------------------------------------------------------------------------------------------------
-
-
-def on_a_rank(local_loss: bool) -> list[list[Tensor]]:
-    """Losses and gradients of this rank's share of a batch, by the reference and by tiles."""
-    from coder_plugin import distributed
-    from coder_plugin.losses.dcl import DCL
-
-    tiled.TILE_ON_CPU = FEW
-    generator = torch.Generator().manual_seed(5)
-    features = [rows(generator, 12, 5, 1.0) for _ in range(2)]
-    part = slice(distributed.rank() * 6, distributed.rank() * 6 + 6)
-    ids = torch.arange(12) // 2 * 2
-    results = []
-    for form in ("reference", "tiled"):
-        term = DCL().bind({}, local_loss=local_loss)
-        term.implementation = form
-        results.append(value_and_gradient(lambda v, w, t=term: t(v, w, coder_ids=ids[part]), *(x[part] for x in features)))
-    return results
-
-
-@pytest.mark.parametrize("local_loss", [False, True])
-def test_two_processes(local_loss) -> None:
-    for reference, got in gloo.run(on_a_rank, local_loss):
-        for one, other in zip(got, reference, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_no_graph_break_under_compile() -> None:

@@ -6,13 +6,14 @@ Shapes: B batch, L positions (regions or tokens), C channels, U distinct lengths
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from coder_plugin.functional.host import at_hand
 from coder_plugin.functional.similarity import raise_precision
 
 #: What scores a position: a linear layer without bias, as released for VSE-infinity, or CODER's printed two-layer perceptron.
@@ -64,17 +65,30 @@ class GPO(nn.Module):
         self.score: nn.Module = last
         if decoder == "mlp":
             self.score = nn.Sequential(nn.Linear(d_hidden, d_hidden), nn.ReLU(), last)
+        self._kept: tuple[Any, Tensor] | None = None
+        self._keep_weights()
+        self.register_load_state_dict_post_hook(lambda module, _: module._keep_weights())
+
+    def _keep_weights(self) -> None:
+        """Keep the GRU's parameters where torch.compile may read them: it leaves the graph at any attribute of a torch GRU."""
+        self._gru_weights = tuple(self.gru._flat_weights)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> GPO:
+        super()._apply(fn, recurse)
+        self._keep_weights()
+        return self
 
     def train(self, mode: bool = True) -> GPO:
         super().train(mode)
         self.gru.train()  # cuDNN refuses gradients through a GRU in eval mode; without dropout the modes are equal
         return self
 
-    @torch.compiler.disable  # its shapes follow the masks: every batch would be compiled anew
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
         """Pool the valid positions of every row.
 
-        Values at other positions, NaN and inf included, affect neither the result nor gradients.
+        Values at other positions, NaN and inf included, affect neither the result nor gradients. On a CPU only the columns
+        that a row uses are sorted. Elsewhere, and while compiling, all L are, and the weights of all lengths up to L are
+        computed, so that shapes do not depend on the masks and nothing waits for the device.
 
         Args:
             features: floating point [B, L, C].
@@ -84,7 +98,7 @@ class GPO(nn.Module):
             [B, C], float64 if the features are, else float32, also under autocast and for half inputs.
 
         Raises:
-            ValueError: wrong shapes or types, no row, a row without valid position.
+            ValueError: wrong shapes or types, no row; on a CPU also a row without valid position, which elsewhere gives zeros.
         """
         if features.ndim != 3 or not features.is_floating_point():
             raise ValueError(f"features must be floating point [B, L, C], got {features.dtype} {tuple(features.shape)}")
@@ -95,35 +109,57 @@ class GPO(nn.Module):
             )
         if not len(features):
             raise ValueError(f"features hold no row: {tuple(features.shape)}")
-        lengths, first, last = _extent(mask)
         with torch.autocast(features.device.type, enabled=False):
-            # cut columns that no row uses first: the sort is the expensive part
-            mask = mask[:, None, first:last]
-            values = raise_precision(features[:, first:last])
-            distinct, row = lengths.unique(return_inverse=True)
-            longest = int(distinct[-1])
-            weights = self._weights(distinct, values)[row.to(values.device)]
+            values = raise_precision(features)
+            if at_hand(features):
+                lengths, first, last = _extent(mask)
+                # cut columns that no row uses first: the sort is the expensive part
+                values, mask = values[:, first:last], mask[:, first:last]
+                distinct, row = lengths.unique(return_inverse=True)
+                longest = int(distinct[-1])
+                weights = self._weights(distinct, longest, values)[row]
+            else:
+                longest = features.shape[1]
+                weights = self._table(longest, values)[(mask.sum(1) - 1).clamp(min=0)]
             # transposed and contiguous, the sort is 1.3 (30 positions) to 1.8 times (36) as fast as along dimension 1
-            values = values.transpose(1, 2).contiguous().masked_fill(~mask, -torch.inf)
+            values = values.transpose(1, 2).contiguous().masked_fill(~mask[:, None], -torch.inf)
             values = values.sort(dim=-1, descending=True).values[..., :longest]
-            counted = torch.arange(longest, device=values.device) < mask.sum(-1, keepdim=True)
+            counted = torch.arange(longest, device=values.device) < mask.sum(1)[:, None, None]
             return (torch.where(counted, values, 0) * weights[:, None]).sum(-1)
 
-    def _weights(self, lengths: Tensor, like: Tensor) -> Tensor:
-        """theta [U, longest] for distinct lengths [U] (on the CPU, ascending), zero beyond each; as ``like``'s type."""
-        positions = torch.arange(int(lengths[-1]), device=like.device)
+    def _table(self, longest: int, like: Tensor) -> Tensor:
+        """theta of every length from 1 to ``longest`` [L, L]. Without gradients it is kept until the parameters change."""
+        lengths = torch.arange(1, longest + 1, device=like.device)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or next(self.parameters()).is_inference():
+            return self._weights(lengths, longest, like)
+        key = (longest, like.dtype, *((each.data_ptr(), each._version) for each in self.parameters()))
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, self._weights(lengths, longest, like)
+        return self._kept[1]
+
+    def _weights(self, lengths: Tensor, longest: int, like: Tensor) -> Tensor:
+        """theta [U, longest] for distinct lengths [U], of which the last is ``longest``; zero beyond each, as ``like``."""
+        positions = torch.arange(longest, device=like.device)
         even = torch.arange(0, self.d_pe, 2, dtype=like.dtype, device=like.device)
         rates = torch.exp(even * (-math.log(10000) / self.d_pe))
         angles = positions[:, None] * rates
         codes = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
-        # packed, so that the backward direction starts at a row's last valid position
-        packed = pack_padded_sequence(
-            codes.expand(len(lengths), -1, -1), lengths, batch_first=True, enforce_sorted=False
-        )
-        states, _ = pad_packed_sequence(_call(self.gru, packed, like.dtype)[0], batch_first=True)
-        scores = _call(self.score, states.unflatten(-1, (2, -1)).mean(-2), like.dtype).squeeze(-1)
-        valid = positions < lengths.to(like.device)[:, None]
+        # Each length's positions come last in its row, so that the backward direction starts at the last of them. The forward
+        # direction does not depend on the length: the row of the greatest one has it for all.
+        shift = longest - lengths[:, None]
+        rows = codes[(positions - shift).clamp(min=0)]
+        forward, backward = self._states(rows).unflatten(-1, (2, -1)).unbind(-2)
+        own = (positions + shift).clamp(max=longest - 1)[..., None].expand_as(backward)
+        states = (forward[-1] + backward.gather(1, own)) / 2
+        scores = _call(self.score, states, like.dtype).squeeze(-1)
+        valid = positions < lengths[:, None]
         return (scores / self.temperature).masked_fill(~valid, -torch.inf).softmax(-1)
+
+    def _states(self, rows: Tensor) -> Tensor:
+        """The GRU's states of both directions: [U, L, d_pe] -> [U, L, 2 d_hidden]."""
+        if not torch.compiler.is_compiling() or hasattr(self._gru_weights[0], "to_local"):  # FSDP2's own parameters
+            return _call(self.gru, rows, rows.dtype)[0]
+        return _gru(rows, [weight.to(rows.dtype) for weight in self._gru_weights])
 
 
 def _extent(mask: Tensor) -> tuple[Tensor, int, int]:
@@ -142,3 +178,43 @@ def _call(module: nn.Module, inputs: object, dtype: torch.dtype) -> Any:
     if all(parameter.dtype == dtype for parameter in parameters.values()):
         return module(inputs)
     return functional_call(module, {name: parameter.to(dtype) for name, parameter in parameters.items()}, (inputs,))
+
+
+@torch.library.custom_op("coder_plugin::position_gru", mutates_args=())
+def _gru(rows: Tensor, weights: list[Tensor]) -> Tensor:
+    """A bidirectional GRU as one operation of a compiled graph, which would else hold one for each position: [U, L, 2 H]."""
+    state = rows.new_zeros(2, len(rows), weights[1].shape[1])
+    return torch.gru(rows, state, weights, True, 1, 0.0, True, True, True)[0]
+
+
+@torch.library.custom_op("coder_plugin::position_gru_backward", mutates_args=())
+def _gru_backward(gradient: Tensor, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """The gradients of the weights. The states are computed again."""
+    autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # else off here
+    with torch.enable_grad(), autograd:
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+        state = rows.new_zeros(2, len(rows), weights[1].shape[1])
+        states = torch.gru(rows.detach(), state, leaves, True, 1, 0.0, True, True, True)[0]
+        return list(torch.autograd.grad(states, leaves, gradient))
+
+
+@_gru.register_fake
+def _(rows: Tensor, weights: list[Tensor]) -> Tensor:
+    return rows.new_empty(*rows.shape[:2], 2 * weights[1].shape[1])
+
+
+@_gru_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(weight) for weight in weights]
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rows, ctx.count = inputs[0], len(inputs[1])
+    ctx.save_for_backward(*inputs[1])
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[None, list[Tensor]]:
+    return None, _gru_backward(gradient, ctx.rows, list(ctx.saved_tensors))
+
+
+_gru.register_autograd(_gradients, setup_context=_keep_inputs)

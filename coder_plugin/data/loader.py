@@ -293,7 +293,7 @@ class TrainLoader:
         rank, now = self._plan.rank, self._setting()
         for position in positions:
             if position["epoch"] != epoch:
-                raise CoderError(f"the position to resume from is in epoch {position['epoch']}, not in epoch {epoch}")
+                raise CoderError(f"the position to resume from is in epoch {position['epoch'] + 1}, not in epoch {epoch + 1}")
         if not any(position["batches"] or position.get("rest") for position in positions):
             return _Position(epoch=epoch, consumed=[0] * self._plan.workers)  # at the start any setting may be used
         then = positions[0]["setting"]
@@ -304,15 +304,16 @@ class TrainLoader:
         ]
         if wrong:
             raise CoderError(
-                f"cannot resume in the middle of epoch {epoch}: {'; '.join(wrong)}; use the old value, "
+                f"cannot resume in the middle of epoch {epoch + 1}: {'; '.join(wrong)}; use the old value, "
                 "or resume from the start of an epoch"
             )
         own = next((each for each in positions if each["rank"] == rank), None)
         same_batches = own is not None and all(then[name] == now[name] for name in ("ranks", "batch size"))
         if not same_batches and len(positions) != then["ranks"]:
             changes = [f"{name} was {then[name]} and is {now[name]}" for name in DEALT_ANEW if then[name] != now[name]]
+            why = "; ".join(changes) or f"the position is not of rank {rank}"
             raise CoderError(
-                f"cannot resume in the middle of epoch {epoch} ({'; '.join(changes) or f'the position is not of rank {rank}'}) "
+                f"cannot resume in the middle of epoch {epoch + 1} ({why}) "
                 f"without the positions of all {then['ranks']} ranks"
             )
         if own is not None and same_batches and then["workers"] == now["workers"]:

@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from coder_plugin.functional.similarity import (
+    anchor_rows,
+    batch_cosines,
     batch_similarity,
+    check_ids,
+    check_pairs,
     check_range,
     check_rows,
     check_temperature,
+    cosine,
     raise_precision,
 )
+from coder_plugin.functional.tiled import Candidates, Implementation, use_tiles
+from coder_plugin.functional.tiled_candidates import negative_sums
+from coder_plugin.functional.tiled_pairs import batch_sums
 
 
 def ascl(
@@ -62,6 +70,69 @@ def ascl(
     )
     texts = directed_ascl(columns, positive, negatives, temperature=temperature)
     return (images + texts).mean()
+
+
+def ascl_of_features(
+    image_features: Tensor,
+    text_features: Tensor,
+    noised_features: Tensor | None = None,
+    *,
+    temperature: float | Tensor,
+    image_ids: Tensor | None = None,
+    noise_valid: Tensor | None = None,
+    anchors: slice | None = None,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """:func:`ascl` of the cosines of a batch of pairs; by tiles the matrices of similarities are never stored.
+
+    Args:
+        image_features: L2-normalised [n, d], or [n, v, d] if an image has several features; row i belongs to row i of
+            ``text_features`` [n, d].
+        noised_features: of the noised texts [m, d]; None: there are none.
+        temperature, image_ids, noise_valid, anchors: as of :func:`ascl`. A temperature that is a tensor gets a gradient.
+        implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
+            n and m alone; ``"auto"``: tiles for more than 4 million similarities (docs/equations.md#tiles).
+
+    Returns:
+        Scalar >= 0, float32 or float64.
+
+    Raises:
+        ValueError: shapes that differ, an empty batch, a temperature that is not positive.
+
+    Example:
+        >>> eye = torch.eye(2)
+        >>> ascl_of_features(eye, eye, temperature=0.5)  # InfoNCE of both directions, 2 * log(1 + exp(-2))
+        tensor(0.2539)
+    """
+    check_temperature(temperature)
+    check_pairs(image_features, text_features)
+    check_range(image_features=image_features, text_features=text_features, noised_features=noised_features)
+    n, rows = len(image_features), anchor_rows(image_features, anchors)
+    check_ids(image_ids, n)
+    noised = () if noised_features is None else (noised_features,)
+    pairs = len(rows) * max(n, *map(len, noised), 1)
+    if not use_tiles(implementation, (image_features, text_features, *noised), pairs=pairs, small=False):
+        similarity, transposed = batch_cosines(image_features, text_features, anchors)
+        return ascl(
+            similarity,
+            None if noised_features is None else cosine(rows, noised_features),
+            temperature=temperature,
+            image_ids=image_ids,
+            noise_valid=noise_valid,
+            text_to_image=transposed,
+            anchors=anchors,
+        )
+    number = torch.promote_types(rows.dtype, torch.float32)
+    scale = 1 / torch.as_tensor(temperature, dtype=number, device=rows.device).reshape(())
+    sums, positive = batch_sums(image_features, text_features, image_ids, anchors, scale, triton=implementation == "triton")
+    of_images = [sums[0]]
+    if noised_features is not None:
+        candidates = [Candidates(noised_features, None, noise_valid)]
+        of_images.append(negative_sums(rows, None, candidates, scale, ceiling=positive.detach())[0])
+    positive = positive * scale
+    images = torch.stack([positive, *of_images]).logsumexp(0)
+    texts = torch.logaddexp(positive, sums[1])
+    return (images + texts - 2 * positive).mean()
 
 
 def directed_ascl(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from coder_plugin.functional.diversity_weights import (
     Diversity,
@@ -24,23 +25,19 @@ from coder_plugin.functional.similarity import (
     anchor_rows,
     batch_similarity,
     check_ids,
+    check_pairs,
     check_range,
     check_rows,
     cosine,
     cosine_of_rows,
     raise_precision,
 )
-from coder_plugin.functional.tiled import (
-    Candidates,
-    Implementation,
-    candidate_variance,
-    negative_sums,
-    one_tile,
-    pair_counts,
-    pair_sums,
-    pair_variances,
-    use_tiles,
-)
+from coder_plugin.functional.tiled import Candidates, Implementation, use_tiles
+from coder_plugin.functional.tiled_candidates import candidate_variance, negative_sums
+from coder_plugin.functional.tiled_pairs import one_tile, pair_counts, pair_sums, pair_variances
+
+#: The least 1 + S of a positive: the logarithm of an opposite positive stays finite.
+_LEAST = 1e-6
 
 
 def dcl(
@@ -82,7 +79,8 @@ def dcl(
         anchors: the rows of the batch that are anchors; the candidates stay all n. None: all rows.
         gather: collects the diversity weights of all processes' anchors, if ``anchors`` are one process's share.
         implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows
-            with n alone; ``"auto"``: tiles if they support the options (docs/equations.md#tiles).
+            with n alone; ``"triton"``: tiles with Triton's kernels; ``"auto"``: tiles if they support the options
+            (docs/equations.md#tiles).
 
     Returns:
         Scalar, float32 or float64: the mean over image anchors plus the mean over text anchors.
@@ -102,7 +100,7 @@ def dcl(
         positive_weight=positive_weight,
         effective_negatives=effective_negatives,
     )
-    _check_pairs(image_features, text_features)
+    check_pairs(image_features, text_features)
     check_range(image_features=image_features, text_features=text_features)
     n = len(image_features)
     check_ids(image_ids, n)
@@ -131,6 +129,7 @@ def dcl(
             effective_negatives=effective_negatives,
             anchors=anchors,
             gather=gather,
+            triton=implementation == "triton",
         )
     similarity = cosine(anchor_rows(image_features, anchors), text_features)
     transposed = None if anchors is None else cosine(anchor_rows(text_features, anchors), image_features)
@@ -166,12 +165,13 @@ def _tiled_dcl(
     bank_diversity: tuple[Tensor, Tensor] | None,
     anchors: slice | None,
     gather: Gather | None,
+    triton: bool,
     **options: Any,
 ) -> Tensor:
     """:func:`dcl` by tiles. ``epsilon`` None: no diversity weights."""
     n = len(image_features)
     if anchors is None:  # one product serves both directions
-        tile = one_tile(image_features, text_features, image_ids)
+        tile = None if triton else one_tile(image_features, text_features, image_ids)
         with torch.no_grad():
             counts = pair_counts(image_ids, n, tile)
             if epsilon is None:
@@ -181,12 +181,13 @@ def _tiled_dcl(
                 weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))
             if bank_diversity is not None:
                 weights = (weights + torch.stack(bank_diversity)) / 2
-        sums, positive = pair_sums(image_features, text_features, image_ids, 1 / (mu * weights), gamma, tile)
-        return anchor_losses(sums, positive, counts, mu=mu, **options).sum() / n
+        scale = 1 / (mu * weights)
+        sums, positive = pair_sums(image_features, text_features, image_ids, scale, gamma, tile, triton=triton)
+        return sum_of_losses(sums, positive, counts, mu=mu, **options) / n
     ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
     every = None  # the weights of all processes' anchors
-    if epsilon is not None and weighs_all_anchors(n):
+    if epsilon is not None and gather is not None and weighs_all_anchors(n):
         variance = pair_variances(image_features, text_features, image_ids, pair_counts(image_ids, n))
         every = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))
     for direction, (live, others) in enumerate(((image_features, text_features), (text_features, image_features))):
@@ -200,7 +201,7 @@ def _tiled_dcl(
             if bank_diversity is not None:
                 weights = (weights + bank_diversity[direction]) / 2
         sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * weights), gamma)
-        loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
+        loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
     return loss
 
 
@@ -264,12 +265,43 @@ def anchor_losses(
     Returns:
         [..., a], as ``negative_sum``.
     """
-    if effective_negatives is not None:
-        number = torch.as_tensor(counts, device=positive.device).clamp(min=1).to(negative_sum.dtype)
-        negative_sum = negative_sum + (effective_negatives / number).log()
+    negative_sum = _effective_sum(negative_sum, counts, effective_negatives)
     repulsion = mu * torch.logaddexp(negative_sum, negative_sum.new_zeros(()))
-    attraction = (1 + positive).clamp(min=1e-6).log()
+    attraction = (1 + positive).clamp(min=_LEAST).log()
     return repulsion - (mu if positive_weight == "mu" else positive_weight) * attraction
+
+
+def _effective_sum(negative_sum: Tensor, counts: Tensor | int, effective_negatives: int | None) -> Tensor:
+    """The logarithms of the sums as if they had so many terms."""
+    if effective_negatives is None:
+        return negative_sum
+    number = torch.as_tensor(counts, device=negative_sum.device).clamp(min=1).to(negative_sum.dtype)
+    return negative_sum + (effective_negatives / number).log()
+
+
+def sum_of_losses(sums: Tensor, positive: Tensor, counts: Tensor | int, **options: Any) -> Tensor:
+    """The sum of :func:`anchor_losses`, a scalar, in fewer operations: its derivatives are stated, not traced."""
+    return _SumOfLosses.apply(sums, positive, counts, options)
+
+
+class _SumOfLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, positive: Tensor, counts: Tensor | int, options: dict[str, Any]) -> Tensor:
+        ctx.save_for_backward(sums, positive, counts if isinstance(counts, Tensor) else None)
+        ctx.counts, ctx.options = None if isinstance(counts, Tensor) else counts, options
+        return anchor_losses(sums, positive, counts, **options).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sums, positive, counts = ctx.saved_tensors
+        mu, weight = ctx.options["mu"], ctx.options["positive_weight"]
+        sums = _effective_sum(sums, counts if ctx.counts is None else ctx.counts, ctx.options.get("effective_negatives"))
+        repulsion = sums.sigmoid().mul_(gradient * mu)  # of mu * log(1 + exp(sum))
+        distance = 1 + positive
+        directions = len(sums) if sums.ndim == 2 else 1
+        slope = gradient * (-directions * (mu if weight == "mu" else weight)) / distance
+        return repulsion, slope.masked_fill_(distance < _LEAST, 0), None, None
 
 
 def check_dcl_options(
@@ -289,15 +321,3 @@ def check_dcl_options(
         raise ValueError(f"positive_weight must be a number >= 0 or 'mu', got {positive_weight!r}")
     if effective_negatives is not None and not effective_negatives >= 1:
         raise ValueError(f"effective_negatives must be >= 1 or none, got {effective_negatives}")
-
-
-def _check_pairs(image_features: Tensor, text_features: Tensor) -> None:
-    """:class:`ValueError` unless both are [n, d], or [n, v, d] where an item has several features."""
-    shapes = [(len(x), x.shape[-1]) if x.ndim in (2, 3) else None for x in (image_features, text_features)]
-    if shapes[0] is None or shapes[0] != shapes[1]:
-        raise ValueError(
-            "image_features and text_features must have one shape [n, d], got "
-            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
-        )
-    if not len(image_features):
-        raise ValueError("image_features and text_features hold no pair")

@@ -62,6 +62,8 @@ def raw_diversity(similarity: Tensor, negatives: Tensor, *, kind: Diversity = "s
 def raw_diversity_from_variance(variance: Tensor, *, epsilon: float = 0.1) -> Tensor:
     """``1 / sigmoid(epsilon / SD)`` from population variances [n], for a caller that has no similarities."""
     check_diversity_options("std", epsilon)
+    if not (torch.is_grad_enabled() and variance.requires_grad):
+        return 1 + (-epsilon / variance.sqrt()).exp_()  # without variation the exponential is zero
     positive = variance > torch.finfo(variance.dtype).tiny
     return _weight(torch.where(positive, variance, 1).sqrt(), positive, epsilon)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.dcl_loss import anchor_losses, check_dcl_options, directed_dcl
+from coder_plugin.functional.dcl_loss import anchor_losses, check_dcl_options, directed_dcl, sum_of_losses
 from coder_plugin.functional.diversity_weights import (
     Diversity,
     normalize_diversity,
@@ -29,15 +29,9 @@ from coder_plugin.functional.similarity import (
     pair_similarity,
     raise_precision,
 )
-from coder_plugin.functional.tiled import (
-    Candidates,
-    Implementation,
-    candidate_variance,
-    negative_sums,
-    pair_counts,
-    pair_variances,
-    use_tiles,
-)
+from coder_plugin.functional.tiled import Candidates, Implementation, use_tiles
+from coder_plugin.functional.tiled_candidates import candidate_variance, negative_sums
+from coder_plugin.functional.tiled_pairs import pair_counts, pair_variances
 
 Reverse = Literal["paired", "all", "none"]
 DiversityOver = Literal["batch", "bank", "batch+bank"]
@@ -225,7 +219,7 @@ def _tiled_m_dcl(
     entry_ids = None if image_ids is None else bank_ids  # without ids, no entry shows an anchor's image
     row_ids = anchor_rows(ids, anchors)
 
-    every = anchors is None or weighs_all_anchors(n)
+    every = anchors is None or (gather is not None and weighs_all_anchors(n))
 
     def weigh(pairs: Tensor, candidates: list[Candidates], variance: Tensor | None = None) -> Tensor:
         """The normalised diversity of the anchors among ``pairs`` [n, d]."""
@@ -255,14 +249,14 @@ def _tiled_m_dcl(
                 weights.append(weigh(live, candidates) if bank_diversity is None else bank_diversity[direction])
             mean_weights = torch.stack(weights).mean(0)
         sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * mean_weights), gamma)
-        loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
+        loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
         if reverse == "none":
             continue
         batch = [Candidates(live, ids)]
         if reverse == "paired":
             sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * weigh(keys[other], batch)), gamma)
             positive = cosine_of_rows(row_keys, rows)
-            loss = loss + anchor_losses(sums, positive, counts, mu=mu, **options).mean()
+            loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
             continue
         positive = cosine_of_rows(keys[other], live)
         back = [(keys[other], ids, positive), (banks[other], entry_ids, positive.new_zeros(len(banks[other])))]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
+from coder_plugin.functional.host import at_hand
 
 #: A shorter vector has no direction.
 NO_LENGTH = 1e-12
@@ -112,6 +113,26 @@ def batch_similarity(
     return similarity, text_to_image, pair_similarity(similarity, anchors), anchor_rows(negatives, anchors)
 
 
+def batch_cosines(
+    image_features: Tensor, text_features: Tensor, anchors: slice | None
+) -> tuple[Tensor, Tensor | None]:
+    """The cosines of a batch of pairs, as :func:`batch_similarity` takes them."""
+    similarity = cosine(anchor_rows(image_features, anchors), text_features)
+    return similarity, None if anchors is None else cosine(text_features[anchors], image_features)
+
+
+def check_pairs(image_features: Tensor, text_features: Tensor) -> None:
+    """:class:`ValueError` unless both are [n, d], or [n, v, d] where an item has several features."""
+    shapes = [(len(x), x.shape[-1]) if x.ndim in (2, 3) else None for x in (image_features, text_features)]
+    if shapes[0] is None or shapes[0] != shapes[1]:
+        raise ValueError(
+            "image_features and text_features must have one shape [n, d], got "
+            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
+        )
+    if not len(image_features):
+        raise ValueError("image_features and text_features hold no pair")
+
+
 def check_rows(similarity: Tensor, negatives: Tensor) -> None:
     """:class:`ValueError` unless both are [n, q] and the negatives are bool."""
     if similarity.ndim != 2 or similarity.shape != negatives.shape:
@@ -135,15 +156,27 @@ def check_range(**inputs: Tensor | None) -> None:
     Only tensors on the CPU are checked, and none while compiling: on a GPU the check would wait for it. There, as for NaN and
     infinities, the trainer checks the loss.
     """
-    if torch.compiler.is_compiling():
-        return
     for name, value in inputs.items():
-        if value is None or value.device.type != "cpu" or not value.numel() or not value.is_floating_point():
+        if value is None or not at_hand(value) or not value.numel() or not value.is_floating_point():
+            continue
+        if range_checked(value):
             continue
         limit = _LARGEST[torch.float64 if value.dtype == torch.float64 else torch.float32]
         largest = max(abs(float(bound)) for bound in value.detach().aminmax())
         if limit < largest < math.inf:
             raise CoderError(f"{name} holds values of {largest:.1e}, which overflow: normalise it, to at most {limit:.0e}")
+        mark_range_checked(value)
+
+
+def mark_range_checked(value: Tensor) -> None:
+    """Note that the values, until the tensor is written again, need no :func:`check_range`."""
+    if not value.is_inference():
+        value._range_checked = value._version  # type: ignore[attr-defined]
+
+
+def range_checked(value: Tensor) -> bool:
+    """Whether :func:`check_range` has seen the values that the tensor has now."""
+    return not value.is_inference() and getattr(value, "_range_checked", None) == value._version
 
 
 def raise_precision(x: Tensor) -> Tensor:

@@ -11,7 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.similarity import batch_similarity, check_range, check_rows, raise_precision
+from coder_plugin.functional.similarity import (
+    anchor_rows,
+    batch_cosines,
+    batch_similarity,
+    check_ids,
+    check_pairs,
+    check_range,
+    check_rows,
+    cosine_of_rows,
+    raise_precision,
+)
+from coder_plugin.functional.tiled import Implementation, group_sizes, use_tiles
+from coder_plugin.functional.tiled_hinges import hardest_negatives, hinge_sums
 
 
 def triplet(
@@ -53,6 +65,74 @@ def triplet(
     images = directed_triplet(rows, positive, negatives, margin=margin, hardest=hardest, reduction=reduction)
     texts = directed_triplet(columns, positive, negatives, margin=margin, hardest=hardest, reduction=reduction)
     return images + texts
+
+
+def triplet_of_features(
+    image_features: Tensor,
+    text_features: Tensor,
+    *,
+    margin: float = 0.2,
+    hardest: bool = True,
+    image_ids: Tensor | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    anchors: slice | None = None,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """:func:`triplet` of the cosines of a batch of pairs; by tiles the matrix of similarities is never stored.
+
+    Args:
+        image_features: L2-normalised [n, d], or [n, v, d] if an image has several features; row i belongs to row i of
+            ``text_features`` [n, d].
+        margin, hardest, image_ids, reduction, anchors: as of :func:`triplet`.
+        implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
+            n alone; ``"auto"``: tiles for more than 4 million similarities (docs/equations.md#tiles).
+
+    Returns:
+        Scalar >= 0, float32 or float64.
+
+    Raises:
+        ValueError: shapes that differ, an empty batch, an unknown option.
+
+    Example:
+        >>> features = torch.tensor([[1.0, 0.0], [0.8, 0.6]])
+        >>> triplet_of_features(features, features)  # both directions: 0.2 + 0.8 - 1 for each anchor
+        tensor(0.)
+    """
+    check_triplet_options(reduction=reduction)
+    check_pairs(image_features, text_features)
+    check_range(image_features=image_features, text_features=text_features)
+    n = len(image_features)
+    check_ids(image_ids, n)
+    rows, row_texts = anchor_rows(image_features, anchors), anchor_rows(text_features, anchors)
+    if not use_tiles(implementation, (image_features, text_features), pairs=len(rows) * n, small=False):
+        similarity, transposed = batch_cosines(image_features, text_features, anchors)
+        return triplet(
+            similarity,
+            margin=margin,
+            hardest=hardest,
+            image_ids=image_ids,
+            reduction=reduction,
+            text_to_image=transposed,
+            anchors=anchors,
+        )
+    ids = torch.arange(n, device=rows.device) if image_ids is None else image_ids
+    row_ids, positive = anchor_rows(ids, anchors), cosine_of_rows(rows, row_texts)
+    directions = [(rows, text_features)] if anchors is None else [(rows, text_features), (row_texts, image_features)]
+    loss = positive.new_zeros(())
+    for live, others in directions:  # with all rows as anchors, one product serves both
+        both = anchors is None
+        if hardest:
+            values = hardest_negatives(live, others, row_ids, ids, both=both)
+            hinges = [(margin + each - positive).clamp(min=0) for each in values if each is not None]
+        else:
+            sums = hinge_sums(live, others, row_ids, ids, positive, positive if both else None, margin=margin)
+            hinges = [each for each in sums if each is not None]
+            if reduction == "mean":
+                counts = (n - group_sizes(ids)[anchors or slice(None)]).clamp(min=1)
+                hinges = [each / counts for each in hinges]
+        for each in hinges:
+            loss = loss + (each.mean() if reduction == "mean" else each.sum())
+    return loss
 
 
 def directed_triplet(

@@ -131,6 +131,17 @@ class KeepsState(Head):
             if isinstance(value, Tensor) and value.is_floating_point()
         }
 
+    def facts(self) -> dict[str, Tensor]:
+        """What :meth:`write` would otherwise wait for: 0-d tensors by name, equal on all ranks.
+
+        A trainer reads them in the transfer that reads the losses, and hands the numbers to :meth:`learn`.
+        """
+        return {}
+
+    def learn(self, facts: Mapping[str, float]) -> None:
+        """Add the numbers of :meth:`facts` to the stash, so that :meth:`write` receives them."""
+        self._stashed = {**self._stashed, **facts}
+
     def discard(self) -> None:
         """Forget the stash: the loss was computed, but no step follows."""
         self._stashed = {}
@@ -157,6 +168,16 @@ class KeepsState(Head):
     def health(self) -> dict[str, float]:
         """Figures for the log that show whether the state is sound, such as how full a bank is."""
         return {}
+
+
+class RepeatsOutputs(Head):
+    """Gives the same outputs, without a gradient, whenever it is called on a batch between two optimizer steps, and draws no
+    random numbers. Where a step passes over a batch twice it is then called once."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether that holds with the head's options."""
+        return True
 
 
 class FollowsModel(Head):

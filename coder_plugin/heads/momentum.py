@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from coder_plugin.functional.host import at_hand
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
-from coder_plugin.heads.capabilities import FollowsModel, KeepsState
+from coder_plugin.heads.capabilities import FollowsModel, KeepsState, RepeatsOutputs
 from coder_plugin.memory.bank import BankDtype, CoupledBank
 from coder_plugin.memory.momentum import Mode, MomentumCopy
 
 
-class Momentum(KeepsState, FollowsModel):
+class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
     """The momentum towers' embeddings of the batch, and the banks of earlier ones.
 
     Requires ``image`` and ``text``, the model's inputs. Provides ``coder_image_keys`` and ``coder_text_keys`` [B, D], without
@@ -73,6 +74,10 @@ class Momentum(KeepsState, FollowsModel):
         images = facts.samples_per_epoch // (5 if facts.captions == "all" else 1)
         return {"bank_size": max(facts.pairs_per_step or 1, min(4096, images // 7))}
 
+    @property
+    def repeats(self) -> bool:
+        return self.towers.mode == "eval"  # in training mode dropout draws random numbers
+
     def attach(self, model: Any) -> None:
         self.towers.copy_from(model)
         self._online = (model,)
@@ -92,8 +97,14 @@ class Momentum(KeepsState, FollowsModel):
         self.towers.update(self._online[0])
         super().post_step()
 
-    def write(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:  # type: ignore[override]
-        self.bank.enqueue(image_keys, text_keys, ids)
+    def facts(self) -> dict[str, Tensor]:
+        ids = self._stashed.get("ids")
+        return {} if ids is None or at_hand(ids) else {"repeats": self.bank.repeats_after(ids)}
+
+    def write(  # type: ignore[override]
+        self, image_keys: Tensor, text_keys: Tensor, ids: Tensor, repeats: float | None = None
+    ) -> None:
+        self.bank.enqueue(image_keys, text_keys, ids, repeats=None if repeats is None else round(repeats))
 
     def health(self) -> dict[str, float]:
         """Figures of the bank and the momentum towers.

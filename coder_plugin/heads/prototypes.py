@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import KeepsState
+from coder_plugin.memory.host_value import HostValue
 from coder_plugin.memory.kmeans import OnlineKMeans
 from coder_plugin.memory.rows import replace_rows
 
@@ -72,6 +73,7 @@ class Prototypes(KeepsState):
         self.register_buffer("recent", torch.zeros(kept, backbone.embed_dim, dtype=torch.float16))
         self.register_buffer("recent_labels", torch.full((kept,), -1))
         self.register_buffer("passed", torch.zeros((), dtype=torch.int64))
+        self._passed = HostValue()
         self.register_buffer("changed", torch.zeros(()))
         self.register_buffer("restarted", torch.zeros((), dtype=torch.int64))
 
@@ -134,15 +136,16 @@ class Prototypes(KeepsState):
 
     @torch.no_grad()
     def write(self, samples: Tensor, labels: Tensor) -> None:  # type: ignore[override]
-        self.centres.update(samples, labels)
-        ready = bool(self.centres.ready)
-        before, kept = int(self.passed), len(self.recent)
-        rows = (before + torch.arange(len(samples), device=samples.device))[-kept:] % kept
+        self.centres.update(samples, labels, check=False)
+        before, kept = self._passed.read(self.passed), len(self.recent)
+        after = before + len(samples)
+        rows = torch.arange(max(before, after - kept), after, device=samples.device) % kept
         self.recent[rows] = samples[-kept:].to(self.recent.dtype)
-        self.recent_labels[rows] = labels[-kept:] if ready else -1
-        self.passed += len(samples)
-        if (before + len(samples)) // self.recluster == before // self.recluster:
+        self.recent_labels[rows] = torch.where(self.centres.ready, labels[-kept:], -1)
+        self._passed.write(self.passed, after)
+        if after // self.recluster == before // self.recluster:
             return
+        ready = bool(self.centres.ready)
         new = self.centres.recluster(self.recent.float(), seed=before)
         labelled = self.recent_labels >= 0
         if ready:

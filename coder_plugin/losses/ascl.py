@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.functional.ascl_loss import ascl
-from coder_plugin.functional.similarity import anchor_rows, check_temperature, cosine
+from coder_plugin.functional.ascl_loss import ascl, ascl_of_features
+from coder_plugin.functional.similarity import anchor_rows, check_temperature
 from coder_plugin.heads.capabilities import AddsTexts, heads_with
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.gathered import Batch, BatchScores, global_batch, global_scores
@@ -95,7 +95,8 @@ class AsCL(Term):
     ) -> Tensor:
         """The features [N, D] of all ranks, L2-normalised, or scores [N, N], and image ids [N] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
-        compared: list[tuple[BatchScores, Tensor | None]] = []  # captions, generated positives; each with noised texts
+        # captions, generated positives; each with noised texts, as features or as their scores with the anchors
+        compared: list[tuple[Batch | BatchScores, Tensor | None]] = []
         if self.similarity == "fusion":
             for rows, noised in (
                 (coder_fusion, coder_fusion_noised),
@@ -107,28 +108,24 @@ class AsCL(Term):
         else:
             assert image_features is not None and text_features is not None
             batch = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
-            compared.append((batch.scores(), _cosine(batch, coder_noised_features)))
+            compared.append((batch, coder_noised_features))
             if coder_positive_features is not None:
-                batch = batch._replace(texts=coder_positive_features)
-                compared.append((batch.scores(), _cosine(batch, coder_noised_positive_features)))
+                compared.append((batch._replace(texts=coder_positive_features), coder_noised_positive_features))
         changed: list[Tensor | None] = [None] * len(compared)
         if coder_noise_changed is not None:
             changed = list(coder_noise_changed.T)
         temperature: Any = self.temperature if logit_scale is None else 1 / logit_scale
-        losses = [
-            ascl(
-                scores.similarity,
-                noise,
-                temperature=temperature,
-                image_ids=scores.ids,
-                noise_valid=noise_valid,
-                text_to_image=scores.text_to_image,
-                anchors=scores.anchors,
-            )
-            for (scores, noise), noise_valid in zip(compared, changed, strict=True)
-        ]
+        losses = []
+        for (each, noised), valid in zip(compared, changed, strict=True):
+            passed: dict[str, Any] = {
+                "temperature": temperature,
+                "image_ids": each.ids,
+                "noise_valid": valid,
+                "anchors": each.anchors,
+            }
+            if isinstance(each, BatchScores):
+                losses.append(ascl(each.similarity, noised, text_to_image=each.text_to_image, **passed))
+            else:
+                passed["implementation"] = self.implementation
+                losses.append(ascl_of_features(each.images, each.texts, noised, **passed))
         return sum(losses[1:], losses[0]) / len(losses)
-
-def _cosine(batch: Batch, noised: Tensor | None) -> Tensor | None:
-    """The cosines of the image anchors with all ranks' noised texts [n, N]."""
-    return None if noised is None else cosine(anchor_rows(batch.images, batch.anchors), noised)

@@ -7,14 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coder_plugin import distributed
+from coder_plugin.functional.clip_loss import tiled_clip
 from coder_plugin.functional.similarity import anchor_rows
+from coder_plugin.functional.tiled import use_tiles
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.gathered import anchors_of_rank
 
 
 class Clip(Term):
     """``open_clip.ClipLoss`` (Radford et al., 2021), gathered with gradient. Every other pair of the global batch is a
-    negative, other captions of the same image included.
+    negative, other captions of the same image included. Above 4 million similarities it is computed by tiles, which is equal up
+    to rounding (docs/equations.md#tiles).
 
     Example:
         >>> import torch
@@ -32,8 +35,14 @@ class Clip(Term):
     ) -> Tensor:
         """The features [N, D] of all ranks, L2-normalised, and the model's scale and bias -> scalar."""
         anchors = anchors_of_rank(len(image_features), local_loss=self.local_loss)
+        rows = anchor_rows(image_features, anchors)
+        if use_tiles(self.implementation, (image_features, text_features), pairs=len(rows) * len(text_features), small=False):
+            triton = self.implementation == "triton"
+            loss = tiled_clip(image_features, text_features, logit_scale, anchors=anchors, triton=triton)
+            # a bias that all logits share changes nothing; its gradient is zero
+            return loss if logit_bias is None else loss + 0 * logit_bias.sum()
         # the order of upstream's products, on which the last bits depend
-        images = logit_scale * anchor_rows(image_features, anchors) @ text_features.T
+        images = logit_scale * rows @ text_features.T
         if anchors is None and distributed.world_size() > 1:
             texts = images.T
         else:

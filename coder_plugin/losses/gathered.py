@@ -19,7 +19,7 @@ from coder_plugin.functional.diversity_weights import (
     weighs_all_anchors,
 )
 from coder_plugin.functional.m_dcl_loss import bank_negatives, compare_with_bank
-from coder_plugin.functional.similarity import Gather, anchor_rows, cosine, different_images
+from coder_plugin.functional.similarity import Gather, anchor_rows, batch_cosines, different_images
 from coder_plugin.losses.base import Term
 
 
@@ -38,13 +38,11 @@ class Batch(NamedTuple):
 
     def scores(self) -> BatchScores:
         """The cosines of the batch."""
-        similarity = cosine(anchor_rows(self.images, self.anchors), self.texts)
-        transposed = None if self.anchors is None else cosine(self.texts[self.anchors], self.images)
-        return BatchScores(similarity, transposed, self.ids, self.anchors)
+        return BatchScores(*batch_cosines(self.images, self.texts, self.anchors), self.ids, self.anchors)
 
 
 class BatchScores(NamedTuple):
-    """The similarities of a global batch, in the form that ``triplet`` and ``ascl`` take."""
+    """The scores of a global batch, in the form that ``triplet`` and ``ascl`` take."""
 
     similarity: Tensor  # images x texts [n, N]
     text_to_image: Tensor | None  # texts x images [n, N] with a local loss

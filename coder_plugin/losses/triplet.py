@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
-from coder_plugin.functional.triplet_loss import check_triplet_options, triplet
+from coder_plugin.functional.tiled import Implementation
+from coder_plugin.functional.triplet_loss import check_triplet_options, triplet, triplet_of_features
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import BatchScores, global_batch, global_scores
+from coder_plugin.losses.gathered import Batch, BatchScores, global_batch, global_scores
 
 
 class Triplet(Term):
@@ -73,28 +74,33 @@ class Triplet(Term):
     ) -> Tensor:
         """The features [N, D] of all ranks, L2-normalised, or scores [N, N], image ids [N], epochs done [B] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
+        compared: Batch | BatchScores
         if coder_fusion is not None:
-            scores = global_scores(coder_fusion, ids, local_loss=self.local_loss)
+            compared = global_scores(coder_fusion, ids, local_loss=self.local_loss)
         else:
             assert image_features is not None and text_features is not None
-            scores = global_batch(image_features, text_features, ids, local_loss=self.local_loss).scores()
-        loss = global_triplet(scores, **self.options)
+            compared = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
+        loss = global_triplet(compared, implementation=self.implementation, **self.options)
         if coder_epoch is None:
             return loss
         # both are computed: a branch would wait for the device
-        return torch.where(coder_epoch[0] < self.mean_epochs, global_triplet(scores, **self.options | {"hardest": False}), loss)
+        of_all = global_triplet(compared, implementation=self.implementation, **self.options | {"hardest": False})
+        return torch.where(coder_epoch[0] < self.mean_epochs, of_all, loss)
 
 
-def global_triplet(scores: BatchScores, **options: Any) -> Tensor:
-    """``triplet`` of a global batch, whose mean over ranks is the loss of the joint batch."""
-    loss = triplet(
-        scores.similarity,
-        image_ids=scores.ids,
-        text_to_image=scores.text_to_image,
-        anchors=scores.anchors,
-        **options,
-    )
-    if options["reduction"] == "sum" and scores.anchors is not None:
+def global_triplet(compared: Batch | BatchScores, *, implementation: Implementation = "auto", **options: Any) -> Tensor:
+    """``triplet`` of a global batch, whose mean over ranks is the loss of the joint batch.
+
+    Args:
+        compared: features, or scores that are computed already.
+        implementation: of features, as of :func:`coder_plugin.functional.triplet_loss.triplet_of_features`.
+    """
+    passed = {"image_ids": compared.ids, "anchors": compared.anchors, **options}
+    if isinstance(compared, BatchScores):
+        loss = triplet(compared.similarity, text_to_image=compared.text_to_image, **passed)
+    else:
+        loss = triplet_of_features(compared.images, compared.texts, implementation=implementation, **passed)
+    if options["reduction"] == "sum" and compared.anchors is not None:
         # each rank sums over its own anchors, and losses and gradients are averaged over ranks
         loss = loss * distributed.world_size()
     return loss

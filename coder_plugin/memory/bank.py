@@ -10,6 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from coder_plugin.functional.host import at_hand
+from coder_plugin.functional.similarity import check_range, mark_range_checked, range_checked
+from coder_plugin.memory.host_value import HostValue
 from coder_plugin.memory.moments import CHUNK, Moments
 
 BankDtype = Literal["float32", "float16", "bfloat16"]
@@ -55,6 +58,8 @@ class CoupledBank(nn.Module):
         self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self._pointer, self._count = HostValue(), HostValue()
+        self._repeats = HostValue()  # the largest number of entries of one image, which belongs to the ids
         self.image_moments = Moments(dim)
         self.text_moments = Moments(dim)
 
@@ -64,13 +69,18 @@ class CoupledBank(nn.Module):
         return torch.arange(self.size, device=self.count.device) < self.count
 
     @torch.no_grad()
-    def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor) -> None:
+    def enqueue(self, image_keys: Tensor, text_keys: Tensor, ids: Tensor, *, repeats: int | None = None) -> None:
         """Overwrite the oldest entries with keys [N, D] and ids int64 [N]; of more than Q keys the last Q stay.
 
-        Call it with the same rows in the same order on every rank.
+        Call it with the same rows in the same order on every rank. It does not wait for a device if ``repeats`` is
+        given.
+
+        Args:
+            repeats: the value of :meth:`repeats_after`. None: computed here.
 
         Raises:
             ValueError: wrong shapes.
+            CoderError: keys on a CPU that are so large that a loss of them would overflow.
         """
         n, dim = len(ids), self.image.shape[1]
         if image_keys.shape != (n, dim) or text_keys.shape != (n, dim) or ids.ndim != 1:
@@ -78,10 +88,14 @@ class CoupledBank(nn.Module):
                 f"keys must have shape ({n}, {dim}) for {n} ids, got {tuple(image_keys.shape)} and "
                 f"{tuple(text_keys.shape)}"
             )
-        dropped = max(0, n - self.size)
-        positions = (self.pointer + torch.arange(dropped, n, device=self.pointer.device)) % self.size
+        check_range(image_keys=image_keys, text_keys=text_keys)
+        if repeats is None and n and not at_hand(self.ids):
+            repeats = int(self.repeats_after(ids))
+        pointer, count = self._pointer.read(self.pointer), self._count.read(self.count)
+        positions = self._next_positions(n)
         evicted = (positions < self.count).to(torch.float64)
-        wrapped = int(self.pointer) + n >= self.size
+        wrapped = pointer + n >= self.size
+        dropped = max(0, n - self.size)
         for bank, moments, keys in (
             (self.image, self.image_moments, image_keys),
             (self.text, self.text_moments, text_keys),
@@ -90,13 +104,34 @@ class CoupledBank(nn.Module):
             if not wrapped:
                 moments.add(bank[positions], -evicted.to(moments.first.dtype))
                 moments.add(keys)
+            sound = range_checked(bank)
             bank[positions] = keys
+            if sound:
+                mark_range_checked(bank)
         self.ids[positions] = ids[dropped:]
-        self.pointer.copy_((self.pointer + n) % self.size)
-        self.count.copy_((self.count + n).clamp(max=self.size))
+        if repeats is not None:
+            self._repeats.keep(self.ids, repeats)
+        self._pointer.write(self.pointer, (pointer + n) % self.size)
+        self._count.write(self.count, min(count + n, self.size))
         if wrapped:  # once per turn of the ring, which is full then
             self.image_moments.rebuild(self.image)
             self.text_moments.rebuild(self.text)
+
+    def _next_positions(self, n: int) -> Tensor:
+        """The positions [min(N, Q)] that the next N keys take; of more than Q the last Q."""
+        start = self._pointer.read(self.pointer)
+        return torch.arange(start + max(0, n - self.size), start + n, device=self.ids.device) % self.size
+
+    @torch.no_grad()
+    def repeats_after(self, ids: Tensor) -> Tensor:
+        """The largest number of entries of one image once keys with ids [N] are written: 0-d int64, on the device.
+
+        Where the host knows it, :meth:`variance` compares anchors with no more entries than may show their images.
+        """
+        entries = self.ids.clone()
+        entries[self._next_positions(len(ids))] = ids[max(0, len(ids) - self.size) :]
+        ordered = entries[: min(self._count.read(self.count) + len(ids), self.size)].sort().values
+        return (torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)).amax()
 
     @torch.no_grad()
     def variance(
@@ -124,7 +159,7 @@ class CoupledBank(nn.Module):
             [n], >= 0, in the dtype of the moments (float64).
         """
         bank, moments = (self.image, self.image_moments) if modality == "image" else (self.text, self.text_moments)
-        entries = self._entries_with(anchor_ids) if mask_entries else self.ids[:0]
+        entries, found = self._entries_with(anchor_ids) if mask_entries else (self.ids[:0], self.ids[:0].bool())
         entry_ids = self.ids[entries]
         variances = anchors.new_empty(len(anchors), dtype=moments.pivot.dtype)
         for part, live, ids in zip(variances.split(CHUNK), anchors.split(CHUNK), anchor_ids.split(CHUNK), strict=True):
@@ -142,14 +177,28 @@ class CoupledBank(nn.Module):
 
             for rows, of_rows in zip(keys.split(CHUNK), key_ids.split(CHUNK), strict=True):
                 add(rows, ids[:, None] != of_rows, 1)
-            for places, of_rows in zip(entries.split(CHUNK), entry_ids.split(CHUNK), strict=True):
-                add(bank[places], ids[:, None] == of_rows, -1)
+            for places, of_rows, there in zip(*(x.split(CHUNK) for x in (entries, entry_ids, found)), strict=True):
+                add(bank[places], (ids[:, None] == of_rows) & there, -1)
             count = count.clamp(min=1)
             part.copy_((second / count - (first / count).square()).clamp_(min=0))
         return variances
 
-    def _entries_with(self, ids: Tensor) -> Tensor:
-        """Indices of the filled entries whose image is among ``ids`` [n]."""
+    def _entries_with(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices [m] of the filled entries whose image is among ``ids`` [n], and bool [m], False where it does not count.
+
+        On a device whose values are not at hand m is fixed: n times the largest number of entries of one image, or Q.
+        """
         ordered = ids.sort().values
         position = torch.searchsorted(ordered, self.ids).clamp(max=len(ordered) - 1)
-        return ((ordered[position] == self.ids) & self.valid).nonzero().squeeze(1)
+        found = (ordered[position] == self.ids) & self.valid
+        if at_hand(ids):
+            entries = found.nonzero().squeeze(1)
+            return entries, found[entries]
+        every = torch.arange(self.size, device=ids.device)
+        repeats = None if torch.compiler.is_compiling() else self._repeats.known(self.ids)
+        room = self.size if repeats is None else min(self.size, repeats * len(ids))
+        if room == self.size:
+            return every, found
+        slot = torch.where(found, found.cumsum(0) - 1, room)
+        entries = torch.zeros_like(every[: room + 1]).scatter_(0, slot, every)[:room]
+        return entries, every[:room] < found.sum()

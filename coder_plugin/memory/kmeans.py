@@ -69,7 +69,7 @@ class OnlineKMeans(nn.Module):
         return self._nearest(samples, self.centres)
 
     @torch.no_grad()
-    def update(self, samples: Tensor, labels: Tensor | None = None) -> None:
+    def update(self, samples: Tensor, labels: Tensor | None = None, *, check: bool = True) -> None:
         """Move the centres that a batch chose. Rows that are all zero are left out and not counted.
 
         Call it on every rank with the same rows and labels in the same order: sums are made in the same order on every rank,
@@ -78,6 +78,8 @@ class OnlineKMeans(nn.Module):
         Args:
             samples: [n, D], any floating point type and norm.
             labels: integers [n], the result of :meth:`assign` for the samples; None: computed here, on one process.
+            check: refuse non-finite samples and labels that name no centre, for which the host waits for the device once.
+                False: non-finite samples are left out, and the labels must be right.
 
         Raises:
             ValueError: non-finite samples, wrong shapes, labels that name no centre. Nothing is written then.
@@ -90,24 +92,23 @@ class OnlineKMeans(nn.Module):
         if not len(samples):
             return
         labels = labels.to(torch.int64)
-        # one transfer, and on one process the only synchronisation
-        checks = torch.stack(((~norms.isfinite()).sum(), labels.amin(), labels.amax(), self.ready.long()))
-        non_finite, lowest, highest, ready = checks.tolist()
-        if non_finite:
-            raise ValueError(f"{non_finite} of {len(samples)} samples are not finite; no centre was changed")
-        if lowest < 0 or highest >= self.clusters:
-            raise ValueError(f"labels must lie in [0, {self.clusters}), got {lowest} to {highest}")
-        if not ready:
-            return
+        if check:
+            non_finite, lowest, highest = torch.stack(((~norms.isfinite()).sum(), labels.amin(), labels.amax())).tolist()
+            if non_finite:
+                raise ValueError(f"{non_finite} of {len(samples)} samples are not finite; no centre was changed")
+            if lowest < 0 or highest >= self.clusters:
+                raise ValueError(f"labels must lie in [0, {self.clusters}), got {lowest} to {highest}")
         # fixed shapes and no K x D tensor: the first sample of each cluster stands for all of them
-        counted = (norms > 0).long()
+        counted = (norms > 0) & norms.isfinite() & self.ready
+        samples = torch.where(counted[:, None], samples, 0)
         number = torch.arange(len(labels), device=labels.device)
         first = torch.full_like(self.counts, len(labels)).scatter_reduce_(0, labels, number, "amin")[labels]
         old = self.centres[labels]
         moved = self.counts[labels, None] * old + _add_rows(torch.zeros_like(samples), first, samples)[first]
         length = moved.norm(dim=1, keepdim=True)
-        self.centres[labels] = torch.where(length > 0, moved / length, old)  # duplicate labels have equal rows
-        self.counts.index_add_(0, labels, counted)
+        # duplicate labels have equal rows
+        self.centres[labels] = torch.where((length > 0) & self.ready, moved / length, old)
+        self.counts.index_add_(0, labels, counted.long())
 
     @torch.no_grad()
     def recluster(self, samples: Tensor, *, iterations: int = 10, seed: int = 0) -> Tensor:

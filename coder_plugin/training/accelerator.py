@@ -31,7 +31,7 @@ _DIVISIONS = {
 
 
 def make_accelerator(config: TrainConfig) -> Any:
-    """The accelerator for ``--precision`` and ``--report-to``. Under SLURM the ranks are ``srun``'s.
+    """The accelerator for ``--precision``, ``--tf32`` and ``--report-to``. Under SLURM the ranks are ``srun``'s.
 
     Raises:
         CoderError: a form of parallel training other than DDP is asked for, an unknown tracker, one that is not installed, or a
@@ -42,6 +42,7 @@ def make_accelerator(config: TrainConfig) -> Any:
     check_parallelism(os.environ)
     ranks_from_slurm()
     cuda = torch.cuda.is_available()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.optim.tf32
     mixed = mixed_precision(config.optim.precision)
     installed = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
     trackers = config.run.report_to.replace(",", " ").split()

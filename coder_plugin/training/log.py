@@ -114,9 +114,9 @@ class RunLog:
             _log.warning("%s", text)
 
     def bad_samples(self, bad: BadSamples, *, epoch: int, step: int) -> None:
-        """At the end of an epoch: the samples that all ranks left out, by kind."""
+        """At the end of an epoch, counted from 0: the samples that all ranks left out, by kind."""
         if self.main and len(bad):
-            _log.warning("%s: epoch %d: %s", bad.name, epoch, bad)
+            _log.warning("%s: epoch %d: %s", bad.name, epoch + 1, bad)
         if len(bad):
             kinds = {f"skipped_samples/{kind}": count for kind, count in bad.kinds.items()}
             counts = {"read_samples": bad.read, "skipped_samples": len(bad), **kinds}
@@ -132,7 +132,7 @@ class RunLog:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line every ``every`` steps."""
+    """A progress bar on a terminal; elsewhere a line every ``every`` steps. ``epoch`` counts from 0, what is printed from 1."""
 
     def __init__(
         self, epoch: int, done: int, total: int, *, enabled: bool, every: int, say: Callable[[str], None] = echo
@@ -142,7 +142,7 @@ class Progress:
         self.say = say
         self.terminal = enabled and sys.stderr.isatty()
         self.enabled, self.every, self.epoch, self.done, self.total = enabled, every, epoch, done, total
-        self.bar = tqdm(total=total, initial=done, desc=f"epoch {epoch}", unit="step", disable=not self.terminal)
+        self.bar = tqdm(total=total, initial=done, desc=f"epoch {epoch + 1}", unit="step", disable=not self.terminal)
         self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
     def update(self, metrics: Mapping[str, float], waited: float) -> None:
@@ -157,7 +157,7 @@ class Progress:
         elif self.enabled:
             seconds = max(time.perf_counter() - self.since, 1e-9)
             self.say(
-                f"epoch {self.epoch} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
+                f"epoch {self.epoch + 1} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
                 f"{100 * self.waited / seconds:.0f} % waiting for data"
             )
             self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0

@@ -53,7 +53,7 @@ from coder_plugin.training.optim import create_optimizer, create_schedule, warmu
 from coder_plugin.training.plan import make_plan, options_with_origins
 from coder_plugin.training.run_lock import run_lock
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
-from coder_plugin.training.step import NonFiniteError, StepResult, explain_gradient, forward_backward
+from coder_plugin.training.step import NonFiniteError, StepResult, forward_backward
 
 #: The fp16 loss scaler may skip this many consecutive steps while it searches for its scale.
 MAX_SKIPPED_STEPS = 25
@@ -331,8 +331,8 @@ class Trainer:
         stopped = distributed.any_rank(self.stop, self.device)
         if self.position is None and not stopped:
             raise CoderError(
-                f"epoch {self.epoch} gave no step on some rank: {bad} (see the warnings), and the rest is less than a batch on "
-                "some rank"
+                f"epoch {self.epoch + 1} gave no step on some rank: {bad} (see the warnings), and the rest is less than a "
+                "batch on some rank"
             )
         return not stopped or (self.position is not None and self._is_epoch_over(self.position))
 
@@ -427,25 +427,31 @@ class Trainer:
         return forward_backward(self.wrapped, self.loss, batches, self.accelerator, measure=self.is_logging_step)
 
     def clip_gradients(self, result: StepResult) -> float:
-        """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping."""
+        """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping.
+
+        Here the host waits for the device, once, and reads the norm with all figures of the step.
+
+        Raises:
+            NonFiniteError: a loss, a gradient, or what a head will write is NaN or infinite. The gradients have been dropped.
+        """
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         self.accelerator.unscale_gradients(self.optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        value = float(norm)
-        # the fp16 loss scaler detects overflows, skips the step and lowers its scale
-        if not math.isfinite(value) and self.accelerator.scaler is None:
-            raise NonFiniteError(explain_gradient(self.model, self.loss, result.leaves))
         if self.config.optim.grad_clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.config.optim.grad_clip_norm, norm)
-        return value
+        # the fp16 loss scaler detects overflows, skips the step and lowers its scale
+        result.check(norm, overflow=self.accelerator.scaler is not None)
+        assert result.gradient_norm is not None
+        return result.gradient_norm
 
     def optimizer_step(self, result: StepResult) -> None:
         """Step optimizer and schedule; then, unless the loss scaler skipped the step, write the heads' state once."""
+        result.check()
         self.optimizer.step()
         self.schedule.step()
         self.skipped = self.skipped + 1 if self.accelerator.optimizer_step_was_skipped else 0
         if self.skipped > MAX_SKIPPED_STEPS:
-            cause = explain_gradient(self.model, self.loss, result.leaves)
+            cause = result.explain_gradient()
             raise NonFiniteError(f"{cause} is not finite: the loss scaler has skipped {self.skipped} consecutive steps")
         self.optimizer.zero_grad()
         if not self.skipped:
@@ -463,7 +469,7 @@ class Trainer:
         except NonFiniteError as error:
             self.optimizer.zero_grad()
             raise NonFiniteError(
-                f"{error} at step {self.step} (epoch {self.epoch}): the step was not taken and nothing was written; "
+                f"{error} at step {self.step} (epoch {self.epoch + 1}): the step was not taken and nothing was written; "
                 f"lower --lr, lengthen --warmup or clip with --grad-clip-norm; {resume.advice(self.folder)}"
             ) from error
         if not isinstance(metrics, Mapping):

@@ -218,10 +218,10 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     else:
         trainer.log.say(
             f"the checkpoint was written by {manifest['world_size']} processes, this run has {distributed.world_size()}: "
-            f"the samples left of epoch {trainer.epoch} are dealt anew, with fresh random states"
+            f"the samples left of epoch {trainer.epoch + 1} are dealt anew, with fresh random states"
         )
         seed_everything(trainer.config.run.seed + 1 + distributed.rank())
-    trainer.log.say(f"resumed at step {trainer.step}, epoch {trainer.epoch}")
+    trainer.log.say(f"resumed at step {trainer.step}, {trainer.epoch} of {trainer.config.optim.epochs} epochs done")
 
 
 def _set_rates(trainer: Trainer, rates: list[Any]) -> None:

@@ -4,14 +4,16 @@ The features of all micro-batches are computed first, the loss is evaluated once
 respect to the features is propagated through each micro-batch's forward pass. With one micro-batch this is plain
 backpropagation. With several it is open_clip's cached-feature accumulation, but with one evaluation of the loss instead
 of n, so that a parameter that the loss reads directly (``logit_scale``) gets its gradient once.
+
+All this is queued on the device without waiting for it. Then the host reads one vector: the losses, the gradient's norm,
+whether what the heads will write is finite, and what the heads want to know.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.capabilities import KeepsState, heads_with
 from coder_plugin.training.collapse import spread
 
 #: Outputs that a model returns once, not per sample.
@@ -30,21 +33,101 @@ class NonFiniteError(CoderError):
     """A loss or gradient is NaN or infinite; raised before anything is written."""
 
 
-@dataclass(frozen=True)
+class _Figures:
+    """What the host reads of a step besides the gradient's norm, as one vector, float32 [k]."""
+
+    def __init__(self, losses: Mapping[str, Tensor], model: nn.Module) -> None:
+        coder = _coder(model)
+        self.heads = {} if coder is None else heads_with(coder.heads, KeepsState)
+        stashed = {} if coder is None else coder.stashed()
+        flags = {name: value.detach().isfinite().logical_not().any() for name, value in stashed.items()}
+        facts = {(name, fact): value for name, head in self.heads.items() for fact, value in head.facts().items()}
+        self.names: tuple[tuple[Any, ...], ...] = (tuple(losses), tuple(flags), tuple(facts))
+        self.vector = torch.stack([value.detach().float() for value in (*losses.values(), *flags.values(), *facts.values())])
+
+    def split(self, numbers: Sequence[float]) -> tuple[dict[Any, float], ...]:
+        """The losses, the flags of what is not finite, and the facts, by name."""
+        values = iter(numbers)
+        return tuple({name: next(values) for name in names} for names in self.names)
+
+
 class StepResult:
-    """Result of a forward and backward pass.
+    """Result of a forward and backward pass. The host reads its figures once, in :meth:`check`.
 
     Args:
-        losses: each term's weighted loss, mean over ranks.
+        model: the model, as wrapped for several processes. loss: its loss.
+        figures: losses and flags; their ``vector`` is already the mean over ranks.
+        leaves: the features, to explain a value that is not finite with.
         shares: each term's share of the gradient with respect to the features, in [0, 1]; empty unless it was measured.
-        leaves: the features, to explain a non-finite gradient with.
         spread: figures of :func:`coder_plugin.training.collapse.spread`; empty unless they were measured.
+        undo: called if a value is not finite: takes back what the passes have changed besides the gradients.
     """
 
-    losses: dict[str, float]
-    shares: dict[str, float]
-    leaves: Mapping[str, Tensor]
-    spread: dict[str, float] = field(default_factory=dict)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: CoderLoss,
+        figures: _Figures,
+        leaves: Mapping[str, Tensor],
+        *,
+        shares: Mapping[str, float],
+        spread: Mapping[str, float],
+        undo: Callable[[], None],
+    ) -> None:
+        self.leaves, self.shares, self.spread = leaves, shares, spread
+        #: The norm of all gradients, once :meth:`check` has read it.
+        self.gradient_norm: float | None = None
+        self._model, self._loss, self._figures, self._undo = model, loss, figures, undo
+        self._losses: dict[str, float] | None = None
+
+    def check(self, gradient_norm: Tensor | None = None, *, overflow: bool = False) -> None:
+        """Read the losses, the norm, and what the heads want to know, in one transfer. Call it on all ranks.
+
+        Further calls do nothing.
+
+        Args:
+            gradient_norm: 0-d, to be read and checked too.
+            overflow: the norm may be infinite, because a loss scaler skips such steps.
+
+        Raises:
+            NonFiniteError: on all ranks, if a loss, the norm, or what a head will write after the step is NaN or infinite on
+                one; names the term and where the value comes from. All gradients have been dropped.
+        """
+        if self._losses is not None:
+            return
+        vector = self._figures.vector
+        if gradient_norm is not None:
+            vector = torch.cat([gradient_norm.detach().float().reshape(1), vector])
+        numbers = vector.tolist()
+        if gradient_norm is not None:
+            self.gradient_norm = numbers.pop(0)
+        self._losses, flags, facts = self._figures.split(numbers)
+        bad = [f"loss {name} = {value}" for name, value in self._losses.items() if not math.isfinite(value)]
+        bad += [f"{name} is not finite" for name, flag in flags.items() if flag]
+        if bad:
+            causes = _causes(self.leaves, self._model)
+            self._refuse(f"{causes}{': ' if causes else ''}{', '.join(bad)}")
+        if self.gradient_norm is not None and not math.isfinite(self.gradient_norm) and not overflow:
+            self._refuse(self.explain_gradient())
+        for (name, fact), value in facts.items():
+            self._figures.heads[name].learn({fact: value})
+
+    def explain_gradient(self) -> str:
+        """Which term, or failing that which parameters, a non-finite gradient comes from. Call it on all ranks."""
+        return explain_gradient(_inner(self._model), self._loss, self.leaves)
+
+    def _refuse(self, reason: str) -> None:
+        self._undo()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        raise NonFiniteError(reason)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Each term's weighted loss, mean over ranks. :meth:`check` has read them, or is called."""
+        self.check()
+        assert self._losses is not None
+        return self._losses
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -63,46 +146,65 @@ def forward_backward(
 ) -> StepResult:
     """Accumulate into ``.grad`` the gradient of the loss over all micro-batches (and, gathered, over all ranks).
 
+    The result's figures are not read yet: :meth:`StepResult.check` finds a loss, or what a head will write into its state, that
+    is NaN or infinite on any rank.
+
     Args:
         batches: keyword arguments of the model's forward, one dict a micro-batch.
         accelerator: for autocast, loss scaling and DDP's ``no_sync``.
         measure: also measure each term's gradient with respect to the features, and the spread of the embeddings.
-
-    Raises:
-        NonFiniteError: a loss, or what a head will write into its state, is NaN or infinite on any rank; names the term and
-            where the value comes from. No gradient has been touched.
     """
     reads = {key for binding in loss.bindings for key in binding.values()}
     single = len(batches) == 1
-    passes = [_rng_state()]
-    outputs = []
-    with contextlib.nullcontext() if single else restored_buffers(model):
-        for batch in batches:
-            with torch.set_grad_enabled(single):
-                outputs.append({key: value for key, value in model(**batch).items() if key in reads})
-            passes.append(_rng_state())
+    passes, outputs = [_rng_state()], []
+    kept: list[dict[str, Any]] = [{} for _ in batches]
+    restore: Callable[[], None] = (lambda: None) if single else keep_buffers(model)
+    for batch, results in zip(batches, kept, strict=True):
+        with torch.set_grad_enabled(single), contextlib.nullcontext() if single else _keeping(model, results):
+            outputs.append({key: value for key, value in model(**batch).items() if key in reads})
+        passes.append(_rng_state())
+    restore()  # of two passes the first does not count
     leaves = _join(outputs)
-    losses = loss(**leaves)
-    values = _check_losses(losses, leaves, model)
+    sums = distributed.SumWithGradient()
+    losses = loss(sums=sums, **leaves)
+    figures = _Figures(losses, model)
     share = gradient_shares(losses, leaves) if measure else {}
     names = [key for key, leaf in leaves.items() if leaf.requires_grad]
+    sums.put(figures.vector)
     gradients = torch.autograd.grad(sum(losses.values()), [leaves[key] for key in names], allow_unused=True)
     received = {key: grad for key, grad in zip(names, gradients, strict=True) if grad is not None}
     start = 0
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            if not single:
-                _set_rng_state(passes[index])
-                output = {key: value for key, value in model(**batch).items() if key in reads}
-            else:
+            if single:
                 output = outputs[0]
+            else:
+                _set_rng_state(passes[index])
+                with _keeping(model, kept[index]):
+                    output = {key: value for key, value in model(**batch).items() if key in reads}
             rows = slice(start, start + _rows(output))
             start = rows.stop
-            accelerator.backward(_surrogate(output, received, rows, with_shared=last))
+            _backward(output, received, rows, accelerator, with_shared=last)
     if not single:
         _set_rng_state(passes[-1])
-    return StepResult(values, share, leaves, spread(leaves) if measure else {})
+    figures.vector = sums.take() / distributed.world_size()
+    measured = spread(leaves) if measure else {}
+    return StepResult(model, loss, figures, leaves, shares=share, spread=measured, undo=restore)
+
+
+def _inner(model: nn.Module) -> Any:
+    """The model inside of DDP's wrapper."""
+    return getattr(model, "module", model)
+
+
+def _coder(model: nn.Module) -> Any:
+    return getattr(_inner(model), "coder", None)
+
+
+def _keeping(model: nn.Module, results: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    coder = _coder(model)
+    return contextlib.nullcontext() if coder is None else coder.keeping(results)
 
 
 def _rows(output: Mapping[str, Tensor]) -> int:
@@ -119,40 +221,15 @@ def _join(outputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def _surrogate(
-    output: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rows: slice, *, with_shared: bool
-) -> Tensor:
-    """A scalar whose gradient is the loss's: sum of output times received gradient, over these rows."""
-    total: Any = 0
-    for key, gradient in gradients.items():
-        if output[key].requires_grad and (with_shared or key not in SHARED):
-            total = total + (output[key] * (gradient if key in SHARED else gradient[rows])).sum()
-    return total
-
-
-def _check_losses(losses: Mapping[str, Tensor], leaves: Mapping[str, Tensor], model: nn.Module) -> dict[str, float]:
-    """Each term's value, mean over ranks. What the heads will write after the step is checked in the same transfer.
-
-    Raises:
-        NonFiniteError: on all ranks, if a value or a stash is not finite on one.
-    """
-    stashed = _stashed(model)
-    flags = [value.detach().isfinite().logical_not().any().float() for value in stashed.values()]
-    stacked = torch.stack([*(value.detach().float() for value in losses.values()), *flags])
-    numbers = distributed.all_mean(stacked).tolist()
-    values = dict(zip(losses, numbers, strict=False))
-    bad = [f"loss {name} = {value}" for name, value in values.items() if not math.isfinite(value)]
-    bad += [f"{name} is not finite" for name, flag in zip(stashed, numbers[len(losses) :], strict=True) if flag]
-    if bad:
-        causes = _causes(leaves, model)
-        raise NonFiniteError(f"{causes}{': ' if causes else ''}{', '.join(bad)}")
-    return values
-
-
-def _stashed(model: nn.Module) -> dict[str, Tensor]:
-    """What the heads write into their state after this step, by name."""
-    coder = getattr(getattr(model, "module", model), "coder", None)
-    return {} if coder is None else coder.stashed()
+def _backward(
+    output: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rows: slice, accelerator: Any, *, with_shared: bool
+) -> None:
+    """Propagate the loss's gradient with respect to these rows of the outputs, scaled by the loss scaler if there is one."""
+    keys = [key for key in gradients if output[key].requires_grad and (with_shared or key not in SHARED)]
+    parts = [gradients[key] if key in SHARED else gradients[key][rows] for key in keys]
+    if accelerator.scaler is not None:
+        parts = accelerator.scaler.scale(parts)
+    torch.autograd.backward([output[key] for key in keys], parts)
 
 
 def _causes(leaves: Mapping[str, Tensor], model: nn.Module) -> str:
@@ -160,7 +237,7 @@ def _causes(leaves: Mapping[str, Tensor], model: nn.Module) -> str:
 
     Call it on all ranks.
     """
-    inner: Any = getattr(model, "module", model)
+    inner = _inner(model)
     own = [name for name, value in inner.state_dict().items() if value.is_floating_point() and value.isnan().any()]
     outputs = [key for key, leaf in leaves.items() if leaf.is_floating_point() and not leaf.isfinite().all()]
     everywhere = distributed.gather_objects((own, outputs))
@@ -210,16 +287,27 @@ def explain_gradient(model: nn.Module, loss: CoderLoss, leaves: Mapping[str, Ten
     return f"gradient of {', '.join(parameters[:3])}{more} (finite at the features: {', '.join(norms)})"
 
 
+def keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copy BatchNorm's statistics; the function that is returned restores them. Heads write no state in forward."""
+    inner = _inner(model)
+    state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()
+    buffers = [buffer for name, buffer in inner.named_buffers() if name not in state]
+    copies = [buffer.detach().clone() for buffer in buffers]
+
+    def restore() -> None:
+        if buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(buffers, copies)
+
+    return restore
+
+
 @contextlib.contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore BatchNorm's statistics on leaving: the first of two passes must not count. Heads write no state in forward."""
-    inner: Any = getattr(model, "module", model)  # DDP's
-    state = set(inner.coder.state_names()) if hasattr(inner, "coder") else set()
-    before = [(buffer, buffer.detach().clone()) for name, buffer in inner.named_buffers() if name not in state]
+    """Inside the context BatchNorm's statistics may change; they are restored on leaving."""
+    restore = keep_buffers(model)
     yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
+    restore()
 
 
 def _rng_state() -> list[Tensor]:

@@ -99,7 +99,8 @@ class Adapter:
         create = self.own["create_model_and_transforms"]
         if self.run is None or self.run.model is not None:
             return self.teacher(*create(name, pretrained, **options))
-        return self.run.make_model(create, name, pretrained, options)
+        with without_weights_warning() if self.run.args.resume else contextlib.nullcontext():
+            return self.run.make_model(create, name, pretrained, options)
 
     def teacher(self, model: Any, *transforms: Any) -> Any:
         """The teacher of a distillation, which reads the same batches."""
@@ -156,3 +157,20 @@ class Adapter:
         for name, each in unchanged:
             module.set_submodule(name, each)
         return module
+
+
+@contextlib.contextmanager
+def without_weights_warning() -> Iterator[None]:
+    """A context without open_clip's warning that a model starts with random weights: a resumed run reads them afterwards."""
+    loggers = logging.getLogger(), logging.getLogger("open_clip.factory")
+
+    def other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("No pretrained weights loaded")
+
+    for logger in loggers:
+        logger.addFilter(other)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(other)

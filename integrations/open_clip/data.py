@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,17 +97,36 @@ class Csv(upstream.CsvDataset):
     def __init__(self, *args: Any, extras: Extras, packed: tuple[str, ...] | None, is_train: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.extras, self.packed, self.is_train = extras, packed, is_train
+        self.keys = self.images
+        self._find_images(Path(args[0] if args else options["input_filename"]))
         self.lines: dict[str, list[int]] = {}
         if is_train and extras.positives is not None:
             lines = defaultdict(list)
-            for line, path in enumerate(self.images):
+            for line, path in enumerate(self.keys):
                 lines[str(path)].append(line)
             self.lines = dict(lines)
 
     def __getitem__(self, index: int) -> Any:
-        path, caption = str(_at(self.images, index)), str(_at(self.captions, index))
+        path, caption = str(_at(self.keys, index)), str(_at(self.captions, index))
         others = tuple(str(_at(self.captions, line)) for line in self.lines.get(path, ()) if line != index)
         return _with(super().__getitem__(index), self.extras(path, caption if self.is_train else None, others), self.packed)
+
+
+    def _find_images(self, csv: Path) -> None:
+        """Relative paths are of the working directory, as upstream has it, else of the CSV's folder, as in our own reader.
+
+        Raises:
+            CoderError: the first picture is in neither.
+        """
+        first = Path(str(_at(self.images, 0))) if len(self.images) else None
+        if first is None or first.is_file():
+            return
+        if first.is_absolute() or not (csv.parent / first).is_file():
+            here = "" if first.is_absolute() else f" in the working directory, {Path.cwd()}, or beside the file"
+            raise CoderError(f"{csv}: its first picture, {first}, is not there{here}: --csv-img-key names the column of paths")
+        # a Series stays one: workers share its memory
+        join = partial(os.path.join, str(csv.parent))
+        self.images = self.images.map(join) if hasattr(self.images, "map") else list(map(join, self.images))
 
 
 class Synthetic(upstream.SyntheticDataset):

@@ -18,14 +18,9 @@ Every repetition times each step once. The largest relative error of the standar
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable
-from importlib.metadata import version
 
 import torch
+from common import Results, Step, add_options, measure
 from torch.nn.functional import normalize
 
 from coder_plugin.memory.bank import CoupledBank
@@ -33,7 +28,7 @@ from coder_plugin.memory.bank import CoupledBank
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(options.threads)
+    results = Results("bank_diversity", options)
     torch.manual_seed(0)
     n, q, d = options.anchors, options.bank, options.dim
     random_features = lambda rows: normalize(torch.randn(rows, d, device=options.device) + 2, dim=1)  # noqa: E731
@@ -58,36 +53,15 @@ def main() -> None:
 
     from_moments = lambda: bank.variance("text", anchors, keys, ids, ids, mask_entries=True)  # noqa: E731
     error = ((from_moments().sqrt() - direct(torch.float64)) / direct(torch.float64)).abs().max()
-    steps: dict[str, Callable[[], object]] = {
+    steps: dict[str, Step] = {
         "S": lambda: anchors @ bank.text.T,
         "S and its SD": direct,
         "moments": from_moments,
         "write": write,
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(options.repeats + 2):
-        for name, step in steps.items():
-            elapsed = seconds(step, options.device)
-            if repeat >= 2:  # the first two are warm-up
-                times[name].append(elapsed)
-    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "coder-plugin"))
-    print(f"{platform.machine()}, {options.device}, {options.threads} threads; {versions}")
-    print(f"N {n}, Q {q}, D {d}; largest relative error of SD {error:.1e}")
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, value in medians.items():
-        print(f"{name:<14} {1e3 * value:9.2f} ms   S / this = {medians['S'] / value:7.1f}")
-    ratio = statistics.median(map(float.__truediv__, times["S"], times["moments"]))
-    print(f"moments take 1/{ratio:.0f} of the time of S (one bank; a write updates both banks)")
-
-
-def seconds(step: Callable[[], object], device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    times = measure(steps, options.device, options.repeats, warm_up=2, clock=options.clock, limit=options.limit)
+    print(f"largest relative error of SD {error:.1e}; a write updates both banks")
+    results.compare(f"N {n}, Q {q}, D {d}", times, peer="S", error=float(error))
 
 
 def arguments() -> argparse.Namespace:
@@ -95,9 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=128, help="rows of the batch [128]")
     parser.add_argument("--bank", type=int, default=65_536, help="entries of the bank [65536]")
     parser.add_argument("--dim", type=int, default=1024, help="dimensions of the features [1024]")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--repeats", type=int, default=9, help="timed repetitions [9]")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
+    add_options(parser, repeats=9)
     return parser.parse_args()
 
 

@@ -20,7 +20,6 @@ import argparse
 import hashlib
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -33,7 +32,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torchvision
+from common import Results, add_options
 from PIL import Image
 from torchvision.ops import nms
 
@@ -170,24 +169,19 @@ def kill_and_resume(job: Job, threads: int) -> tuple[int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=100, help="JPEG files [100]")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of extraction and detector alone [5]")
     parser.add_argument(
         "--model", default="fasterrcnn_mobilenet_v3_large_320_fpn", help="torchvision detector, with random weights"
     )
     parser.add_argument("--batch-size", type=int, default=8, help="batch size [8]")
     parser.add_argument("--shard-size", type=int, default=24, help="images per shard [24]")
     parser.add_argument("--workers", type=int, default=1, help="processes that decode images [1]")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="CPU threads of the detector")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
+    add_options(parser, repeats=5, threads=max(1, (os.cpu_count() or 2) // 2))
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    results = Results("extract", args, ["torchvision"])
     make_detector = partial(TorchVision, model=args.model, allow_random=True)
     detector = make_detector(device=args.device)
-    print(
-        f"{args.model}, {args.images} JPEG files, batches of {args.batch_size}, {args.threads} threads, {args.workers} "
-        f"decoding workers, {args.device}; {os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
-        f"torchvision {torchvision.__version__}"
-    )
+    case = f"{args.model}, {args.images} JPEG files, batches of {args.batch_size}, {args.workers} decoding workers"
+    print(f"{case}; {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_pictures(folder / "pictures", args.images)
@@ -213,7 +207,7 @@ def main() -> None:
                 flush=True,
             )
         ratios = []
-        for turn in range(args.rounds):
+        for turn in range(args.repeats):
             before = detector_rate(detector, batches)
             timed = Timed(detector)
             report = extract(make_job(detector=lambda device, timed=timed: timed, folder=folder / "out"))
@@ -226,6 +220,7 @@ def main() -> None:
             )
             uninterrupted = digest(folder / "out")
             shutil.rmtree(folder / "out")
+        results.write({"case": case, "peer": "detector alone", "ratio": statistics.median(ratios), "ratios": ratios})
         print(f"median ratio {statistics.median(ratios):.3f} (lowest {min(ratios):.3f}, highest {max(ratios):.3f})")
         shards, resumed = kill_and_resume(make_job(detector=make_detector, folder=folder / "out"), args.threads)
         comparison = "equal, byte for byte" if resumed == uninterrupted else "DIFFERENT"

@@ -16,14 +16,11 @@ size since before the data were created.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 
 import torch
+from common import Results, add_options
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -34,8 +31,12 @@ from coder_plugin.heads.fusion import Fusion
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(options.threads)
-    print(machine(options))
+    results = Results("fusion", options)
+    case = (
+        f"{options.images} images of {options.regions} regions x {options.texts} texts of {options.shortest} to "
+        f"{options.words} words, D {options.dim}, {options.heads} heads, float32"
+    )
+    print(case)
     torch.manual_seed(options.seed)
     start = peak_memory()
     images, texts, image_of_text = synthetic_data(options)
@@ -69,6 +70,8 @@ def main() -> None:
         f"re-ranked keeps {kept[0]:.1f} % and {kept[1]:.1f} % of R@1 at 1/{ratios[0]:.1f} of the time, "
         f"1/{ratios[1]:.1f} of the CPU time"
     )
+    costs = {name: cost for name, (_, cost) in rows.items() if cost}
+    results.write({"case": case, "peer": "all pairs", "kept": kept, "seconds, CPU seconds, peak bytes": costs, "ratio": ratios})
 
 
 def clocks() -> tuple[float, float]:
@@ -129,22 +132,6 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def machine(options: argparse.Namespace) -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    if options.device.startswith("cuda"):
-        name = f"{torch.cuda.get_device_name(options.device)}, CUDA {torch.version.cuda}"
-    load = f", load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
-    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "coder-plugin"))
-    return (
-        f"{name}, {options.threads} threads{load}\nPython {platform.python_version()}, {versions}\n"
-        f"{options.images} images of {options.regions} regions x {options.texts} texts of {options.shortest} to "
-        f"{options.words} words, D {options.dim}, {options.heads} heads, float32\n"
-    )
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=1000, help="images [1000]")
@@ -156,8 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4, help="attention heads [4]")
     parser.add_argument("--top", type=int, default=32, help="length of the shortlist [32]")
     parser.add_argument("--pairs-per-tile", type=int, help="pairs that are scored at once [the head's default]")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    add_options(parser, repeats=1)
     parser.add_argument("--seed", type=int, default=0, help="random seed [0]")
     group = parser.add_argument_group("synthetic data")
     group.add_argument("--concepts", type=int, default=200, help="different concepts [200]")

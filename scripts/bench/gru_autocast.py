@@ -16,12 +16,11 @@ medians over repetitions of CPU time.
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from common import Results, add_options, measure
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -36,33 +35,25 @@ Plain = type("Plain", (GRU,), {"forward": nn.GRU.forward})
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(options.threads)
+    results = Results("gru_autocast", options)
     torch.manual_seed(0)
     gru, forward, parameters = gru_alone(options) if options.gru_alone else whole_step(options)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 
-    def step(way: str) -> float:
+    def step(way: str) -> None:
         gru.__class__ = Plain if way == WAYS[2] else GRU
-        begun = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=way != WAYS[0]):
             value = forward()
         optimizer.zero_grad()
         value.backward()
         if not options.gru_alone:
             optimizer.step()
-        return time.process_time() - begun
 
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for repeat in range(options.repeats + 1):
-        for way in WAYS:
-            seconds = step(way)
-            if repeat:  # the first is a warm-up
-                times[way].append(seconds)
-    capability = torch.backends.cpu.get_cpu_capability()
-    print(f"batch {options.batch_size}, D {options.dim}, {capability}, {options.threads} thread(s), torch {torch.__version__}")
-    for way, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(values, times["fp32"], strict=True))
-        print(f"{way:24} {1000 * statistics.median(values):7.0f} ms   {ratio:.2f} x fp32")
+    times = measure(
+        {way: partial(step, way) for way in WAYS}, "cpu", options.repeats, warm_up=1, clock=options.clock, limit=options.limit
+    )
+    case = f"batch {options.batch_size}, D {options.dim}, {torch.backends.cpu.get_cpu_capability()}"
+    results.compare(case, times, peer="fp32")
 
 
 Workload = tuple[nn.Module, Callable[[], Tensor], list[nn.Parameter]]
@@ -100,8 +91,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gru-alone", action="store_true", help="forward and backward of the GRU, without the model")
     parser.add_argument("--batch-size", type=int, default=64, help="batch size [64]")
     parser.add_argument("--dim", type=int, default=1024, help="dimensions of the joint space, states of the GRU [1024]")
-    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions [5]")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
+    add_options(parser, repeats=5)
+    parser.set_defaults(clock="cpu", device="cpu")
     return parser.parse_args()
 
 

@@ -86,7 +86,7 @@ def test_the_log_counts_labels_that_the_clustering_changed():
     labels = head.assign(samples)
     wrong = labels.clone()
     wrong[:6] = (wrong[:6] + 1) % 3  # six labels that the clustering will contradict
-    head.centres.update = lambda *_: None  # type: ignore[method-assign]
+    head.centres.update = lambda *_, **__: None  # type: ignore[method-assign]
     head.write(samples, wrong)
     assert head.health()["changed"] == pytest.approx(6 / 30)
 

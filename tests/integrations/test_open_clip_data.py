@@ -6,10 +6,12 @@ import argparse
 import csv
 import io
 import json
+import logging
 import pickle
 import tarfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from coder_plugin.data import open_source
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import adapted, data
+from coder_plugin.integrations.open_clip.adapter import Adapter
 from coder_plugin.integrations.open_clip.data import (
     CAPTIONS,
     Extras,
@@ -403,3 +406,63 @@ def test_tables_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(CoderError, match="empty.csv cannot be read as a table"):
         samples_of(options("--train-data", str(tmp_path / "empty.csv")))
+
+
+def relative_csv(folder: Path) -> Path:
+    """Three pictures with two captions each, by their names alone."""
+    path = write_csv(folder / "pairs.csv", [(f"{number}.png", text) for number in range(3) for text in captions_of(number, 2)])
+    path.write_text(path.read_text().replace(f"{folder}/", ""))
+    return path
+
+
+def drawn(path: Path) -> list[tuple[int, int, str]]:
+    """Image, id and the other captions of every row of a CSV, sorted."""
+    extras = Extras(Letters(), positives=Others())
+    args = options("--train-data", str(path), "--dataset-type", "csv", "--batch-size", "3")
+    names = ("text_positive",)
+    loaders = build(args, extras)
+    return sorted(
+        (row["image"], int(row["image_id"]), read(row["text_positive"])) for row in rows(loaders["train"], names)
+    )
+
+
+def test_relative_paths_of_a_csv_are_of_the_working_directory_or_of_its_folder(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = relative_csv(folder)
+    monkeypatch.chdir(folder)
+    within = drawn(path)
+    assert [image for image, _, _ in within] == [1, 1, 3, 3, 5, 5] and {key for _, key, _ in within} == {
+        stable_hash(f"{number}.png") for number in range(3)
+    }
+    monkeypatch.chdir(tmp_path)
+    assert drawn(path) == within  # ids too: a run goes on from another directory
+
+
+def test_a_csv_without_its_pictures_is_refused_in_one_line(tmp_path) -> None:
+    path = relative_csv(tmp_path)
+    for picture in tmp_path.glob("*.png"):
+        picture.unlink()
+    with pytest.raises(CoderError, match=r"pairs.csv: its first picture, 0.png, is not there in the working") as refused:
+        drawn(path)
+    assert "\n" not in str(refused.value)
+    absolute = write_csv(tmp_path / "absolute.csv", [("a.png", "a")])
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(CoderError, match=r"a.png, is not there: --csv-img-key"):
+        drawn(absolute)
+
+
+@pytest.mark.parametrize(("resume", "expected"), [(None, ["No pretrained", "another"]), ("epoch_2.pt", ["another"])])
+def test_a_resumed_run_does_not_warn_of_random_weights(resume, expected, caplog) -> None:
+    """open_clip's factory warns where it makes the model, before the checkpoint is read."""
+
+    def make_model(*_: Any) -> None:
+        logging.warning("No pretrained weights loaded for model 'ViT-B-32'. Model initialized randomly.")
+        logging.warning("another")
+
+    run = SimpleNamespace(model=None, args=SimpleNamespace(resume=resume), make_model=make_model)
+    Adapter.create_model_and_transforms(SimpleNamespace(run=run, own={"create_model_and_transforms": None}), "ViT-B-32")
+    logging.warning("No pretrained weights, later")
+    assert [" ".join(message.split()[:2]) for message in caplog.messages] == [
+        each if each == "another" else "No pretrained" for each in [*expected, "later"]
+    ]

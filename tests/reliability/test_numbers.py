@@ -124,7 +124,7 @@ def test_a_run_ends_and_goes_on_with_a_lower_rate(kind, rank, tmp_path, tiny_mod
     said = SAID[kind].replace(" on rank 1", "" if rank is None else f" on rank {rank}").removesuffix("$")
     for ending in endings:
         assert ending.status == 2, ending
-        assert re.search(f"error: .*({said}).* at step 5 .epoch 0.: the step was not taken", ending.output), ending.output
+        assert re.search(f"error: .*({said}).* at step 5 .epoch 1.: the step was not taken", ending.output), ending.output
     folder = tmp_path / "run" / "checkpoints"
     assert checkpoint.newest(folder) == folder / "step_00000004"
     endings = forked.run(lambda folder: go_on(folder, tiny_model), tmp_path)

@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         check(run(tmp_path, name, processes=first, at={"step": 4, "rank": 0, "signal": "SIGTERM"}), 75)
         results = run(tmp_path, name, processes=second, resume="latest")
         check(results)
-        assert "samples left of epoch 1 are dealt anew" in results[0][1]
+        assert "samples left of epoch 2 are dealt anew" in results[0][1]
         found = {row["step"]: row["loss"] for row in rows(tmp_path / name) if "loss" in row}
         assert found.keys() == expected.keys() == set(range(8))
         assert all(found[step] == pytest.approx(expected[step], rel=2e-4, abs=1e-6) for step in expected)

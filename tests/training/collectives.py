@@ -32,7 +32,7 @@ class Count(Callback):
         @functools.wraps(function)
         def counted(*args: Any, **options: Any) -> Any:
             frames = [frame for frame in traceback.extract_stack() if "coder_plugin/" in frame.filename]
-            places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-4:-1]]
+            places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[:-6:-1]]
             self.current.append(f"{name} < {' < '.join(places)}")
             return function(*args, **options)
 

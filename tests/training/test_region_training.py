@@ -408,7 +408,7 @@ def test_an_image_of_nan_is_skipped_named_and_counted(tmp_path, made, caplog):
 
 def test_too_few_left_for_a_batch_end_the_run(tmp_path, made):
     path = damaged(made, tmp_path / "data", "train", *range(1, 44))
-    with pytest.raises(CoderError, match="epoch 0 gave no step on some rank: 43 of 48 samples skipped"):
+    with pytest.raises(CoderError, match="epoch 1 gave no step on some rank: 43 of 48 samples skipped"):
         Trainer.from_config(config(made, tmp_path, train_data=path, loss="triplet", max_bad_samples=0.9)).run()
 
 

@@ -1,5 +1,7 @@
 """One step: accumulation equals the big batch, shares add up, and what is not finite stops before anything is written."""
 
+import contextlib
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -84,13 +86,17 @@ class Noisy(nn.Module):
         }
 
 
-def test_replayed_forward_has_the_same_dropout_and_statistics_move_once(accelerator):
+def noisy_loss():
     from coder_plugin.coder import CoderLoss
     from coder_plugin.objective import Objective
     from coder_plugin.resolver import resolve
 
     objective = Objective.parse("clip")
-    loss = CoderLoss(objective, resolve(objective, {"image_features", "text_features", "logit_scale"}).bindings, {})
+    return CoderLoss(objective, resolve(objective, {"image_features", "text_features", "logit_scale"}).bindings, {})
+
+
+def test_replayed_forward_has_the_same_dropout_and_statistics_move_once(accelerator):
+    loss = noisy_loss()
     torch.manual_seed(0)
     model = Noisy()
     inputs = {"image": torch.randn(8, 6), "text": torch.randn(8, 6)}
@@ -128,9 +134,60 @@ def test_a_loss_that_is_not_finite_is_named_and_leaves_no_gradient(accelerator):
     with torch.no_grad():
         model.logit_scale.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="clip_loss = nan") as caught:
-        forward_backward(model, loss, [batch(4)], accelerator)
+        forward_backward(model, loss, [batch(4)], accelerator).check()
     assert "dcl_loss" not in str(caught.value)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_that_is_refused_leaves_statistics_as_they_were(accelerator):
+    """With accumulation, BatchNorm counts in the second pass, which now comes before the check."""
+    model = Noisy()
+    loss = noisy_loss()
+    parts = split({"image": torch.randn(8, 6), "text": torch.randn(8, 6)}, [4, 4])
+    forward_backward(model, loss, parts, accelerator).check()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    model.zero_grad()
+    with torch.no_grad():
+        model.logit_scale.fill_(float("nan"))
+    result = forward_backward(model, loss, parts, accelerator)
+    assert model.layers[1].num_batches_tracked == 8
+    with pytest.raises(NonFiniteError, match="clip_loss = nan"):
+        result.check()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_norm_is_read_and_checked_with_the_losses(accelerator):
+    model = tiny("dcl + clip")
+    result = forward_backward(model, create_loss("dcl + clip", model=model), [batch(4)], accelerator)
+    result.check(torch.tensor(2.5))
+    assert result.gradient_norm == 2.5 and set(result.losses) == {"dcl_loss", "clip_loss"}
+    assert result.metrics["loss"] == pytest.approx(sum(result.losses.values()))
+    for overflow in (True, False):
+        result = forward_backward(model, create_loss("dcl + clip", model=model), [batch(4)], accelerator)
+        if overflow:
+            result.check(torch.tensor(torch.inf), overflow=True)
+            assert result.gradient_norm == torch.inf
+        else:
+            with pytest.raises(NonFiniteError, match="finite at the features"):
+                result.check(torch.tensor(torch.inf))
+
+
+def test_the_loss_scaler_scales_gradients_once():
+    """As Accelerator's backward does: all gradients by the scale, with one micro-batch and with several."""
+    from types import SimpleNamespace
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled = SimpleNamespace(scaler=scaler, no_sync=lambda model: contextlib.nullcontext())
+    plain = SimpleNamespace(scaler=None, no_sync=lambda model: contextlib.nullcontext())
+    for sizes in ([8], [4, 4]):
+        model = tiny("dcl + clip")
+        loss = create_loss("dcl + clip", model=model)
+        forward_backward(model, loss, split(batch(8), sizes), plain)
+        expected = gradients(model)
+        model.zero_grad()
+        forward_backward(model, loss, split(batch(8), sizes), scaled)
+        torch.testing.assert_close(gradients(model), 1024 * expected)
 
 
 def test_a_gradient_that_is_not_finite_names_the_term(accelerator):
@@ -147,8 +204,8 @@ def test_a_gradient_that_is_not_finite_names_the_term(accelerator):
             return gradient * float("nan")
 
     term = loss.terms["dcl"]
-    inner = term.forward
-    term.forward = lambda image_features, **rest: inner(image_features=Poisoned.apply(image_features), **rest)
+    inner = term.compute
+    term.compute = lambda image_features, **rest: inner(image_features=Poisoned.apply(image_features), **rest)
     result = forward_backward(model, loss, [batch(4)], accelerator)
     assert "dcl_loss" in explain_gradient(model, loss, result.leaves)
     assert "clip_loss" not in explain_gradient(model, loss, result.leaves)

@@ -268,7 +268,7 @@ def test_nan_stops_the_run_before_anything_is_written(tmp_path):
         return take(*args, **kwargs)
 
     trainer.training_step = step
-    with pytest.raises(NonFiniteError, match=r"dcl_loss = nan at step 3 \(epoch 0\)"):
+    with pytest.raises(NonFiniteError, match=r"dcl_loss = nan at step 3 \(epoch 1\)"):
         trainer.run()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
     assert all(torch.isfinite(value).all() for value in weights(tmp_path).values())

@@ -1,0 +1,67 @@
+"""What the scripts of scripts/bench share: steps in turns, ratios to a peer of the same run, results as lines of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "bench"
+
+
+@pytest.fixture(scope="module")
+def common() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_common", SCRIPTS / "common.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_steps_take_turns_in_rotating_order_after_the_warm_up(common) -> None:
+    order: list[str] = []
+    steps = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = common.measure(steps, repeats=3, warm_up=1)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_limit_ends_the_repetitions_but_not_the_first(common) -> None:
+    times = common.measure({"slow": lambda: time.sleep(0.05), "other": lambda: None}, repeats=50, warm_up=9, limit=0.08)
+    assert 1 <= len(times["slow"]) <= 2 and len(times["other"]) == len(times["slow"])
+
+
+def test_cpu_time_does_not_count_waiting(common) -> None:
+    assert common.seconds(lambda: time.sleep(0.1), clock="cpu") < 0.05 <= common.seconds(lambda: time.sleep(0.1))
+
+
+def test_results_are_lines_of_json_with_ratios_of_the_same_repetitions(common, tmp_path, capsys) -> None:
+    threads = torch.get_num_threads()
+    options = argparse.Namespace(threads=threads, json=tmp_path / "results.jsonl", device="cpu")
+    results = common.Results("made", options, ["open_clip_torch", "no-such-package"])
+    # the machine becomes slower from one repetition to the next: ratios of the medians would be 3 and 1.5
+    times = {"peer": [1.0, 2.0, 4.0], "ours": [2.0, 6.0, 8.0], "theirs": [1.0, 3.0, 2.0]}
+    assert results.compare("a case", times, peer="peer", n=3) == {"ours": 2.0, "theirs": 1.0}
+    machine, case = map(json.loads, options.json.read_text().splitlines())
+    assert machine["bench"] == "made" and machine["machine"]["torch"] == torch.__version__.partition("+")[0]
+    assert machine["machine"]["no-such-package"] == "not installed"
+    assert case["peer"] == "peer" and case["seconds"]["ours"] == 6.0 and case["ratio"]["theirs"] == 1.0 and case["n"] == 3
+    assert "2.000 x peer" in capsys.readouterr().out
+
+
+def test_the_plain_peer_computes_what_clip_loss_does(common) -> None:
+    torch.manual_seed(0)
+    images, texts = (normalize(torch.randn(7, 5, dtype=torch.float64), dim=1) for _ in range(2))
+    name, loss = common.clip_loss()
+    assert name == "ClipLoss"
+    scale = torch.tensor(9.0, dtype=torch.float64)
+    assert torch.allclose(common.plain_infonce(images, texts, scale), loss(images, texts, scale), rtol=1e-12)
+    expected = -torch.stack([(scale * images @ texts.T).log_softmax(dim).diag().mean() for dim in (0, 1)]).mean()
+    assert torch.allclose(common.plain_infonce(images, texts, scale), expected, rtol=1e-12)

@@ -1,0 +1,78 @@
+"""Triton's kernels of a tile: equal to the reference in Triton's interpreter on a CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from coder_plugin.functional import dcl, tiled
+from coder_plugin.functional.ascl_loss import ascl_of_features
+from coder_plugin.functional.clip_loss import tiled_clip
+
+ROOT = Path(__file__).parent.parent
+
+
+def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Of each loss, by kernels in ``dtype``: the largest error of value and gradients against the reference in float64."""
+    generator = torch.Generator().manual_seed(0)
+    results = {}
+    for n, d, groups in ((1, 4, 1), (150, 8, 75), (150, 8, 2), (300, 16, 300)):
+        v, w, noised = (normalize(torch.randn(n, d, generator=generator) + 0.5, dim=1).to(dtype) for _ in range(3))
+        ids = torch.arange(n, device=device) % groups
+        scale = torch.tensor(14.3)
+        losses = {
+            "dcl": (lambda *x, i=ids, **form: dcl(*x, image_ids=i, **form), (v, w)),
+            "ascl": (lambda *x, i=ids, **form: ascl_of_features(*x, temperature=0.1, image_ids=i, **form), (v, w, noised)),
+            "clip": (lambda *x, implementation: tiled_clip(*x, triton=implementation == "triton"), (v, w, scale)),
+        }
+        for name, (loss, features) in losses.items():
+            gradients: list[list[Tensor]] = []
+            for form, number in (("reference", torch.float64), ("triton", dtype)):
+                leaves = [x.to(device, number if x.ndim else torch.float64).requires_grad_() for x in features]
+                value = loss(*leaves, implementation=form)
+                gradients.append([value.detach(), *torch.autograd.grad(value, leaves)])
+            for want, got in zip(*gradients, strict=True):
+                error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-3))
+                case = f"{name} of {n} pairs, {groups} images"
+                results[case] = max(error, results.get(case, 0.0))
+    return results
+
+
+def check_in_interpreter() -> None:
+    """Run where ``TRITON_INTERPRET`` was set before the kernels were imported."""
+    tiled.TILE_ON_CPU, tiled.WHOLE_ROWS = 130 * 130, ()  # ragged squares of several programs
+    for name, error in errors("cpu", torch.float64).items():
+        assert error <= 1e-10, f"{name}: {error:.1e}"
+    tiled.multiplies_halves = lambda device: True
+    for name, error in errors("cpu", torch.bfloat16).items():
+        assert error <= 2**-7, f"{name}: {error:.1e}"
+    print("all equal")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_in_the_interpreter() -> None:
+    """Float64 within 1e-10, and bfloat16 features multiplied as they are within 2^-7."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    code = "from tests.test_triton import check_in_interpreter; check_in_interpreter()"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and "all equal" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 2**-7)])
+def test_on_a_gpu(dtype, bound) -> None:
+    for name, error in errors("cuda", dtype).items():
+        assert error <= bound, f"{name}: {error:.1e}"
+
+
+def test_tiles_that_kernels_do_not_serve_are_refused() -> None:
+    with pytest.raises(ValueError, match="implementation='triton' needs features"):
+        dcl(torch.eye(2)[:, None], torch.eye(2), implementation="triton")

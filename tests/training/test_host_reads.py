@@ -1,0 +1,114 @@
+"""A step waits for the device once, and runs the momentum towers once for each micro-batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coder_plugin import Trainer
+from tests.host_reads import host_reads
+
+SETTINGS = {
+    "coder": ["momentum.bank_size=64", "prototypes.clusters=4", "prototypes.recluster=24"],
+    "clip": [],
+    "ascl": [],
+    "selfalign": [],
+    "clip + 0.5*triplet": [],
+}
+
+
+def make(folder: Path, model: str, loss: str, **more: Any) -> Trainer:
+    options = {"batch_size": 8, "train_num_samples": 128, "workers": 0, "logs": str(folder), "name": "run", "epochs": 1}
+    options |= {"model": model, "val_frequency": 0, "warmup": 0, "report": False, "log_every_n_steps": 100}
+    trainer = Trainer(model=model, loss=loss, train="scenes", config={**options, "set": SETTINGS[loss], **more})
+    trainer.setup_optimizer()
+    trainer.model.train()
+    return trainer
+
+
+def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
+    batches, found = trainer.loader.epoch(0), []
+    for trainer.step in range(steps):
+        group = [trainer._to_device(next(batches)) for _ in range(trainer.config.optim.accum_freq)]
+        with host_reads() as reads:
+            trainer.training_step(group)
+        found.append(reads)
+    return found
+
+
+@pytest.mark.parametrize(("loss", "accum_freq"), [(loss, 1) for loss in SETTINGS] + [("coder", 2), ("clip", 2)])
+def test_a_step_reads_the_device_once(tmp_path, tiny_model, loss, accum_freq) -> None:
+    """Not in the first step, which logs, nor where the prototypes are clustered anew: after 24, 48 and 72 pairs."""
+    trainer = make(tmp_path, tiny_model, loss, accum_freq=accum_freq, grad_clip_norm=1.0)
+    found = reads_of_steps(trainer, 11 if accum_freq == 1 else 7)
+    pairs = 8 * accum_freq
+    clustered = {step for step in range(11) if (step + 1) * pairs // 24 != step * pairs // 24} if loss == "coder" else set()
+    assert {0, *clustered} != set(range(len(found)))
+    for step, reads in enumerate(found):
+        if step and step not in clustered:
+            assert len(reads) == 1 and reads[0].startswith("tolist at step.py"), (step, reads)
+
+
+def test_the_counter_sees_reads() -> None:
+    """Each kind of read that a step might make."""
+    values, mask = torch.arange(3.0), torch.tensor([True, False, True])
+    kinds = [
+        lambda: values.sum().item(),
+        lambda: int(values[0]),
+        lambda: bool(values[1] > 0),
+        lambda: values.tolist(),
+        lambda: values.nonzero(),
+        lambda: values[mask],
+        lambda: values.clone().__setitem__(mask, torch.ones(2)),
+        lambda: values.unique(),
+        lambda: values.cpu(),
+        lambda: values.masked_select(mask),
+        lambda: values.numpy(),
+    ]
+    for number, kind in enumerate(kinds):
+        with host_reads() as reads:
+            kind()
+        assert reads, number
+    with host_reads() as reads:
+        torch.where(mask, values, 0).sort().values[torch.tensor([1])] * 2
+    assert not reads
+
+
+@pytest.mark.parametrize("accum_freq", [1, 3])
+def test_the_momentum_towers_run_once_for_each_micro_batch(tmp_path, tiny_model, accum_freq) -> None:
+    trainer = make(tmp_path, tiny_model, "coder", accum_freq=accum_freq)
+    towers, online = trainer.model.coder.heads["momentum"].towers, trainer.model
+    calls = {"momentum": 0, "online": 0}
+    towers.register_forward_hook(lambda *_: calls.__setitem__("momentum", calls["momentum"] + 1))
+    online.register_forward_hook(lambda *_: calls.__setitem__("online", calls["online"] + 1))
+    batches = trainer.loader.epoch(0)
+    for steps in (1, 2):
+        trainer.training_step([trainer._to_device(next(batches)) for _ in range(accum_freq)])
+        assert calls == {"momentum": steps * accum_freq, "online": steps * accum_freq * (1 if accum_freq == 1 else 2)}
+    assert int(trainer.model.coder.heads["momentum"].bank.count) == 2 * 8 * accum_freq
+
+
+def test_kept_keys_are_those_of_their_own_micro_batch(tmp_path, tiny_model) -> None:
+    """Accumulated keys in the bank equal those of the towers, batch by batch; nothing is kept after the step."""
+    trainer = make(tmp_path, tiny_model, "coder", accum_freq=2)
+    head = trainer.model.coder.heads["momentum"]
+    batches = trainer.loader.epoch(0)
+    group = [trainer._to_device(next(batches)) for _ in range(2)]
+    expected = torch.cat([head.towers(batch["image"], batch["text"])[0] for batch in group])
+    trainer.training_step(group)
+    torch.testing.assert_close(head.bank.image[:16], expected, rtol=0, atol=1e-6)
+    assert trainer.model.coder._kept is None
+
+
+def test_towers_in_training_mode_run_in_both_passes(tmp_path, tiny_model) -> None:
+    """Dropout draws random numbers: the second pass must draw them too, or the heads after it would draw others."""
+    more = {"accum_freq": 2, "set": [*SETTINGS["coder"], "momentum.mode=train"]}
+    trainer = make(tmp_path, tiny_model, "coder", **more)
+    calls = []
+    trainer.model.coder.heads["momentum"].towers.register_forward_hook(lambda *_: calls.append(1))
+    batches = trainer.loader.epoch(0)
+    trainer.training_step([trainer._to_device(next(batches)) for _ in range(2)])
+    assert len(calls) == 4

@@ -10,7 +10,7 @@ from tests.reliability import ranks as forked
 from tests.training import collectives
 
 
-@pytest.mark.parametrize(("loss", "number"), [("coder", 5), ("dcl + clip", 3)])
+@pytest.mark.parametrize(("loss", "number"), [("coder", 4), ("dcl + clip", 2)])
 def test_collectives_of_a_step(tmp_path, tiny_model, loss, number) -> None:
     endings = forked.run(lambda folder: collectives.train(folder, tiny_model, loss), tmp_path)
     assert [ending.status for ending in endings] == [0, 0], endings

@@ -32,7 +32,7 @@ def ranks_from_slurm(environment: MutableMapping[str, str] | None = None) -> Non
     of_step = environment.get("SLURM_STEP_NUM_TASKS")
     if of_step is None and "MASTER_ADDR" not in environment:
         return  # a batch script; upstream's form of a step names MASTER_ADDR itself
-    tasks = int(of_step or environment.get("SLURM_NTASKS", 1))
+    tasks = int(of_step or environment.get("SLURM_NTASKS") or "1")
     if tasks < 2:
         return
     environment["RANK"] = environment["SLURM_PROCID"]

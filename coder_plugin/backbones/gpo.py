@@ -6,6 +6,7 @@ Shapes: B batch, L positions (regions or tokens), C channels, U distinct lengths
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -65,6 +66,17 @@ class GPO(nn.Module):
         if decoder == "mlp":
             self.score = nn.Sequential(nn.Linear(d_hidden, d_hidden), nn.ReLU(), last)
         self._kept: tuple[Any, Tensor] | None = None
+        self._keep_weights()
+        self.register_load_state_dict_post_hook(lambda module, _: module._keep_weights())
+
+    def _keep_weights(self) -> None:
+        """Keep the GRU's parameters where torch.compile may read them: it leaves the graph at any attribute of a torch GRU."""
+        self._gru_weights = tuple(self.gru._flat_weights)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> GPO:
+        super()._apply(fn, recurse)
+        self._keep_weights()
+        return self
 
     def train(self, mode: bool = True) -> GPO:
         super().train(mode)
@@ -145,9 +157,9 @@ class GPO(nn.Module):
 
     def _states(self, rows: Tensor) -> Tensor:
         """The GRU's states of both directions: [U, L, d_pe] -> [U, L, 2 d_hidden]."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or hasattr(self._gru_weights[0], "to_local"):  # FSDP2's own parameters
             return _call(self.gru, rows, rows.dtype)[0]
-        return _gru(rows, [weight.to(rows.dtype) for weight in self.gru._flat_weights])
+        return _gru(rows, [weight.to(rows.dtype) for weight in self._gru_weights])
 
 
 def _extent(mask: Tensor) -> tuple[Tensor, int, int]:
@@ -178,7 +190,8 @@ def _gru(rows: Tensor, weights: list[Tensor]) -> Tensor:
 @torch.library.custom_op("coder_plugin::position_gru_backward", mutates_args=())
 def _gru_backward(gradient: Tensor, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The gradients of the weights. The states are computed again."""
-    with torch.enable_grad():
+    autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # else off here
+    with torch.enable_grad(), autograd:
         leaves = [weight.detach().requires_grad_() for weight in weights]
         state = rows.new_zeros(2, len(rows), weights[1].shape[1])
         states = torch.gru(rows.detach(), state, leaves, True, 1, 0.0, True, True, True)[0]

@@ -128,6 +128,9 @@ class _TopProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         context, candidates, indices = ctx.saved_tensors
+        if torch.compiler.is_compiling():  # which does not take sparse tensors
+            dense = gradient.new_zeros(len(context), len(candidates)).scatter_(1, indices, gradient)
+            return dense @ candidates, dense.T @ context, None, None, None, None
         row = torch.arange(len(context), device=context.device).repeat_interleave(indices.shape[1])
         positions, shape = torch.stack([row, indices.flatten()]), (len(context), len(candidates))
         selected = torch.sparse_coo_tensor(positions, gradient.flatten(), shape, check_invariants=False)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from coder_plugin.functional.host import at_hand
 from coder_plugin.functional.masked_sets import check_mask, unit_tokens
 from coder_plugin.functional.similarity import Gather, check_range, check_temperature, raise_precision, unit
 
@@ -107,15 +108,21 @@ def lca_from_scores(
     if assignment == "sinkhorn":
         bias = sinkhorn_bias(target_scores, target_mask, epsilon=epsilon, iterations=iterations, total=total)
     mask = mask & target_mask.any(1, keepdim=True)  # a pair without regions has no targets
-    row, column = mask.nonzero(as_tuple=True)
+    # of valid words only where that needs no wait for a device: most positions of a text are padding
+    if at_hand(mask):
+        row, column = mask.nonzero(as_tuple=True)
+    else:
+        position = torch.arange(mask.numel(), device=mask.device)
+        row, column = position // mask.shape[1], position % mask.shape[1]
+    valid = mask[row, column]
     logits = raise_precision(scores[row, column]) / temperature
     with torch.no_grad():
         targets = raise_precision(target_scores[row, matched[row, column]])
         assigned = (targets / temperature if bias is None else targets / epsilon + bias).softmax(-1)
         entropy = torch.special.entr(assigned).sum(-1)
     losses = logits.logsumexp(-1) - (assigned * logits).sum(-1)
-    words = mask.sum(1)[row]
-    return (losses / words).sum() / len(mask), (entropy / words).sum() / len(mask)
+    share = torch.where(valid, 1 / mask.sum(1).clamp(min=1)[row], 0).to(losses.dtype)
+    return (losses * share).sum() / len(mask), (entropy * share).sum() / len(mask)
 
 
 def correspondence(words: Tensor, word_mask: Tensor, regions: Tensor, region_mask: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from coder_plugin import distributed
 from coder_plugin.concepts.tags import ADJECTIVE, NOUN, VERB
+from coder_plugin.functional.host import at_hand
 from coder_plugin.functional.lca_loss import correspondence, prototype_scores
 from coder_plugin.functional.similarity import unit
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
@@ -128,11 +129,15 @@ class Alignment(KeepsState, ReadsTags):
         # the assignment gets no gradient: regions' scores need one where regions predict
         with torch.set_grad_enabled(torch.is_grad_enabled() and "coder_region_words" in self.requested_keys):
             regions = prototype_scores(image_locals, prototypes, image_context_mask)
-        # scores of valid words only: most positions of a text are padding
-        row, column = counted.nonzero(as_tuple=True)
-        words = prototype_scores(text_locals[row, column], prototypes)
+        if at_hand(counted):  # scores of valid words only: most positions of a text are padding
+            row, column = counted.nonzero(as_tuple=True)
+            valid = prototype_scores(text_locals[row, column], prototypes)
+            words = valid.new_zeros(len(text), length, len(prototypes)).index_put_((row, column), valid)
+        else:
+            words = prototype_scores(text_locals, prototypes, counted)
+            words = F.pad(words, (0, 0, 0, length - words.shape[1]))
         return {
-            "coder_word_scores": words.new_zeros(len(text), length, len(prototypes)).index_put_((row, column), words),
+            "coder_word_scores": words,
             "coder_word_mask": _padded(counted, length),
             "coder_word_regions": _padded(similarity.argmax(2), length),
             "coder_region_scores": regions,

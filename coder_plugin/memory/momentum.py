@@ -86,8 +86,7 @@ class MomentumCopy(nn.Module):
             averages = [average for average, _ in trained]
             currents = [current.detach().to(average.dtype) for average, current in trained]
             torch._foreach_lerp_(averages, currents, 1 - self.momentum)
-        for average, current in frozen:
-            average.copy_(current)
+        _copy(frozen)
         self._copy_buffers(model)
 
     @torch.no_grad()
@@ -116,9 +115,7 @@ class MomentumCopy(nn.Module):
     def _copy_buffers(self, model: Any) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
         online: Mapping[str, Tensor] = dict(model.named_buffers())
-        for name, buffer in self.model.named_buffers():
-            if name in online:
-                buffer.copy_(online[name])
+        _copy([(buffer, online[name]) for name, buffer in self.model.named_buffers() if name in online])
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         statistics = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
         if statistics and distributed.world_size() > 1:
@@ -126,6 +123,12 @@ class MomentumCopy(nn.Module):
             distributed.broadcast(flat)
             for statistic, value in zip(statistics, flat.split([s.numel() for s in statistics]), strict=True):
                 statistic.copy_(value.view_as(statistic))
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

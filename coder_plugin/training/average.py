@@ -27,8 +27,10 @@ class WeightAverage:
     def update(self, model: nn.Module) -> None:
         """Update the average; call once after every performed optimizer step."""
         parameters = dict(model.named_parameters())
-        for name, average in self.weights.items():
-            average.lerp_(parameters[name].detach().to(average.dtype), 1 - self.decay)
+        averages = list(self.weights.values())
+        if averages:
+            currents = [parameters[name].detach().to(average.dtype) for name, average in self.weights.items()]
+            torch._foreach_lerp_(averages, currents, 1 - self.decay)
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

@@ -13,10 +13,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,14 @@ from coder_plugin.training.step import NonFiniteError, StepResult, forward_backw
 
 #: The fp16 loss scaler may skip this many consecutive steps while it searches for its scale.
 MAX_SKIPPED_STEPS = 25
+
+
+class _Group(NamedTuple):
+    """The micro-batches of a step, the loader's position after them, and the seconds that they took to arrive."""
+
+    batches: list[dict[str, Any]]
+    position: dict[str, Any]
+    waited: float
 
 
 class Trainer:
@@ -180,6 +188,8 @@ class Trainer:
         self.step = self.epoch = self.skipped = 0
         self.stop = self.caption_stats_logged = False
         self.position: Any = None
+        self._is_last = False
+        self._result: StepResult | None = None
         self.saved: tuple[int, int] | None = None
         self.changes: list[dict[str, Any]] = []
         self.signals = StopSignals()
@@ -300,18 +310,19 @@ class Trainer:
         batches = self.loader.epoch(self.epoch, self.position)
         at = self.loader.position()
         self.position = None if self.position is None else at
+        groups = self._groups(batches)
+        following = next(groups)
+        self._is_last = len(following.batches) < accum_freq
         with self.log.progress(self.epoch, at["batches"] // accum_freq, at["of"] // accum_freq) as progress:
-            while True:
-                started = time.perf_counter()
-                group = [] if self.stop else list(itertools.islice(batches, accum_freq))
+            leaving = distributed.any_rank(self._must_leave(), self.device)
+            while not leaving:
+                (group, position, waited), following = following, next(groups)
                 # a rank with bad samples may run out of batches first: then all ranks stop
-                if distributed.any_rank(self.stop or bool(self.signals.received) or len(group) < accum_freq, self.device):
-                    break
-                waited = time.perf_counter() - started
+                self._is_last, self._result = len(following.batches) < accum_freq, None
                 logged = self.is_logging_step
                 metrics = self._checked_step([self._to_device(batch) for batch in group])
                 self.step += 1
-                self.position = self.loader.position()
+                self.position = position
                 progress.update(metrics, waited)
                 if logged:
                     self.log.warn(self.collapse.update(self.step - 1, metrics))
@@ -323,6 +334,7 @@ class Trainer:
                     callback.on_step_end(self, metrics)
                 if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
                     self._save()
+                leaving = self.stop or self._all_leave()
         if distributed.any_rank(bool(self.signals.received), self.device):
             self._leave()
         bad = total(distributed.gather_objects(self.loader.bad))
@@ -335,6 +347,26 @@ class Trainer:
                 "batch on some rank"
             )
         return not stopped or (self.position is not None and self._is_epoch_over(self.position))
+
+    def _groups(self, batches: Iterator[dict[str, Any]]) -> Iterator[_Group]:
+        """The micro-batches of each step; at the end of the epoch fewer than ``--accum-freq``."""
+        while True:
+            started = time.perf_counter()
+            group = list(itertools.islice(batches, self.config.optim.accum_freq))
+            yield _Group(group, self.loader.position(), time.perf_counter() - started)
+
+    def _must_leave(self) -> bool:
+        """Whether this rank cannot take another step, or was told not to."""
+        return self._is_last or self.stop or bool(self.signals.received)
+
+    def _all_leave(self) -> bool:
+        """Whether a rank must leave: from what travelled with the step's losses, or where a ``training_step`` of another class
+        has not sent it, in a collective."""
+        result, self._result = self._result, None
+        if result is None or distributed.world_size() == 1:
+            return distributed.any_rank(self._must_leave(), self.device)
+        result.check()
+        return result.leaving
 
     def _is_epoch_over(self, position: Mapping[str, Any]) -> bool:
         accum_freq = self.config.optim.accum_freq
@@ -424,7 +456,10 @@ class Trainer:
 
     def forward_backward(self, batches: Sequence[Mapping[str, Any]]) -> StepResult:
         """Forward pass, loss and backward pass: gradients of all micro-batches are in ``.grad`` afterwards."""
-        return forward_backward(self.wrapped, self.loss, batches, self.accelerator, measure=self.is_logging_step)
+        self._result = forward_backward(
+            self.wrapped, self.loss, batches, self.accelerator, measure=self.is_logging_step, leaving=self._must_leave
+        )
+        return self._result
 
     def clip_gradients(self, result: StepResult) -> float:
         """Unscale the gradients, clip them with ``--grad-clip-norm``, and return their norm before clipping.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
+from coder_plugin.pretrained.device import mixed_precision
 
 # numbered blocks of open_clip's and transformers' towers, and ResNet's stages
 _LAYER = re.compile(r"(?:^|[._])(?:resblocks|layers?|blocks?|h)\.(\d+)\.|(?:^|\.)layer([1-4])\.")
@@ -54,9 +55,20 @@ def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
     )
     try:
         name = config.optim.opt.removeprefix("timm/")  # open_clip writes timm/NAME
+        if has_fused_step(name, config, (parameter for group in groups for parameter in group["params"])):
+            options["fused"] = True
         return create_optimizer_v2(groups, opt=name, lr=config.optim.lr, weight_decay=config.optim.wd, **options)
     except (ValueError, TypeError, AssertionError) as error:
         raise CoderError(f"--opt {config.optim.opt}: {error} (names: timm.optim.list_optimizers())") from error
+
+
+def has_fused_step(name: str, config: TrainConfig, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the optimizer makes its step in one kernel for many parameters: torch's Adam and AdamW on CUDA.
+
+    Not with a loss scaler (``--precision amp``): a fused optimizer would skip a step itself, and nobody would know.
+    """
+    on_cuda = all(each.is_cuda and each.is_floating_point() for each in parameters)
+    return name in ("adam", "adamw") and on_cuda and mixed_precision(config.optim.precision) != "fp16"
 
 
 def parameter_groups(

@@ -36,17 +36,18 @@ class NonFiniteError(CoderError):
 class _Figures:
     """What the host reads of a step besides the gradient's norm, as one vector, float32 [k]."""
 
-    def __init__(self, losses: Mapping[str, Tensor], model: nn.Module) -> None:
+    def __init__(self, losses: Mapping[str, Tensor], model: nn.Module, *, leaving: bool) -> None:
         coder = _coder(model)
         self.heads = {} if coder is None else heads_with(coder.heads, KeepsState)
         stashed = {} if coder is None else coder.stashed()
         flags = {name: value.detach().isfinite().logical_not().any() for name, value in stashed.items()}
         facts = {(name, fact): value for name, head in self.heads.items() for fact, value in head.facts().items()}
-        self.names: tuple[tuple[Any, ...], ...] = (tuple(losses), tuple(flags), tuple(facts))
-        self.vector = torch.stack([value.detach().float() for value in (*losses.values(), *flags.values(), *facts.values())])
+        self.names: tuple[tuple[Any, ...], ...] = (tuple(losses), tuple(flags), tuple(facts), ("leaving",))
+        values = [value.detach().float() for value in (*losses.values(), *flags.values(), *facts.values())]
+        self.vector = torch.stack([*values, torch.full_like(values[0], leaving)])
 
     def split(self, numbers: Sequence[float]) -> tuple[dict[Any, float], ...]:
-        """The losses, the flags of what is not finite, and the facts, by name."""
+        """The losses, the flags of what is not finite, the facts, and which part of the ranks leaves, by name."""
         values = iter(numbers)
         return tuple({name: next(values) for name in names} for names in self.names)
 
@@ -77,6 +78,8 @@ class StepResult:
         self.leaves, self.shares, self.spread = leaves, shares, spread
         #: The norm of all gradients, once :meth:`check` has read it.
         self.gradient_norm: float | None = None
+        #: Whether a rank takes no step after this one, once :meth:`check` has read it.
+        self.leaving = False
         self._model, self._loss, self._figures, self._undo = model, loss, figures, undo
         self._losses: dict[str, float] | None = None
 
@@ -101,7 +104,8 @@ class StepResult:
         numbers = vector.tolist()
         if gradient_norm is not None:
             self.gradient_norm = numbers.pop(0)
-        self._losses, flags, facts = self._figures.split(numbers)
+        self._losses, flags, facts, leaving = self._figures.split(numbers)
+        self.leaving = leaving["leaving"] > 0
         bad = [f"loss {name} = {value}" for name, value in self._losses.items() if not math.isfinite(value)]
         bad += [f"{name} is not finite" for name, flag in flags.items() if flag]
         if bad:
@@ -143,6 +147,7 @@ def forward_backward(
     accelerator: Any,
     *,
     measure: bool = False,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Accumulate into ``.grad`` the gradient of the loss over all micro-batches (and, gathered, over all ranks).
 
@@ -152,6 +157,7 @@ def forward_backward(
     Args:
         batches: keyword arguments of the model's forward, one dict a micro-batch.
         accelerator: for autocast, loss scaling and DDP's ``no_sync``.
+        leaving: says whether this rank takes no step after this one; asked after the forward passes.
         measure: also measure each term's gradient with respect to the features, and the spread of the embeddings.
     """
     reads = {key for binding in loss.bindings for key in binding.values()}
@@ -167,7 +173,7 @@ def forward_backward(
     leaves = _join(outputs)
     sums = distributed.SumWithGradient()
     losses = loss(sums=sums, **leaves)
-    figures = _Figures(losses, model)
+    figures = _Figures(losses, model, leaving=leaving())
     share = gradient_shares(losses, leaves) if measure else {}
     names = [key for key, leaf in leaves.items() if leaf.requires_grad]
     sums.put(figures.vector)

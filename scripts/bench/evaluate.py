@@ -43,7 +43,7 @@ def matching(count: int, options: argparse.Namespace, results: Results) -> None:
     images = normalize(torch.randn(count, options.dim, device=options.device), dim=1)
     owner = torch.arange(count, device=options.device).repeat_interleave(CAPTIONS)
     noise = torch.randn(count * CAPTIONS, options.dim, device=options.device)
-    texts = normalize(images[owner] + 3 * noise / options.dim**0.5, dim=1)
+    texts = normalize(images[owner] + 10 * noise / options.dim**0.5, dim=1)
     steps = {
         "full matrix": lambda: recall(images @ texts.T, owner),
         "tiles": lambda: recall_from_embeddings(images, texts, owner),

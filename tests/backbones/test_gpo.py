@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from coder_plugin.backbones.gpo import GPO
+from tests.host_reads import as_on_a_device, host_reads
 from tests.references import gpo as reference
 
 
@@ -187,9 +189,47 @@ def test_eval_mode_no_grad_and_checkpointing_change_nothing() -> None:
         assert torch.equal(pool(features, mask), want)
 
 
+@pytest.mark.parametrize("decoder", ["linear", "mlp"])
+@pytest.mark.parametrize("lengths", [[3, 1, 6], [6, 6], [2]])
+def test_on_a_device_it_is_the_same_without_a_read(lengths, decoder) -> None:
+    """Value and gradients, with the weights of all lengths instead of those of the batch, and all columns sorted."""
+    torch.manual_seed(0)
+    pool = GPO(d_pe=4, d_hidden=5, decoder=decoder).double()
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1)  # padding first
+    features = torch.randn(len(lengths), 6, 3, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn(len(lengths), 3, dtype=torch.float64)
+
+    def run() -> list[torch.Tensor]:
+        out = pool(features, mask)
+        return [out, *torch.autograd.grad((out * direction).sum(), [features, *pool.parameters()])]
+
+    want = run()
+    with host_reads() as reads:
+        got = run()
+    assert not [read for read in reads if "rnn.py" not in read]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    with as_on_a_device():  # where a row without a position cannot be refused, it is zero
+        assert not pool(features, mask & torch.tensor([[False]])).any()
+
+
+def test_the_weights_of_all_lengths_are_kept_until_the_parameters_change() -> None:
+    pool, features = GPO(), torch.randn(2, 5, 3)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    with as_on_a_device(), mock.patch.object(pool, "_weights", wraps=pool._weights) as computed:
+        with torch.no_grad():
+            first = [pool(features, mask) for _ in range(3)][-1]
+            assert computed.call_count == 1
+            pool.score.weight.mul_(3)
+            second = pool(features, mask)
+            assert computed.call_count == 2 and not torch.equal(first, second)
+        assert torch.allclose(pool(features, mask), second) and computed.call_count == 3  # gradients need their own
+
+
 def test_runs_compiled() -> None:
     pool = made()
-    compiled = torch.compile(pool, backend="aot_eager")
+    compiled = torch.compile(pool, backend="aot_eager", fullgraph=True)
     for lengths in ([5, 2, 7], [1, 3, 3], [4, 4, 4]):
         features, mask = inputs(lengths, 7, 4)
         features.requires_grad_()

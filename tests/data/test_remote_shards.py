@@ -206,6 +206,13 @@ def test_a_command_that_fails_is_an_error_also_after_its_output(folder):
     assert "status 1" in fault(f"pipe:cat {folder}/absent.tar 2>/dev/null")
 
 
+def test_what_follows_a_tar_files_end_is_read_too(folder, programs):
+    """A program whose output nobody reads is ended by a signal, as if it had failed."""
+    with open(folder / "s0.tar", "ab") as file:
+        file.write(bytes(1 << 20))
+    assert len(samples("s3://bucket/s0.tar")) == 6
+
+
 def test_a_bucket_whose_program_fails(programs):
     assert "status 1" in fault("s3://bucket/set/absent.tar 2>/dev/null")
     assert recorded_size(["s3://bucket/other/absent.tar"]) is None

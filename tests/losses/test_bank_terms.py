@@ -304,6 +304,21 @@ def test_two_processes_gather_once(on_two):
         assert result[3] > 2, term  # and the largest weights
 
 
+def test_each_tensor_travels_once(monkeypatch):
+    sent: list[list[Tensor]] = []
+
+    def gather_together(tensors: list[Tensor], **_: Any) -> list[Tensor]:
+        sent.append(list(tensors))
+        return [torch.cat([each, each]) for each in tensors]
+
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "gather_together", gather_together)
+    model_output = outputs()
+    make("dcl(diversity_over='batch+bank') + m_dcl + clip", Banks())(**model_output, logit_scale=torch.tensor(3.0))
+    (tensors,) = sent
+    assert len(tensors) == 5 and all(any(each is value for each in tensors) for value in model_output.values())
+
+
 def rounded(ranks: int) -> list[Any]:
     return [step("m_dcl", False, ranks, gather_dtype=dtype) for dtype in ("exact", "bfloat16")]
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from coder_plugin import memory
+from coder_plugin import CoderError, memory
 from coder_plugin.functional import m_dcl, tiled
 from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.moments import Moments
 from tests import gloo
+from tests.host_reads import as_on_a_device, host_reads
 from tests.peak_memory import PeakMemory
 from tests.references.bank import Bank
 
@@ -141,6 +146,89 @@ def test_the_spread_by_ragged_chunks(masked, monkeypatch):
     for rows, moments in ((bank.image, bank.image_moments), (bank.text, bank.text_moments)):
         variance = rows.double().var(0, unbiased=False).sum()
         torch.testing.assert_close(moments.spread(bank.count), variance, rtol=1e-9, atol=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(1, 9),
+    batches=st.lists(st.integers(0, 12), max_size=6),
+    given_repeats=st.booleans(),
+    loaded=st.booleans(),
+)
+def test_on_a_device_shapes_are_fixed_and_nothing_is_read(size, batches, given_repeats, loaded):
+    """The same ring and the same variance as on a CPU, without a read where the repeats of an image are handed over."""
+    plain, bank = CoupledBank(size, 3), CoupledBank(size, 3)
+    with as_on_a_device():
+        bank.enqueue(*keys(1))
+    plain.enqueue(*keys(1))
+    for seed, n in enumerate(batches):
+        image, text, ids = keys(n, seed=seed)
+        plain.enqueue(image, text, ids)
+        with host_reads() as reads:
+            repeats = bank.repeats_after(ids) if n and given_repeats else None
+        if repeats is not None:
+            held = torch.cat([bank.ids.roll(-int(bank.pointer))[size - int(bank.count) :], ids])[-size:]
+            assert repeats == held.unique(return_counts=True)[1].max() and not reads
+            repeats = int(repeats)
+        with host_reads() as reads:
+            bank.enqueue(image, text, ids, repeats=repeats)
+        assert len(reads) == (1 if n and not given_repeats else 0)
+        if loaded:  # another state in the same buffers, whose repeats are not known
+            bank.load_state_dict(plain.state_dict())
+            with host_reads() as reads:
+                bank._next_positions(1), bank._count.read(bank.count)
+            assert len(reads) == 2
+        with as_on_a_device():
+            assert contents(bank) == contents(plain)
+        anchors, other, of = keys(5, seed=seed + 50)
+        with host_reads() as reads:
+            got = bank.variance("text", anchors, other, of, of, mask_entries=True)
+        assert not reads
+        want = plain.variance("text", anchors, other, of, of, mask_entries=True)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_entries_with_an_image_take_no_more_room_than_repeats_allow():
+    bank = CoupledBank(100, 3)
+    ids = torch.arange(100) // 2  # two entries of each image
+    with as_on_a_device():
+        bank.enqueue(*keys(100, seed=1)[:2], ids)
+        entries, found = bank._entries_with(torch.tensor([7, 9, 9, 200]))
+        assert len(entries) == len(found) == 8 and sorted(entries[found].tolist()) == [14, 15, 18, 19]
+        entries, found = bank._entries_with(torch.arange(60))
+        assert len(entries) == 100 and found.all()
+        bank.ids[0] = 3  # written by somebody else: the repeats are not known any more
+        assert len(bank._entries_with(torch.tensor([7]))[0]) == 100
+
+
+def test_copies_of_a_bank_do_not_trust_what_the_original_knew():
+    bank = CoupledBank(4, 3)
+    bank.enqueue(*keys(3))
+    bank.pointer.fill_(1)
+    twin, saved = copy.deepcopy(bank), pickle.loads(pickle.dumps(bank))
+    for each in (bank, twin, saved):
+        each.enqueue(*keys(1, seed=2))
+        assert int(each.pointer) == 2 and int(each.count) == 4
+
+
+def test_huge_keys_are_refused_when_they_are_written():
+    """So that the loss need not look through the whole bank."""
+    bank = CoupledBank(4, 3)
+    image, text, ids = keys(2)
+    with pytest.raises(CoderError, match=r"text_keys holds values of 1.0e\+12"):
+        bank.enqueue(image, text * 1e12 / text.abs().max(), ids)
+    assert bank.count == 0
+    bank.enqueue(image, text, ids)
+    live, looked = keys(2, seed=3), []
+    aminmax = torch.Tensor.aminmax
+    with mock.patch.object(torch.Tensor, "aminmax", lambda x, **more: looked.append(len(x)) or aminmax(x, **more)):
+        for _ in range(3):
+            m_dcl(*live[:2], image, text, bank.image, bank.text, bank_valid=bank.valid)
+            bank.enqueue(image, text, ids)
+    assert looked.count(4) == 2  # both banks once
+    bank.text[3] = 1e12
+    with pytest.raises(CoderError, match=r"text_bank holds values of 1.0e\+12"):
+        m_dcl(*live[:2], image, text, bank.image, bank.text, bank_valid=bank.valid)
 
 
 def test_a_large_bank_is_written_and_read_by_chunks(monkeypatch):

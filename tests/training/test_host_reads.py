@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from coder_plugin import Trainer
+from coder_plugin.pretrained.options import resolve_config
+from coder_plugin.training.optim import has_fused_step
 from tests.host_reads import host_reads
 
 SETTINGS = {
     "coder": ["momentum.bank_size=64", "prototypes.clusters=4", "prototypes.recluster=24"],
     "clip": [],
     "ascl": [],
+    "selfalign": [],
     "clip + 0.5*triplet": [],
 }
 
@@ -111,3 +115,20 @@ def test_towers_in_training_mode_run_in_both_passes(tmp_path, tiny_model) -> Non
     batches = trainer.loader.epoch(0)
     trainer.training_step([trainer._to_device(next(batches)) for _ in range(2)])
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("opt", "precision", "device", "fused"),
+    [
+        ("adamw", "fp32", "cuda", True),
+        ("adam", "amp_bf16", "cuda", True),
+        ("adamw", "amp", "cuda", False),  # the loss scaler must learn of steps that are skipped
+        ("adamw", "fp32", "cpu", False),
+        ("lamb", "fp32", "cuda", False),
+    ],
+)
+def test_the_fused_optimizer_is_for_cuda_without_a_loss_scaler(opt, precision, device, fused, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    config = resolve_config({"opt": opt, "precision": precision}, flags_name="argument")
+    parameter = SimpleNamespace(is_cuda=device == "cuda", is_floating_point=lambda: True)
+    assert has_fused_step(opt, config, [parameter]) is fused

@@ -1,0 +1,79 @@
+"""torch.compile takes the loss of every recipe, and the heads of CODER, as one graph: nothing is left to Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coder_plugin import create_loss, create_model, recipes
+from coder_plugin.model import required_heads
+from coder_plugin.objective import Objective
+
+NUMBERS = {
+    "momentum.bank_size": 16,
+    "prototypes.clusters": 3,
+    "prototypes.recluster": 3,
+    "alignment.prototypes": 5,
+    "progress.steps_per_epoch": 2,
+}
+QUICK = ("clip", "coder", "ascl", "selfalign")
+ALL = sorted({*QUICK, "dcl", "triplet", "siglip", *recipes.objectives()})
+
+
+def made(name: str, model_name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Model, loss and a batch."""
+    objective = Objective.parse(name)
+    torch.manual_seed(0)
+    heads = required_heads(objective)
+    objective = objective.with_options({key: value for key, value in NUMBERS.items() if key.split(".")[0] in heads})
+    model = create_model(model_name, loss=objective).train()
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(1, 400, (6, 40), generator=generator)
+    for row in range(6):  # texts of 4 to 14 tokens
+        words[row, 3 + 2 * row], words[row, 4 + 2 * row :] = 49407, 0
+    batch = {"image": torch.randn(6, 3, 64, 64, generator=generator), "text": words, "image_id": torch.arange(6) // 2}
+    batch |= {"text_positive": words.flip(0), "text_tags": (words > 0).long()}
+    return model, create_loss(objective, model=model), batch
+
+
+def leaves(outputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, Tensor) else value
+        for key, value in outputs.items()
+    }
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL])
+def test_the_loss_of_a_recipe_is_one_graph(name: str, tiny_model: str) -> None:
+    model, loss, batch = made(name, tiny_model)
+    outputs = model(**batch)
+    eager, compiled = leaves(outputs), leaves(outputs)
+    want = loss(**eager)
+    torch._dynamo.reset()
+    got = torch.compile(loss, backend="aot_eager", fullgraph=True)(**compiled)
+    assert got.keys() == want.keys()
+    sum(want.values()).backward(), sum(got.values()).backward()
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5)
+    for key, value in eager.items():
+        if isinstance(value, Tensor) and value.grad is not None:
+            torch.testing.assert_close(compiled[key].grad, value.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_the_heads_of_coder_are_one_graph(tiny_model: str) -> None:
+    """All but the momentum towers, which are the backbone's own code."""
+    model, _, batch = made("3*dcl + concept_dcl + pgc", tiny_model)
+    seen: list[dict[str, Tensor]] = []
+    hook = model.coder.register_forward_pre_hook(lambda _, inputs: seen.append(dict(inputs[0])))
+    model(**batch)
+    hook.remove()
+    features = {key: value.detach() if isinstance(value, Tensor) else value for key, value in seen[0].items()}
+    want = model.coder(features)
+    torch._dynamo.reset()
+    got = torch.compile(model.coder, backend="aot_eager", fullgraph=True)(features)
+    assert {"coder_text_concepts", "coder_image_logits"} <= got.keys() == want.keys()
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-4, atol=1e-5)

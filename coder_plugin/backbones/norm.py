@@ -78,7 +78,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 class _Moments(NamedTuple):
     """Number of positions [], their mean [C], and the sum of their squared distances from it [C]."""
 
-    count: Tensor
+    number: Tensor
     mean: Tensor
     squares: Tensor
 

@@ -49,7 +49,7 @@ class CheckedTarInfo(tarfile.TarInfo):
     """
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> tarfile.TarInfo:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> CheckedTarInfo:
         """A header of 512 bytes. The usual one of a file is read here, in a third of the time, without owner, rights and date;
         ``tarfile`` reads all others."""
         digits, checksum = buf[124:135], buf[148:154]

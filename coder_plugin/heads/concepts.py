@@ -146,7 +146,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
 
     def forward(self, image_pooled: Tensor, text_tokens: Tensor, text_mask: Tensor) -> dict[str, Tensor]:
         inputs = self._image_input(image_pooled), self._text_input(text_tokens, text_mask)
-        encoders = self.image_query, self.text_query
+        encoders: tuple[Any, Any] = (self.image_query, self.text_query)
         queries = [encoder[0](values) for encoder, values in zip(encoders, inputs, strict=True)]
         if len(self.image_query) > 1:
             queries = normalize_together([encoder[1] for encoder in encoders], queries)

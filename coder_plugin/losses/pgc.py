@@ -35,7 +35,9 @@ class PGC(Term):
     requires = ("image_features", "text_features", "coder_image_logits", "coder_text_logits")
     gathers = ("image_features", "text_features", "labels")
 
-    def prepare(self, image_features: Tensor, text_features: Tensor, **outputs: Any) -> dict[str, Any]:
+    def prepare(  # type: ignore[override]
+        self, image_features: Tensor, text_features: Tensor, **outputs: Any
+    ) -> dict[str, Any]:
         """Label this rank's pairs: the labels travel, so that all ranks have the same."""
         labels = self.provider("coder_image_logits", "assign").assign(_pairs(image_features, text_features))
         return {"image_features": image_features, "text_features": text_features, "labels": labels, **outputs}

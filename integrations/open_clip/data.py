@@ -94,6 +94,8 @@ def unpacked(names: tuple[str, ...], _module: Any, inputs: tuple[Any, ...], keyw
 class Csv(upstream.CsvDataset):
     """Upstream's, one pair a line; pairs of one file have one id."""
 
+    images: Any  # a list in 3.3, a Series in main
+
     def __init__(self, *args: Any, extras: Extras, packed: tuple[str, ...] | None, is_train: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.extras, self.packed, self.is_train = extras, packed, is_train

@@ -115,6 +115,16 @@ def test_other_types_are_as_near_to_the_truth_as_the_reference(dtype) -> None:
             assert (one.double() - other).abs().max() <= bound * other.abs().max()
 
 
+def test_one_tile_of_rows_that_differ_much() -> None:
+    """In float32 the exponentials of one row vanish about another row's maximum: 0.5 / 0.003 is above 88."""
+    images = torch.eye(3)
+    texts = torch.tensor([[1.0, 0.5, 0.2], [0.9, 1.0, 0.5], [1.0, 0.1, 1.0]])
+    loss = lambda *x, form: dcl(*x, mu=0.003, diversity="none", implementation=form)  # noqa: E731
+    want = value_and_gradient(lambda *x: loss(*x, form="reference"), images.double(), texts.double())
+    got = value_and_gradient(lambda *x: loss(*x, form="tiled"), images, texts)
+    torch.testing.assert_close(got, [each.float() for each in want], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("anchors", [None, slice(3, 9)])
 def test_autocast_changes_nothing(anchors) -> None:
     generator = torch.Generator().manual_seed(2)

@@ -135,9 +135,13 @@ class _CandidateSums(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.recompute:
             averages, *rest = ctx.saved_tensors
-            result = None if averages is None else averages * gradient[:, None]
-            of_scale = _scale_gradient(ctx, result, *rest, gradient) if rest else None
-            result = None if result is None else result.to(ctx.anchor_dtype)
+            result, of_scale = None, None
+            if averages is not None:
+                result = averages * gradient[:, None]
+                if rest:
+                    anchors, scale = rest
+                    of_scale = _scale_gradient(ctx, result, anchors, scale, gradient)
+                result = result.to(ctx.anchor_dtype)
             return result, None, of_scale, *[None] * (len(ctx.needs_input_grad) - 3)
         anchors, ids, scale, sums, ceiling, *flat = ctx.saved_tensors
         candidates = _blocks(flat)
@@ -172,7 +176,9 @@ class _CandidateSums(torch.autograd.Function):
             for each in (anchor_gradient, *gradients):
                 if each is not None:
                     each *= unit
-        of_scale = _scale_gradient(ctx, anchor_gradient, anchors, scale, gradient) if ctx.needs_input_grad[2] else None
+        of_scale = None
+        if anchor_gradient is not None and ctx.needs_input_grad[2]:
+            of_scale = _scale_gradient(ctx, anchor_gradient, anchors, scale, gradient)
         result = None if anchor_gradient is None else anchor_gradient.to(ctx.anchor_dtype)
         results = [result, None, of_scale, None, None]
         for block, each in zip(candidates, gradients, strict=True):

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Time and memory of DCL's forward and backward pass, by tiles and by its reference, against ClipLoss in the same run.
+"""Time and memory of a loss's forward and backward pass, by tiles and by its reference, against ClipLoss in the same run.
 
     python scripts/bench/loss_step.py                           on the CPU, eager and compiled
     python scripts/bench/loss_step.py --device cuda --dtype bfloat16 --sizes 8192x1024 32768x1024 --repeats 20
+    python scripts/bench/loss_step.py --loss ascl --forms reference tiled --modes eager
     python scripts/bench/loss_step.py --modes eager --sizes 4096x512 8192x512 --repeats 3 --json loss_step.json
 
 Every repetition times each loss once, in rotating order, so that other load on the machine slows all of them alike. A ratio
@@ -23,6 +24,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from coder_plugin.functional import dcl
+from coder_plugin.functional.ascl_loss import ascl_of_features
+from coder_plugin.functional.clip_loss import tiled_clip
+from coder_plugin.functional.triplet_loss import triplet_of_features
 
 
 def main() -> None:
@@ -36,7 +40,7 @@ def main() -> None:
                 steps, options.device, options.repeats, warm_up=options.warm_up, clock=options.clock, limit=options.limit
             )
             peaks = {name: peak_bytes(step, options.device) for name, step in steps.items()}
-            case = f"{n} x {d}, {options.dtype_name}, {mode}"
+            case = f"{options.loss}, {n} x {d}, {options.dtype_name}, {mode}"
             results.compare(case, times, peer=clip_loss()[0], n=n, d=d, mode=mode, peak_bytes=peaks)
 
 
@@ -51,7 +55,17 @@ def make_steps(n: int, d: int, options: argparse.Namespace, *, compiled: bool) -
     peer, clip = clip_loss()
     losses: dict[str, Callable[[], Tensor]] = {peer: with_arguments(clip, compiled, images, texts, scale)}
     for form in options.forms:
-        losses[form] = with_arguments(dcl, compiled, images, texts, image_ids=ids, implementation=form)
+        passed: dict[str, Any] = {"image_ids": ids, "implementation": form}
+        if options.loss == "clip":
+            if form == "reference":
+                raise SystemExit("the reference of clip is ClipLoss itself, with which every form is compared: --forms tiled")
+            losses[form] = with_arguments(tiled_clip, compiled, images, texts, scale, triton=form == "triton")
+        elif options.loss == "ascl":
+            losses[form] = with_arguments(ascl_of_features, compiled, images, texts, texts, temperature=0.05, **passed)
+        else:
+            function = dcl if options.loss == "dcl" else triplet_of_features
+            rest = {"hardest": False} if options.loss == "triplet-all" else {}
+            losses[form] = with_arguments(function, compiled, images, texts, **passed, **rest)
     values = [losses[form]().detach() for form in options.forms]
     assert all(torch.allclose(value, values[0], rtol=options.rtol) for value in values), f"the forms differ: {values}"
     return {
@@ -80,6 +94,9 @@ def arguments() -> argparse.Namespace:
     modes = ["eager", "compiled"]
     parser.add_argument("--modes", nargs="+", default=modes, choices=modes, help="without and with torch.compile")
     parser.add_argument("--forms", nargs="+", default=["reference", "tiled"], help="values of --loss-impl [reference tiled]")
+    parser.add_argument(
+        "--loss", default="dcl", choices=["dcl", "ascl", "triplet", "triplet-all", "clip"], help="what is measured [dcl]"
+    )
     parser.add_argument("--warm-up", type=int, default=3, help="untimed calls of each loss, before [3]")
     sizes = [(n, d) for n in (128, 512, 2048) for d in (512, 1024)]
     parser.add_argument("--sizes", nargs="+", type=size, default=sizes, metavar="NxD", help="batch x dimensions, as 2048x512")

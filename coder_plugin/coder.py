@@ -282,7 +282,7 @@ class CoderLoss(nn.Module):
         for (label, term), spec, own, every in zip(
             self.terms.items(), self.objective.terms, arguments, gathered, strict=True
         ):
-            value = term.compute(**(own | every)) if term.takes_gathered else term(**own)
+            value = term(gathered=every, **own) if term.takes_gathered else term(**own)
             values = value if isinstance(value, dict) else {"loss": value}
             for name, scalar in values.items():
                 if not isinstance(scalar, Tensor) or scalar.ndim:

@@ -94,9 +94,16 @@ class Term(nn.Module):
         return bool(self.gathers) and type(self).forward is Term.forward
 
     def forward(self, *args: Any, **outputs: Any) -> Tensor | dict[str, Tensor]:
-        """This rank's outputs of the model -> a scalar, or a dict of ``*_loss`` scalars."""
-        local = self.prepare(**inspect.signature(self.compute).bind_partial(*args, **outputs).arguments)
-        return self.compute(**(local | gathered_arguments([(self.gathers, local)])[0]))
+        """This rank's outputs of the model -> a scalar, or a dict of ``*_loss`` scalars.
+
+        With the further keyword ``gathered``, the arguments in ``gathers`` of all ranks by name, nothing is gathered here, and the
+        outputs are those of :meth:`prepare`.
+        """
+        gathered = outputs.pop("gathered", None)
+        if gathered is None:
+            outputs = self.prepare(**inspect.signature(self.compute).bind_partial(*args, **outputs).arguments)
+            gathered = gathered_arguments([(self.gathers, outputs)])[0]
+        return self.compute(**{**outputs, **gathered})
 
     def prepare(self, **outputs: Any) -> dict[str, Any]:
         """Change or add arguments of :meth:`compute`, from this rank's, before they are gathered."""

@@ -96,8 +96,8 @@ class Term(nn.Module):
     def forward(self, *args: Any, **outputs: Any) -> Tensor | dict[str, Tensor]:
         """This rank's outputs of the model -> a scalar, or a dict of ``*_loss`` scalars.
 
-        With the further keyword ``gathered``, the arguments in ``gathers`` of all ranks by name, nothing is gathered here, and the
-        outputs are those of :meth:`prepare`.
+        With the further keyword ``gathered``, the arguments in ``gathers`` of all ranks by name, nothing is gathered here, and
+        the outputs are those of :meth:`prepare`.
         """
         gathered = outputs.pop("gathered", None)
         if gathered is None:

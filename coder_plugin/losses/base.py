@@ -102,6 +102,14 @@ class Term(nn.Module):
         """Change or add arguments of :meth:`compute`, from this rank's, before they are gathered."""
         return outputs
 
+    def ring_obstacle(self) -> str | None:
+        """Why the term cannot be computed without a gather, as blocks pass around the ring of ranks; None if it can be."""
+        return "only dcl and clip can"
+
+    def compute_in_ring(self, **outputs: Any) -> Any:
+        """The loss of this rank's anchors, from this rank's arguments alone, where :meth:`ring_obstacle` is None."""
+        raise NotImplementedError(f"{type(self).__name__} must override compute_in_ring()")
+
     def compute(self, *args: Any, **outputs: Any) -> Any:
         """The loss, from the arguments in ``gathers`` of all ranks and the others of this rank: as ``forward`` returns it."""
         raise NotImplementedError(f"{type(self).__name__} must override forward(), or compute() where it sets gathers")

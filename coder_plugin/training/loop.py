@@ -143,6 +143,7 @@ class Trainer:
             model=self.model,
             implementation=cast(Implementation, config.loss.loss_impl),
             gather_dtype=config.loss.gather_dtype,  # type: ignore[arg-type]
+            gather=config.loss.gather,  # type: ignore[arg-type]
         )
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)

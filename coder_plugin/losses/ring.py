@@ -82,7 +82,7 @@ def clip_of_ranks(image_features: Tensor, text_features: Tensor, logit_scale: Te
 def turn(
     block: Sequence[Tensor],
     visit: Callable[[Sequence[Tensor]], list[Tensor]],
-    merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
+    merge: Callable[[Tensor, Tensor], Tensor] = Tensor.add_,
 ) -> list[Tensor]:
     """Let every rank's block visit all ranks, and bring home what they computed about it.
 
@@ -91,7 +91,7 @@ def turn(
     Args:
         block: this rank's tensors, which no visit changes; the same shapes and types on all ranks.
         visit: called with each rank's block, this rank's first; returns results about it, the same shapes on all ranks.
-        merge: joins two ranks' results.
+        merge: joins what was received with what a visit has returned; it may write into the first.
 
     Returns:
         The results about this rank's block, merged over all ranks.

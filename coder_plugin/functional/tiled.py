@@ -3,7 +3,7 @@
 The reference form of a loss keeps several matrices of anchors x candidates for its backward pass. Here the matrix is computed
 one tile at a time, in the forward pass and again in the backward pass, so that memory grows with the number of rows only. The
 results equal the reference's up to rounding. docs/equations.md#tiles says how they are computed:
-:mod:`~coder_plugin.functional.tiled_pairs` for batches of pairs, whose blocks :mod:`~coder_plugin.functional.tiled_blocks` adds up,
+:mod:`~coder_plugin.functional.tiled_pairs` for batches of pairs (:mod:`~coder_plugin.functional.tiled_blocks`: their blocks),
 :mod:`~coder_plugin.functional.tiled_candidates` for anchors with other candidates, such as banks,
 :mod:`~coder_plugin.functional.tiled_hinges` for hinge losses.
 

@@ -18,7 +18,7 @@ from coder_plugin.functional.tiled import add_product, finite, matmul, square_ti
 Both = tuple[Tensor, Tensor]
 
 
-def add_moments(first: Both, second: Both, features: Both, ids: Both, pivots: Both) -> None:
+def add_moments(first: Both, second: Both, features: Sequence[Tensor], ids: Both, pivots: Both) -> None:
     """Add the sums over the negatives of ``S - pivot`` and of its square.
 
     Args:
@@ -40,7 +40,13 @@ def add_moments(first: Both, second: Both, features: Both, ids: Both, pivots: Bo
 
 
 def add_exponentials(
-    running: Sequence[Both], features: Both, ids: Both, scale: Both, *, triton: bool = False, positive: Tensor | None = None
+    running: Sequence[Both],
+    features: Sequence[Tensor],
+    ids: Both,
+    scale: Both,
+    *,
+    triton: bool = False,
+    positive: Tensor | None = None,
 ) -> None:
     """Update the largest similarity to a negative, and ``sum_neg exp(scale * (S - largest))``, of all rows and columns.
 
@@ -67,7 +73,7 @@ def add_exponentials(
 
 
 def add_slopes(
-    results: Both, features: Both, ids: Both, scale: Both, shift: Both, slope: Both, *, triton: bool = False
+    results: Both, features: Sequence[Tensor], ids: Both, scale: Both, shift: Both, slope: Both, *, triton: bool = False
 ) -> None:
     """Add the gradients of sums over exponentials: of the slopes ``slope * exp(scale * S - shift)`` of rows and columns.
 

@@ -106,7 +106,7 @@ class Term(nn.Module):
         """Why the term cannot be computed without a gather, as blocks pass around the ring of ranks; None if it can be."""
         return "only dcl and clip can"
 
-    def compute_in_ring(self, **outputs: Any) -> Any:
+    def compute_in_ring(self, *args: Any, **outputs: Any) -> Any:
         """The loss of this rank's anchors, from this rank's arguments alone, where :meth:`ring_obstacle` is None."""
         raise NotImplementedError(f"{type(self).__name__} must override compute_in_ring()")
 

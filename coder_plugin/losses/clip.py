@@ -35,7 +35,7 @@ class Clip(Term):
         return None if type(self) is Clip else super().ring_obstacle()
 
     def compute_in_ring(
-        self, *, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
         """This rank's features [B, D], L2-normalised, and the model's scale and bias -> scalar."""
         loss = clip_of_ranks(image_features, text_features, logit_scale, triton=self.implementation == "triton")

@@ -58,7 +58,7 @@ class DCL(Term):
         return next((f"not with {option}" for option, is_set in refused.items() if is_set), None)
 
     def compute_in_ring(
-        self, *, image_features: Tensor, text_features: Tensor, coder_ids: Tensor | None = None
+        self, image_features: Tensor, text_features: Tensor, coder_ids: Tensor | None = None
     ) -> Tensor:
         """This rank's features [B, D], L2-normalised, and image ids [B] -> scalar."""
         options = {name: self.options[name] for name in ("mu", "gamma", "positive_weight", "effective_negatives")}

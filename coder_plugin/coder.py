@@ -272,7 +272,7 @@ class CoderLoss(nn.Module):
                 raise CoderError(f"loss {spec.name!r} cannot pass blocks around (gather='ring'): {obstacle}; take gather='all'")
             term = copy.copy(term)  # a term that was passed as an object may be in losses of other models too
             term._modules = dict(term._modules)
-            term.implementation = implementation
+            term.implementation, term.ring = implementation, gather == "ring"
             self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
 
     def forward(
@@ -298,10 +298,7 @@ class CoderLoss(nn.Module):
         for (label, term), spec, own, every in zip(
             self.terms.items(), self.objective.terms, arguments, gathered, strict=True
         ):
-            if ring:
-                value = term.compute_in_ring(**own)
-            else:
-                value = term.compute(**(own | every)) if term.takes_gathered else term(**own)
+            value = term(gathered=every, **own) if term.takes_gathered else term(**own)
             values = value if isinstance(value, dict) else {"loss": value}
             for name, scalar in values.items():
                 if not isinstance(scalar, Tensor) or scalar.ndim:

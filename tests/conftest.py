@@ -23,6 +23,15 @@ def tiny_model(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def backward_before_compile() -> None:
+    """Tests fork processes that train. A child cannot run a backward pass if its parent's first came after torch._dynamo was
+    imported, which starts threads for it."""
+    import torch
+
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
 @pytest.fixture(autouse=True)
 def without_report(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Runs in tests end without their report, which would take longer than they do, but for those that ask for it."""

@@ -159,7 +159,7 @@ class GPO(nn.Module):
         """The GRU's states of both directions: [U, L, d_pe] -> [U, L, 2 d_hidden]."""
         if not torch.compiler.is_compiling() or hasattr(self._gru_weights[0], "to_local"):  # FSDP2's own parameters
             return _call(self.gru, rows, rows.dtype)[0]
-        return _gru(rows, [weight.to(rows.dtype) for weight in self._gru_weights])
+        return _gru(rows, [weight.to(rows.dtype) for weight in self._gru_weights if weight is not None])
 
 
 def _extent(mask: Tensor) -> tuple[Tensor, int, int]:

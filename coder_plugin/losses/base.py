@@ -57,6 +57,8 @@ class Term(nn.Module):
 
     #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
+    #: Whether the rows of one rank after the other visit this one, instead of being gathered; set by ``create_loss``.
+    ring: bool = False
     #: How losses of pairs are computed: ``auto``, ``reference`` or ``tiled``; set by ``create_loss``.
     implementation: Implementation = "auto"
 
@@ -94,9 +96,19 @@ class Term(nn.Module):
         return bool(self.gathers) and type(self).forward is Term.forward
 
     def forward(self, *args: Any, **outputs: Any) -> Tensor | dict[str, Tensor]:
-        """This rank's outputs of the model -> a scalar, or a dict of ``*_loss`` scalars."""
-        local = self.prepare(**inspect.signature(self.compute).bind_partial(*args, **outputs).arguments)
-        return self.compute(**(local | gathered_arguments([(self.gathers, local)])[0]))
+        """This rank's outputs of the model -> a scalar, or a dict of ``*_loss`` scalars.
+
+        With the further keyword ``gathered``, the arguments in ``gathers`` of all ranks by name, nothing is gathered here, and
+        the outputs are those of :meth:`prepare`.
+        """
+        gathered = outputs.pop("gathered", None)
+        if gathered is None:
+            outputs = self.prepare(**inspect.signature(self.compute).bind_partial(*args, **outputs).arguments)
+        if self.ring and distributed.world_size() > 1:
+            return self.compute_in_ring(**outputs)
+        if gathered is None:
+            gathered = gathered_arguments([(self.gathers, outputs)])[0]
+        return self.compute(**{**outputs, **gathered})
 
     def prepare(self, **outputs: Any) -> dict[str, Any]:
         """Change or add arguments of :meth:`compute`, from this rank's, before they are gathered."""

@@ -128,7 +128,7 @@ class MomentumCopy(nn.Module):
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first."""
     if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

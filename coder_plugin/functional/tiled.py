@@ -173,8 +173,8 @@ def add_product(result: Tensor, one: Tensor, other: Tensor) -> None:
 
 def slope_unit(slopes: Tensor, like: Tensor) -> Tensor | None:
     """For float16, whose range is small: a number that slopes are divided by before they are rounded to it, 0-d, so that twice
-    the largest of ``slopes`` becomes 2^15. None for other types."""
-    if like.dtype != torch.float16:
+    the largest of ``slopes`` becomes 2^15. None for other types, and without slopes."""
+    if like.dtype != torch.float16 or not slopes.numel():
         return None
     return (slopes.abs().amax() / 2**14).clamp(min=torch.finfo(slopes.dtype).tiny)
 

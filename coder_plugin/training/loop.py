@@ -321,6 +321,7 @@ class Trainer:
                 # a rank with bad samples may run out of batches first: then all ranks stop
                 self._is_last, self._result = len(following.batches) < accum_freq, None
                 logged = self.is_logging_step
+                distributed.count_step()
                 metrics = self._checked_step([self._to_device(batch) for batch in group])
                 self.step += 1
                 self.position = position

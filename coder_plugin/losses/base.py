@@ -145,9 +145,9 @@ def gathered_arguments(
         for name in names:
             tensor = arguments.get(name)
             if tensor is not None:
-                same = next((k for k, other in enumerate(distinct) if other is tensor), len(distinct))
-                distinct[same:] = distinct[same:] or [tensor]
-                place[name] = same
+                place[name] = next((k for k, other in enumerate(distinct) if other is tensor), len(distinct))
+                if place[name] == len(distinct):
+                    distinct.append(tensor)
         places.append(place)
     rows = distributed.gather_together(distinct, **options)
     return [{name: rows[number] for name, number in place.items()} for place in places]

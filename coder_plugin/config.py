@@ -123,6 +123,12 @@ class LossConfig:
         "in half the bytes",
         choices=("exact", "bfloat16"),
     )
+    gather: str = _option(
+        "all",
+        "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so that none "
+        "holds the global batch (ring; dcl and clip alone)",
+        choices=("all", "ring"),
+    )
     loss_impl: str = _option(
         "auto",
         "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to rounding, in "

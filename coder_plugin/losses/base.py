@@ -57,8 +57,10 @@ class Term(nn.Module):
 
     #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
-    #: How losses of pairs are computed: ``auto``, ``reference`` or ``tiled``; set by ``create_loss``.
+    #: How losses of pairs are computed: ``auto``, ``reference``, ``tiled`` or ``triton``; set by ``create_loss``.
     implementation: Implementation = "auto"
+    #: Whether Triton's kernels serve the term, if all rows are anchors (no local loss); torch computes the others' tiles.
+    has_kernels: bool = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,6 +29,7 @@ class Clip(Term):
     uses = ("logit_bias",)
     gathers = ("image_features", "text_features")
     masks_same_image = False
+    has_kernels = True
 
     def compute(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None

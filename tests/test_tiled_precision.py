@@ -129,7 +129,7 @@ def test_tf32_is_set_in_training_steps_alone(wanted, tmp_path, monkeypatch) -> N
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9's setting")
-@pytest.mark.parametrize("name", ["tf32", "ieee"])
+@pytest.mark.parametrize("name", ["tf32", "ieee", "none"])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_tf32_that_is_set_by_its_new_name_is_put_back(name, wanted) -> None:
     matmul = torch.backends.cuda.matmul
@@ -137,7 +137,7 @@ def test_tf32_that_is_set_by_its_new_name_is_put_back(name, wanted) -> None:
     try:
         matmul.fp32_precision = name
         with tf32_products(wanted), contextlib.suppress(KeyError):
-            assert matmul.fp32_precision == ("tf32" if wanted else "ieee")
+            assert (matmul.fp32_precision == "tf32") is wanted
             raise KeyError
         assert matmul.fp32_precision == name
     finally:

@@ -39,6 +39,7 @@ from coder_plugin.resolver import Resolution
 
 AggregatorName = Literal["tower", "gpo", "gpo-mlp"]
 GatherDtype = Literal["exact", "bfloat16"]
+GatherForm = Literal["all", "ring"]
 
 
 class Coder(nn.Module):
@@ -235,6 +236,7 @@ class CoderLoss(nn.Module):
         implementation: how losses of pairs are computed, as in :func:`coder_plugin.functional.dcl`.
         gather_dtype: how features, keys and the gradients that return travel between ranks: ``exact``, in their own types, or
             ``bfloat16``.
+        gather: with several processes, ``all``: every rank gets the rows of all ranks; or ``ring``: one rank's after the other.
     """
 
     def __init__(
@@ -245,10 +247,18 @@ class CoderLoss(nn.Module):
         *,
         implementation: Implementation = "auto",
         gather_dtype: GatherDtype = "exact",
+        gather: GatherForm = "all",
     ) -> None:
         super().__init__()
         if gather_dtype not in get_args(GatherDtype):
             raise ValueError(f"gather_dtype must be one of {', '.join(get_args(GatherDtype))}, got {gather_dtype!r}")
+        if gather not in get_args(GatherForm):
+            raise ValueError(f"gather must be one of {', '.join(get_args(GatherForm))}, got {gather!r}")
+        if gather == "ring" and implementation == "reference":
+            raise CoderError("gather='ring' computes losses by tiles: take another implementation than 'reference'")
+        if gather == "ring" and gather_dtype != "exact":
+            raise CoderError("gather='ring' sends features in their own type: leave out gather_dtype, or take gather='all'")
+        self.gather: GatherForm = gather
         self.gather_dtype: torch.dtype | None = torch.bfloat16 if gather_dtype == "bfloat16" else None
         self.objective: Objective = objective
         self.bindings: tuple[Mapping[str, str], ...] = bindings
@@ -257,17 +267,23 @@ class CoderLoss(nn.Module):
             term = spec.build()
             if next(term.parameters(), None) is not None:
                 raise CoderError(f"loss {spec.name!r} owns parameters, which nothing would train: put them into a head")
+            obstacle = term.ring_obstacle() if gather == "ring" else None
+            if obstacle is not None:
+                raise CoderError(f"loss {spec.name!r} cannot pass blocks around (gather='ring'): {obstacle}; take gather='all'")
             term = copy.copy(term)  # a term that was passed as an object may be in losses of other models too
             term._modules = dict(term._modules)
-            term.implementation = implementation
+            term.implementation, term.ring = implementation, gather == "ring"
             self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
         if implementation == "triton":
             check_triton()
             self._warn_of_terms_without_kernels()
 
     def _warn_of_terms_without_kernels(self) -> None:
-        if any(term.local_loss for term in self.terms.values()) and distributed.world_size() > 1:
-            logging.warning("Triton's kernels do not serve the local loss: torch computes all terms (--no-local-loss)")
+        local = any(term.local_loss for term in self.terms.values()) and self.gather == "all"
+        if local and distributed.world_size() > 1:
+            logging.warning(
+                "Triton's kernels do not serve the local loss: torch computes all terms (--no-local-loss or --gather ring)"
+            )
             return
         others = [label for label, term in self.terms.items() if not term.has_kernels]
         if others:
@@ -278,15 +294,17 @@ class CoderLoss(nn.Module):
     ) -> dict[str, Tensor] | Tensor:
         """The model's outputs as keywords -> weighted scalars by name, or their sum with ``output_dict=False``.
 
-        What the terms read of other ranks is gathered first, in one collective, and its gradient returns in one.
+        What the terms read of other ranks is gathered first, in one collective, and its gradient returns in one; with
+        ``gather="ring"`` each term passes it on instead.
 
         Args:
-            sums: numbers that travel with that gradient.
+            sums: numbers that travel with the gathered gradient.
         """
+        ring = self.gather == "ring" and distributed.world_size() > 1
         arguments = self._arguments(outputs)
-        terms = self.terms.values()
+        names = [term.gathers if term.takes_gathered and not ring else () for term in self.terms.values()]
         gathered = gathered_arguments(
-            [(term.gathers if term.takes_gathered else (), each) for term, each in zip(terms, arguments, strict=True)],
+            list(zip(names, arguments, strict=True)),
             dtype=self.gather_dtype,
             sums=sums,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ _collectives = 0
 
 
 def collectives() -> int:
-    """Number of this module's collective operations that this process has begun, the same on ranks that are equally far.
+    """Number of steps and of this module's collective operations that this process has begun, the same on ranks that are
+    equally far.
 
     A rank that has begun fewer than another keeps it waiting.
     """
@@ -37,6 +38,11 @@ def collectives() -> int:
 def _begin() -> None:
     global _collectives
     _collectives += 1
+
+
+def count_step() -> None:
+    """Count the begin of a step as a collective operation is counted: DDP's own, with which its forward begins, are not."""
+    _begin()
 
 
 def barrier() -> None:
@@ -232,6 +238,43 @@ def exchange(local: Tensor) -> Tensor:
         [world * B, ...], the rows from rank 0, then those from rank 1, and so on.
     """
     return local if world_size() == 1 else _Exchange.apply(local)
+
+
+def pass_on(tensors: Sequence[Tensor], *, channel: int = 0) -> Callable[[], list[Tensor]]:
+    """Begin to send tensors to the next rank, and to receive those of the rank before; the last rank sends to the first.
+
+    Call it on all ranks. The tensors travel while the caller computes; they must not be written to meanwhile.
+
+    Args:
+        tensors: of any types; the same shapes and types on all ranks.
+        channel: >= 0; passes that overlap need different ones.
+
+    Returns:
+        A function that waits, and returns what was received.
+
+    Example:
+        >>> pass_on([torch.tensor([1.0])])()  # one process
+        [tensor([1.])]
+    """
+    if world_size() == 1 or not tensors:
+        return lambda: list(tensors)
+    sent = [each.detach().contiguous() for each in tensors]
+    received = [torch.empty_like(each) for each in sent]
+    after, before = (rank() + 1) % world_size(), (rank() - 1) % world_size()
+    operations = []
+    for number, (out, into) in enumerate(zip(sent, received, strict=True)):
+        tag = 16 * channel + number
+        operations += [dist.P2POp(dist.isend, out, after, tag=tag), dist.P2POp(dist.irecv, into, before, tag=tag)]
+    _begin()
+    under_way = dist.batch_isend_irecv(operations)
+
+    def wait() -> list[Tensor]:
+        for each in under_way:
+            each.wait()
+        sent.clear()
+        return received
+
+    return wait
 
 
 def all_max(value: Tensor) -> Tensor:

@@ -29,10 +29,7 @@ def ranks_from_slurm(environment: MutableMapping[str, str] | None = None) -> Non
     environment = os.environ if environment is None else environment
     if "SLURM_PROCID" not in environment or "RANK" in environment or "WORLD_SIZE" in environment:
         return
-    of_step = environment.get("SLURM_STEP_NUM_TASKS")
-    if of_step is None and "MASTER_ADDR" not in environment:
-        return  # a batch script; upstream's form of a step names MASTER_ADDR itself
-    tasks = int(of_step or environment.get("SLURM_NTASKS") or "1")
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or "1")  # SLURM_NTASKS is set in a batch script too
     if tasks < 2:
         return
     environment["RANK"] = environment["SLURM_PROCID"]

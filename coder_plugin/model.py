@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from coder_plugin import registry
-from coder_plugin.coder import AggregatorName, Coder, CoderLoss, GatherDtype
+from coder_plugin.coder import AggregatorName, Coder, CoderLoss, GatherDtype, GatherForm
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.base import Head
@@ -186,6 +186,7 @@ def create_loss(
     model: Any,
     implementation: Implementation = "auto",
     gather_dtype: GatherDtype = "exact",
+    gather: GatherForm = "all",
 ) -> CoderLoss:
     """A loss for a model of :func:`create_model`; ``loss(**model(...))`` is a dict of weighted scalars.
 
@@ -198,6 +199,9 @@ def create_loss(
             them.
         gather_dtype: how features, keys and the gradients that return travel between ranks: ``"exact"``, in their own types,
             or ``"bfloat16"``, rounded to 8 bits of mantissa on the way, and summed so, in half the bytes.
+        gather: with several processes, ``"all"``: every rank gets the features of all ranks; ``"ring"``: the texts of one rank
+            after the other visit it, so that no rank holds the global batch. For ``dcl`` and ``clip``, by tiles; each rank
+            then compares its own anchors. In one process both are the same.
 
     Returns:
         The loss, an ``nn.Module`` without parameters and state. Called with the model's output as keywords it returns
@@ -205,7 +209,8 @@ def create_loss(
 
     Raises:
         CoderError: the model lacks heads that the loss needs, a term has parameters, the model gives an image several
-            features and a term can compare only one, or ``"triton"`` has no GPU.
+            features and a term can compare only one, ``"triton"`` without a GPU, or ``gather="ring"`` with a term or an option
+            that it does not have.
 
     Example:
         >>> import torch
@@ -235,7 +240,10 @@ def create_loss(
         model.coder.heads,
         implementation=implementation,
         gather_dtype=gather_dtype,
+        gather=gather,
     )
+    if gather == "ring" and model.coder.views > 1:
+        raise CoderError(f"gather='ring' compares one feature of an image, and this model gives {model.coder.views}")
     for spec, binding, term in zip(objective.terms, resolution.bindings, coder_loss.terms.values(), strict=True):
         if model.coder.views > 1 and "image_features" in binding.values() and not term.takes_views:
             raise CoderError(

@@ -129,6 +129,11 @@ def test_the_local_loss_has_no_kernels(gpu, caplog, monkeypatch) -> None:
         caplog.clear()
         create_loss(replace(objective, local_loss=local_loss), model=model, implementation="triton")
         assert [said in record.getMessage() for record in caplog.records] == [True]
+    ring = replace(Objective.parse("dcl + clip"), local_loss=True)
+    model = create_model("coder-tiny", loss=ring)
+    caplog.clear()
+    create_loss(ring, model=model, implementation="triton", gather="ring")
+    assert not caplog.records
 
 
 def test_tiles_that_kernels_do_not_serve_are_refused() -> None:

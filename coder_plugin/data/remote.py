@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
@@ -25,7 +26,7 @@ _BUCKETS = {
     "gs": ("gcsfs", ["gsutil", "cat", "{}"]),
 }
 _BLOCK = 1 << 20
-#: Seconds that a command may take to end once its output is closed.
+#: Seconds that a command may take to end once its output is closed, and a small file to arrive.
 _PATIENCE = 10
 
 
@@ -140,10 +141,28 @@ def _end(file: Any) -> int:
 
 
 def read_small(location: str, most: int) -> bytes | None:
-    """The content of a small remote file; None if it cannot be read or has more than ``most`` bytes."""
+    """The content of a small remote file; None if it cannot be read, has more than ``most`` bytes, or takes too long."""
+    name = scheme(location)
+    if name in _PROGRAMS and _PROGRAMS[name] == "curl":
+        command = ["curl", "--silent", "--fail", "--location", "--max-time", str(_PATIENCE), location]
+    elif name in _BUCKETS and importlib.util.find_spec(_BUCKETS[name][0]) is None:
+        command = [part.format(location) for part in _BUCKETS[name][1]]
+    else:
+        try:
+            with _filesystem(location).open(location, "rb") as file:
+                content = file.read(most + 1)
+        except Exception:  # absent, not allowed, no connection: the libraries have errors of their own
+            return None
+        return content if len(content) <= most else None
     try:
-        with open_remote(location) as file:
-            content = file.read(most + 1)
-            return content if len(content) <= most else None
-    except Exception:  # absent, not allowed, no connection: the libraries have errors of their own
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
         return None
+    late = threading.Timer(2 * _PATIENCE, process.kill)
+    late.start()
+    with process:  # closes the pipe and waits
+        content = process.stdout.read(most + 1) if process.stdout is not None else b""
+        if len(content) > most:
+            process.kill()
+    late.cancel()
+    return content if process.returncode == 0 and len(content) <= most else None

@@ -121,7 +121,7 @@ def lca_from_scores(
         assigned = (targets / temperature if bias is None else targets / epsilon + bias).softmax(-1)
         entropy = torch.special.entr(assigned).sum(-1)
     losses = logits.logsumexp(-1) - (assigned * logits).sum(-1)
-    share = torch.where(valid, 1 / mask.sum(1).clamp(min=1)[row], 0).to(losses.dtype)
+    share = valid / mask.sum(1).clamp(min=1).to(losses.dtype)[row]
     return (losses * share).sum() / len(mask), (entropy * share).sum() / len(mask)
 
 

@@ -3,8 +3,9 @@
 The reference form of a loss keeps several matrices of anchors x candidates for its backward pass. Here the matrix is computed
 one tile at a time, in the forward pass and again in the backward pass, so that memory grows with the number of rows only. The
 results equal the reference's up to rounding. docs/equations.md#tiles says how they are computed:
-:mod:`~coder_plugin.functional.tiled_pairs` for batches of pairs, :mod:`~coder_plugin.functional.tiled_candidates` for anchors
-with other candidates, such as banks, :mod:`~coder_plugin.functional.tiled_hinges` for hinge losses.
+:mod:`~coder_plugin.functional.tiled_pairs` for batches of pairs (:mod:`~coder_plugin.functional.tiled_blocks`: their blocks),
+:mod:`~coder_plugin.functional.tiled_candidates` for anchors with other candidates, such as banks,
+:mod:`~coder_plugin.functional.tiled_hinges` for hinge losses.
 
 Shapes: n pairs, a anchors, q candidates, d dimensions.
 """
@@ -218,8 +219,8 @@ def add_product(result: Tensor, one: Tensor, other: Tensor) -> None:
 
 def slope_unit(slopes: Tensor, like: Tensor) -> Tensor | None:
     """For float16, whose range is small: a number that slopes are divided by before they are rounded to it, 0-d, so that twice
-    the largest of ``slopes`` becomes 2^15. None for other types."""
-    if like.dtype != torch.float16:
+    the largest of ``slopes`` becomes 2^15. None for other types, and without slopes."""
+    if like.dtype != torch.float16 or not slopes.numel():
         return None
     return (slopes.abs().amax() / 2**14).clamp(min=torch.finfo(slopes.dtype).tiny)
 

@@ -16,7 +16,6 @@ from coder_plugin.functional.host import at_hand
 from coder_plugin.functional.similarity import cosine_of_rows, raise_precision
 from coder_plugin.functional.tiled import (
     Candidates,
-    add_product,
     finite,
     full_precision,
     group_sizes,
@@ -24,8 +23,8 @@ from coder_plugin.functional.tiled import (
     operands,
     same_image,
     slope_unit,
-    square_tiles,
 )
+from coder_plugin.functional.tiled_blocks import add_exponentials, add_moments, add_slopes
 from coder_plugin.functional.tiled_candidates import negative_sums
 
 #: The Gram form of the variance takes out same-image pairs one by one, if an image has at most this many texts in a batch.
@@ -79,15 +78,8 @@ def pair_variances(
         # about a pivot for each row and each column that is near its mean, so that nothing cancels
         pivots = [raise_precision(x) @ raise_precision(y).mean(0) for x, y in ((v, w), (w, v))]
         first, second = torch.zeros_like(pivots[0]).repeat(2, 2, 1)
-        for part, columns in square_tiles(len(v), len(v), v.device):
-            rows = matmul(v[part], w[columns].T)
-            same = same_image(ids, part, columns, v.device)
-            centred = (rows - pivots[0][part, None]).masked_fill_(same, 0)
-            first[0, part] += centred.sum(1)
-            second[0, part] += torch.linalg.vecdot(centred, centred)
-            torch.sub(rows, pivots[1][columns], out=centred).masked_fill_(same, 0)
-            first[1, columns] += centred.sum(0)
-            second[1, columns] += centred.square_().sum(0)
+        ids = torch.arange(len(v), device=v.device) if ids is None else ids
+        add_moments((first[0], first[1]), (second[0], second[1]), (v, w), (ids, ids), (pivots[0], pivots[1]))
         return (second / count - (first / count).square()).clamp_(min=0)
 
 
@@ -200,7 +192,6 @@ class _PairSums(torch.autograd.Function):
     def forward(
         ctx: Any, images: Tensor, texts: Tensor, ids: Tensor | None, scale: Tensor, offset: float, triton: bool
     ) -> tuple[Tensor, Tensor]:
-        kernels = _kernels(triton)
         ids = torch.arange(len(images), device=images.device) if ids is None else ids
         with full_precision(images):
             v, w = operands(images, texts)
@@ -208,17 +199,8 @@ class _PairSums(torch.autograd.Function):
             number = torch.promote_types(v.dtype, torch.float32)
             positive = v.new_empty(n, dtype=number)
             largest, total = v.new_full((2, n), -torch.inf, dtype=number), v.new_zeros(2, n, dtype=number)
-            for part, columns in square_tiles(n, n, v.device):
-                logits = matmul(v[part], w[columns].T)
-                inside = slice(max(part.start, columns.start), min(part.stop, columns.stop))
-                if inside.start < inside.stop:
-                    positive[inside] = logits.diagonal(part.start - columns.start)
-                of_rows, of_columns = kernels.tile_sums(logits, ids[part], ids[columns], both[0, part], both[1, columns])
-                for k, where, (new, part_sum) in ((0, part, of_rows), (1, columns, of_columns)):
-                    old, top = largest[k, where], torch.maximum(largest[k, where], new)
-                    of_old, of_new = ((each - finite(top)).mul_(both[k, where]).exp_() for each in (old, new))
-                    total[k, where] = total[k, where] * of_old + part_sum * of_new
-                    largest[k, where] = top
+            running = [(largest[k], total[k]) for k in (0, 1)]
+            add_exponentials(running, (v, w), (ids, ids), (both[0], both[1]), triton=triton, positive=positive)
             sums = total.log().addcmul_(both, finite(largest) - offset)
         ctx.save_for_backward(images, texts, ids, scale, sums)
         ctx.offset, ctx.triton = offset, triton
@@ -228,7 +210,6 @@ class _PairSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, positive_gradient: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, ids, scale, sums = ctx.saved_tensors
-        kernels = _kernels(ctx.triton)
         with full_precision(images):
             v, w = operands(images, texts)
             slope, both = gradient * scale, scale.expand_as(sums)
@@ -237,63 +218,9 @@ class _PairSums(torch.autograd.Function):
                 slope = slope / unit
             results = torch.zeros_like(v, dtype=sums.dtype), torch.zeros_like(w, dtype=sums.dtype)
             shift = finite(sums) + scale * ctx.offset
-            for part, columns in square_tiles(len(v), len(v), v.device):
-                logits = matmul(v[part], w[columns].T)
-                of_tile = [(each[0, part], each[1, columns]) for each in (both, shift, slope)]
-                slopes = kernels.tile_slopes(logits, ids[part], ids[columns], *of_tile, w.dtype)
-                add_product(results[0][part], slopes, w[columns])
-                add_product(results[1][columns], slopes.T, v[part])
+            numbers = [(each[0], each[1]) for each in (both, shift, slope)]
+            add_slopes(results, (v, w), (ids, ids), *numbers, triton=ctx.triton)
             return _finish(ctx, (images, texts), scale, gradient, positive_gradient, results, unit, 3)
-
-
-class _Torch:
-    """A tile's passes in torch's operations; :mod:`triton_pairs` has the same as kernels."""
-
-    @staticmethod
-    def tile_sums(
-        similarity: Tensor, row_ids: Tensor, column_ids: Tensor, row_scale: Tensor, column_scale: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Of each row and of each column of a tile the largest similarity to a negative, -inf without one, and
-        ``sum_neg exp(scale * (S - largest))``.
-
-        Args:
-            similarity: [r, c], overwritten. row_ids: image ids [r]. column_ids: [c]. row_scale: [r]. column_scale: [c].
-        """
-        similarity.masked_fill_(row_ids[:, None] == column_ids, -torch.inf)
-        of_rows, of_columns = similarity.amax(1), similarity.amax(0)
-        rows = (similarity - finite(of_rows)[:, None]).mul_(row_scale[:, None]).exp_().sum(1)
-        columns = similarity.sub_(finite(of_columns)).mul_(column_scale).exp_().sum(0)
-        return (of_rows, rows), (of_columns, columns)
-
-    @staticmethod
-    def tile_slopes(
-        similarity: Tensor,
-        row_ids: Tensor,
-        column_ids: Tensor,
-        scale: tuple[Tensor, Tensor],
-        shift: tuple[Tensor, Tensor],
-        slope: tuple[Tensor, Tensor],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """``slope * exp(scale * S - shift)`` of the rows and of the columns, added, [r, c]; 0 where there is no negative.
-
-        Args:
-            similarity: [r, c], overwritten. scale, shift, slope: those of the rows [r] and of the columns [c].
-            dtype: of the features, to which the slopes may be rounded.
-        """
-        similarity.masked_fill_(row_ids[:, None] == column_ids, -torch.inf)
-        slopes = (similarity * scale[0][:, None]).sub_(shift[0][:, None]).exp_().mul_(slope[0][:, None])
-        similarity.mul_(scale[1]).sub_(shift[1]).exp_()
-        return slopes.addcmul_(similarity, slope[1].expand_as(similarity))
-
-
-def _kernels(triton: bool) -> Any:
-    """What computes a tile's passes."""
-    if not triton:
-        return _Torch
-    from coder_plugin.functional import triton_pairs
-
-    return triton_pairs
 
 
 def _finish(

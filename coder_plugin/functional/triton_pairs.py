@@ -1,4 +1,4 @@
-"""A tile's passes over its similarities as one Triton kernel each (:mod:`tiled_pairs`): each element is read once.
+"""A tile's passes over its similarities as one Triton kernel each (:mod:`tiled_blocks`): each element is read once.
 
 Imported where ``--loss-impl triton`` asks for it. Shapes: r rows and c columns of a tile.
 """
@@ -94,7 +94,7 @@ def _slopes_kernel(
 def tile_sums(
     similarity: Tensor, row_ids: Tensor, column_ids: Tensor, row_scale: Tensor, column_scale: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """As :func:`coder_plugin.functional.tiled_pairs.tile_sums`, without writing to the similarities."""
+    """As :func:`coder_plugin.functional.tiled_blocks.tile_sums`, without writing to the similarities."""
     r, c = similarity.shape
     grid = triton.cdiv(r, _ROWS), triton.cdiv(c, _COLUMNS)
     rows, columns = similarity.new_empty(2, grid[1], r), similarity.new_empty(2, grid[0], c)
@@ -113,7 +113,7 @@ def tile_slopes(
     slope: tuple[Tensor, Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """As :func:`coder_plugin.functional.tiled_pairs.tile_slopes`, rounded to ``dtype`` as they are written."""
+    """As :func:`coder_plugin.functional.tiled_blocks.tile_slopes`, rounded to ``dtype`` as they are written."""
     r, c = similarity.shape
     slopes = torch.empty_like(similarity, dtype=dtype, memory_format=torch.contiguous_format)
     grid = triton.cdiv(r, _ROWS), triton.cdiv(c, _COLUMNS)

@@ -137,6 +137,8 @@ class Prototypes(KeepsState):
     @torch.no_grad()
     def write(self, samples: Tensor, labels: Tensor) -> None:  # type: ignore[override]
         self.centres.update(samples, labels, check=False)
+        finite = samples.isfinite().all(1)  # others are left out, as zero rows are
+        samples, labels = torch.where(finite[:, None], samples, 0), torch.where(finite, labels, -1)
         before, kept = self._passed.read(self.passed), len(self.recent)
         after = before + len(samples)
         rows = torch.arange(max(before, after - kept), after, device=samples.device) % kept

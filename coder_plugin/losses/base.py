@@ -57,9 +57,11 @@ class Term(nn.Module):
 
     #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
+    #: Whether the rows of one rank after the other visit this one, instead of being gathered; set by ``create_loss``.
+    ring: bool = False
     #: How losses of pairs are computed: ``auto``, ``reference``, ``tiled`` or ``triton``; set by ``create_loss``.
     implementation: Implementation = "auto"
-    #: Whether Triton's kernels serve the term, if all rows are anchors (no local loss); torch computes the others' tiles.
+    #: Whether Triton's kernels serve the term, if all rows are anchors (no local loss, or a ring); torch computes the others'.
     has_kernels: bool = False
 
     def __init__(self) -> None:
@@ -104,12 +106,23 @@ class Term(nn.Module):
         gathered = outputs.pop("gathered", None)
         if gathered is None:
             outputs = self.prepare(**inspect.signature(self.compute).bind_partial(*args, **outputs).arguments)
+        if self.ring and distributed.world_size() > 1:
+            return self.compute_in_ring(**outputs)
+        if gathered is None:
             gathered = gathered_arguments([(self.gathers, outputs)])[0]
         return self.compute(**{**outputs, **gathered})
 
     def prepare(self, **outputs: Any) -> dict[str, Any]:
         """Change or add arguments of :meth:`compute`, from this rank's, before they are gathered."""
         return outputs
+
+    def ring_obstacle(self) -> str | None:
+        """Why the term cannot be computed without a gather, as blocks pass around the ring of ranks; None if it can be."""
+        return "only dcl and clip can"
+
+    def compute_in_ring(self, *args: Any, **outputs: Any) -> Any:
+        """The loss of this rank's anchors, from this rank's arguments alone, where :meth:`ring_obstacle` is None."""
+        raise NotImplementedError(f"{type(self).__name__} must override compute_in_ring()")
 
     def compute(self, *args: Any, **outputs: Any) -> Any:
         """The loss, from the arguments in ``gathers`` of all ranks and the others of this rank: as ``forward`` returns it."""
@@ -134,9 +147,9 @@ def gathered_arguments(
         for name in names:
             tensor = arguments.get(name)
             if tensor is not None:
-                same = next((k for k, other in enumerate(distinct) if other is tensor), len(distinct))
-                distinct[same:] = distinct[same:] or [tensor]
-                place[name] = same
+                place[name] = next((k for k, other in enumerate(distinct) if other is tensor), len(distinct))
+                if place[name] == len(distinct):
+                    distinct.append(tensor)
         places.append(place)
     rows = distributed.gather_together(distinct, **options)
     return [{name: rows[number] for name, number in place.items()} for place in places]

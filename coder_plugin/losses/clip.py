@@ -12,6 +12,7 @@ from coder_plugin.functional.similarity import anchor_rows
 from coder_plugin.functional.tiled import use_tiles
 from coder_plugin.losses.base import Term
 from coder_plugin.losses.gathered import anchors_of_rank
+from coder_plugin.losses.ring import clip_of_ranks
 
 
 class Clip(Term):
@@ -30,6 +31,16 @@ class Clip(Term):
     gathers = ("image_features", "text_features")
     masks_same_image = False
     has_kernels = True
+
+    def ring_obstacle(self) -> str | None:
+        return None if type(self) is Clip else super().ring_obstacle()
+
+    def compute_in_ring(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+    ) -> Tensor:
+        """This rank's features [B, D], L2-normalised, and the model's scale and bias -> scalar."""
+        loss = clip_of_ranks(image_features, text_features, logit_scale, triton=self.implementation == "triton")
+        return loss if logit_bias is None else loss + 0 * logit_bias.sum()
 
     def compute(
         self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None

@@ -9,6 +9,7 @@ from torch import Tensor
 from coder_plugin.functional.dcl_loss import check_dcl_options, dcl
 from coder_plugin.losses.base import Term, options_of
 from coder_plugin.losses.gathered import Banks, global_batch
+from coder_plugin.losses.ring import dcl_of_ranks
 
 
 class DCL(Term):
@@ -46,6 +47,30 @@ class DCL(Term):
         if diversity_over == "batch+bank":
             self.requires = (*self.requires, *Banks.requires)
             self.uses = ()
+
+    def ring_obstacle(self) -> str | None:
+        if type(self) is not DCL:
+            return super().ring_obstacle()
+        refused = {
+            "diversity=entropy": self.options["diversity"] == "entropy",
+            "diversity_gradient=true": self.options["diversity_gradient"],
+            "diversity_over=batch+bank": "coder_image_keys" in self.requires,
+        }
+        return next((f"not with {option}" for option, is_set in refused.items() if is_set), None)
+
+    def compute_in_ring(
+        self, image_features: Tensor, text_features: Tensor, coder_ids: Tensor | None = None
+    ) -> Tensor:
+        """This rank's features [B, D], L2-normalised, and image ids [B] -> scalar."""
+        options = {name: self.options[name] for name in ("mu", "gamma", "positive_weight", "effective_negatives")}
+        return dcl_of_ranks(
+            image_features,
+            text_features,
+            coder_ids if self.mask_same_image else None,
+            epsilon=None if self.options["diversity"] == "none" else self.options["epsilon"],
+            triton=self.implementation == "triton",
+            **options,
+        )
 
     def compute(
         self,

@@ -143,6 +143,7 @@ class Trainer:
             model=self.model,
             implementation=cast(Implementation, config.loss.loss_impl),
             gather_dtype=config.loss.gather_dtype,  # type: ignore[arg-type]
+            gather=config.loss.gather,  # type: ignore[arg-type]
         )
         self._warn_of_unmasked_terms()
         prepare.check_accumulation(self.model, config)
@@ -320,6 +321,7 @@ class Trainer:
                 # a rank with bad samples may run out of batches first: then all ranks stop
                 self._is_last, self._result = len(following.batches) < accum_freq, None
                 logged = self.is_logging_step
+                distributed.count_step()
                 metrics = self._checked_step([self._to_device(batch) for batch in group])
                 self.step += 1
                 self.position = position

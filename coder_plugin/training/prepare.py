@@ -191,6 +191,8 @@ def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> 
             raise CoderError(f"--{repeated[0].rpartition('.')[2]} and --set {repeated[0]} set the same option: give one")
         objective = objective.with_options(head_options)
     local_loss = config.loss.local_loss
+    if local_loss is False and config.loss.gather == "ring":
+        raise CoderError("--gather ring compares each rank's own anchors: leave out --no-local-loss, or --gather ring")
     if local_loss is None:  # a loss that is made is computed as it was made
         local_loss = objective.local_loss or (distributed.world_size() > 1 and not isinstance(loss, CoderLoss))
     return replace(objective, local_loss=local_loss)

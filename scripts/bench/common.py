@@ -21,16 +21,25 @@ Step = Callable[[], object]
 Times = dict[str, list[float]]
 
 
-def add_options(parser: argparse.ArgumentParser, *, repeats: int, threads: int | None = None) -> None:
-    """Add the options that all benchmarks have."""
+def add_options(
+    parser: argparse.ArgumentParser, *, repeats: int, threads: int | None = None, without: Sequence[str] = ()
+) -> None:
+    """Add the options that benchmarks share, but those ``without``, which keep their defaults."""
     threads = threads or torch.get_num_threads()
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …")
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"timed repetitions [{repeats}]")
-    parser.add_argument("--limit", type=float, help="seconds for one case, after which no further repetition begins [none]")
-    parser.add_argument("--threads", type=int, default=threads, help=f"CPU threads [{threads}]")
-    parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: the process's CPU time, for a busy machine [wall]"
-    )
+    shared: dict[str, dict[str, Any]] = {
+        "device": {"default": "cpu", "help": "cpu, cuda, cuda:1, …"},
+        "repeats": {"type": int, "default": repeats, "help": f"timed repetitions [{repeats}]"},
+        "limit": {"type": float, "help": "seconds for one case, after which no further repetition begins [none]"},
+        "threads": {"type": int, "default": threads, "help": f"CPU threads [{threads}]"},
+        "clock": {
+            "choices": ("wall", "cpu"), "default": "wall", "help": "cpu: the process's CPU time, for a busy machine [wall]",
+        },
+    }  # fmt: skip
+    for name, settings in shared.items():
+        if name in without:
+            parser.set_defaults(**{name: settings.get("default")})
+        else:
+            parser.add_argument(f"--{name}", **settings)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line of JSON per result to this file")
 
 

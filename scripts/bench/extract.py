@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="batch size [8]")
     parser.add_argument("--shard-size", type=int, default=24, help="images per shard [24]")
     parser.add_argument("--workers", type=int, default=1, help="processes that decode images [1]")
-    add_options(parser, repeats=5, threads=max(1, (os.cpu_count() or 2) // 2))
+    add_options(parser, repeats=5, threads=max(1, (os.cpu_count() or 2) // 2), without=("limit", "clock"))
     args = parser.parse_args()
     results = Results("extract", args, ["torchvision"])
     make_detector = partial(TorchVision, model=args.model, allow_random=True)

@@ -143,7 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4, help="attention heads [4]")
     parser.add_argument("--top", type=int, default=32, help="length of the shortlist [32]")
     parser.add_argument("--pairs-per-tile", type=int, help="pairs that are scored at once [the head's default]")
-    add_options(parser, repeats=1)
+    add_options(parser, repeats=1, without=("repeats", "limit", "clock"))
     parser.add_argument("--seed", type=int, default=0, help="random seed [0]")
     group = parser.add_argument_group("synthetic data")
     group.add_argument("--concepts", type=int, default=200, help="different concepts [200]")

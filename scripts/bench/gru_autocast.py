@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gru-alone", action="store_true", help="forward and backward of the GRU, without the model")
     parser.add_argument("--batch-size", type=int, default=64, help="batch size [64]")
     parser.add_argument("--dim", type=int, default=1024, help="dimensions of the joint space, states of the GRU [1024]")
-    add_options(parser, repeats=5)
+    add_options(parser, repeats=5, without=("device",))
     parser.set_defaults(clock="cpu", device="cpu")
     return parser.parse_args()
 

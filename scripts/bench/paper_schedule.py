@@ -136,7 +136,7 @@ def make_bert(folder: Path, *, tiny: bool) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, repeats=1)
+    add_options(parser, repeats=1, without=("repeats", "clock"))
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each kind [200]")
     parser.add_argument("--batch-size", type=int, default=128, help="pairs of a batch [128]")
     parser.add_argument("--text", choices=("bert", "bigru"), default="bert", help="text encoder [bert]")

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, nargs="+", default=[7000, 100_000], help="vectors of the index")
     parser.add_argument("--dimensions", type=int, default=512, help="dimensions of the vectors [512]")
     parser.add_argument("-k", type=int, default=10, help="results per query [10]")
-    add_options(parser, repeats=300, threads=1)
+    add_options(parser, repeats=300, threads=1, without=("limit", "clock"))
     options = parser.parse_args()
     faiss.omp_set_num_threads(options.threads)
     results = Results("search", options, ["faiss-cpu"])

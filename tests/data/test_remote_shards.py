@@ -9,7 +9,9 @@ import json
 import os
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,17 @@ def write_shards(folder: Path, shards: int = 2, size: int = 6, side: int = 4) ->
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder; of ``cut.tar`` fewer bytes than announced."""
+    """Files of a folder; of ``cut.tar`` fewer bytes than announced; ``endless`` has no end, and ``stalled`` none that comes."""
 
     def do_GET(self) -> None:
+        if self.path.endswith(("/endless", "/stalled")):
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(1 << 16) if self.path.endswith("/endless") else b"")
+                    time.sleep(0.01)
+            return None
         if not self.path.endswith("/cut.tar"):
             return super().do_GET()
         content = Path(self.directory, "s0.tar").read_bytes()
@@ -52,6 +62,17 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         pass
+
+
+def test_a_small_file_that_is_large_or_late_is_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remote.read_small(f"{url}/sizes.json", 1000) == b'{"s0.tar": 6, "s1.tar": 6}'
+    assert remote.read_small(f"{url}/sizes.json", 10) is None
+    assert remote.read_small(f"{url}/absent.json", 1000) is None
+    monkeypatch.setattr(remote, "_PATIENCE", 1)
+    begun = time.monotonic()
+    assert remote.read_small(f"{url}/endless", 1000) is None
+    assert remote.read_small(f"{url}/stalled", 1000) is None
+    assert time.monotonic() - begun < 20
 
 
 @pytest.fixture

@@ -54,6 +54,16 @@ def test_a_batch_larger_than_what_is_kept_keeps_its_last_pairs():
     torch.testing.assert_close(kept[[3, 0, 1, 2]], samples[3:], rtol=1e-3, atol=1e-3)
 
 
+def test_pairs_that_are_not_finite_are_left_out_of_what_is_kept_and_clustered():
+    """open_clip's trainer and other loops write what no one has checked."""
+    head = Prototypes(BackboneInfo(embed_dim=3), clusters=2, recluster=6)
+    samples = normalize(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+    samples[2, 1], samples[4, 0] = torch.nan, torch.inf
+    head.write(samples, torch.zeros(6, dtype=torch.int64))
+    assert bool(head.centres.ready) and int(head.centres.counts.sum()) == 4
+    assert all(bool(value.isfinite().all()) for value in head.state_dict().values())
+
+
 def test_the_first_clustering_starts_all_rows_anew_and_a_later_one_those_of_new_clusters():
     blobs = torch.eye(6)[:3]
     head = Prototypes(SIZES, clusters=3, recluster=30)

@@ -32,6 +32,7 @@ EXTRA = {
     "--coder-captions": ["all"],
     "--coder-heads-lr-scale": ["10"],
     "--coder-loss-impl": ["reference"],
+    "--coder-gather-dtype": ["bfloat16"],
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.functional import normalize
 from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import dcl, diversity, diversity_weights, m_dcl, pgc
+from coder_plugin.functional import dcl, diversity, diversity_weights, m_dcl, pgc, tiled
 from coder_plugin.functional.pgc_loss import pgc_from_logits
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import KeepsState
@@ -231,6 +232,7 @@ def step(term: str, local_loss: bool, ranks: int, **options: Any) -> tuple[float
     size = 8 // ranks
     rows = slice(distributed.rank() * size, (distributed.rank() + 1) * size)
     model_output, head = outputs(rows=rows), Banks()
+    model_output |= {f"coder_{side}_concepts": model_output[f"{side}_features"] for side in ("image", "text")}
     leaves = [model_output[key].requires_grad_() for key in ("image_features", "text_features")]
     before = distributed.collectives()
     value = make(term, head, local_loss=local_loss, **options)(**model_output, output_dict=False)
@@ -302,6 +304,52 @@ def test_two_processes_gather_once(on_two):
         assert term not in tiles and local or result[3] == 2, (term, local, result[3])
     for term, result in zip(LOSSES, large, strict=True):
         assert result[3] > 2, term  # and the largest weights
+
+
+DRAWN = 40
+
+
+def drawn() -> list[tuple[str, bool, bool]]:
+    """Terms with options that tiles support, drawn; whether the loss is local; whether the batch counts as large."""
+    draw = random.Random(7)
+    cases = []
+    for _ in range(DRAWN):
+        options: dict[str, Any] = {
+            "mu": draw.choice((0.02, 0.1, 0.7)),
+            "gamma": draw.choice((-0.2, 0.0, 0.3, 0.8)),
+            "epsilon": draw.choice((0.01, 0.1, 1.0)),
+            "diversity": draw.choice(("std", "std", "none")),
+            "positive_weight": draw.choice((1.0, 0.3, "mu")),
+            "mask_same_image": draw.random() < 0.7,
+        }
+        if draw.random() < 0.4:
+            options["effective_negatives"] = draw.choice((1, 50))
+        name = draw.choice(("dcl", "dcl", "m_dcl", "m_dcl", "concept_dcl"))
+        if name == "m_dcl":
+            options["reverse"] = draw.choice(("paired", "all", "none"))
+        if name != "concept_dcl":
+            options["diversity_over"] = draw.choice(("batch", "batch+bank", *(["bank"] if name == "m_dcl" else [])))
+        cases.append((expression(name, options), draw.random() < 0.5, draw.random() < 0.5))
+    return cases
+
+
+def drawn_forms(ranks: int, implementation: str) -> list[Any]:
+    results = []
+    for term, local, large in drawn():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiled, "TILE_ON_CPU", 12)  # several tiles, of unequal sizes
+            patch.setattr(tiled, "ONE_TILE", 10)
+            patch.setattr(diversity_weights, "SMALL_BATCH", 0 if large else 1 << 22)
+            results.append(step(term, local, ranks, implementation=implementation)[:2])
+    return results
+
+
+def test_tiles_on_two_processes_equal_the_reference_on_one():
+    alone = drawn_forms(1, "reference")
+    for rank in gloo.run(drawn_forms, 2, "tiled"):
+        for case, want, got in zip(drawn(), alone, rank, strict=True):
+            assert got[0] == pytest.approx(want[0], rel=1e-10), case
+            torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-11, msg=lambda text, case=case: f"{case}: {text}")
 
 
 def test_each_tensor_travels_once(monkeypatch):

@@ -11,7 +11,8 @@ class Callback:
     """Base class: override the methods you need, and pass instances to ``Trainer(callbacks=[…])``.
 
     Every method is called on all ranks, in the order of the list. ``trainer`` is the :class:`~coder_plugin.Trainer`; setting
-    ``trainer.stop`` to True ends the run after the current step. An exception that a method raises ends the run.
+    ``trainer.stop`` to True on any rank ends the run, in one process after the current step, else one step later at most. An
+    exception that a method raises ends the run.
 
     Example:
         >>> import tempfile

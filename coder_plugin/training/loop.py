@@ -84,8 +84,9 @@ class Trainer:
 
     Attributes:
         step: optimizer steps taken so far. epoch: epochs completed so far.
-        stop: set it to True on all ranks to end the run after the current step, with an evaluation and a checkpoint.
-            ``config={"resume": "latest"}`` continues with the next step, also inside an epoch.
+        stop: set it to True, on one rank or several, to end the run with an evaluation and a checkpoint: in one process after
+            the current step. Several processes end together; what a callback sets after a step travels with the next step,
+            which is then the last. ``config={"resume": "latest"}`` continues with the step after it, also inside an epoch.
         train_transform: of a training picture; an :class:`~coder_plugin.data.pixels.EightBit`, whose batches are normalised on
             the device, where open_clip's transform can be one.
         model, loss, loader, optimizer, schedule, accelerator: what a step works with; optimizer and schedule exist once
@@ -120,10 +121,10 @@ class Trainer:
             if not isinstance(callback, Callback):
                 raise CoderError(f"{callback!r} is no callback: pass an instance of a subclass of coder_plugin.Callback")
         optim, data = config.optim, config.data
-        objective = prepare.make_objective(config, loss, model)
-        prepare.check_objects(config, objective, model=model, loss=loss)
         self.accelerator = make_accelerator(config)
         failures.start(config.run.rank_timeout)
+        objective = prepare.make_objective(config, loss, model)  # it asks for the number of processes
+        prepare.check_objects(config, objective, model=model, loss=loss)
         self.device = self.accelerator.device
         self.folder = Path(config.run.logs) / (config.run.name or self._default_name())
         resume.check_run_exists(config, self.folder)
@@ -272,7 +273,7 @@ class Trainer:
             every = config.evaluation.val_frequency if self.val is not None else 0
             if self.step == 0 and every:
                 self._evaluate_or_leave("before the first step", position=None)
-            while self.epoch < config.optim.epochs and not self.stop:
+            while self.epoch < config.optim.epochs and not self._all_stop():
                 if self._train_epoch():
                     position, self.epoch, self.position = self.position, self.epoch + 1, None
                     if every and (self.is_last_epoch or self.epoch % every == 0):
@@ -336,13 +337,13 @@ class Trainer:
                     callback.on_step_end(self, metrics)
                 if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
                     self._save()
-                leaving = self.stop or self._all_leave()
+                leaving = self._all_leave()
         if distributed.any_rank(bool(self.signals.received), self.device):
             self._leave()
         bad = total(distributed.gather_objects(self.loader.bad))
         self.log.bad_samples(bad, epoch=self.epoch, step=self.step)
         self._log_caption_stats()
-        stopped = distributed.any_rank(self.stop, self.device)
+        stopped = self._all_stop()
         if self.position is None and not stopped:
             raise CoderError(
                 f"epoch {self.epoch + 1} gave no step on some rank: {bad} (see the warnings), and the rest is less than a "
@@ -369,6 +370,11 @@ class Trainer:
             return distributed.any_rank(self._must_leave(), self.device)
         result.check()
         return result.leaving
+
+    def _all_stop(self) -> bool:
+        """Whether ``stop`` is set on a rank, and from now on on all. Call it on all ranks."""
+        self.stop = distributed.any_rank(self.stop, self.device)
+        return self.stop
 
     def _is_epoch_over(self, position: Mapping[str, Any]) -> bool:
         accum_freq = self.config.optim.accum_freq
@@ -449,7 +455,7 @@ class Trainer:
             What is logged: ``loss``, each term's loss, ``gradient_norm``.
 
         Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite. Neither weights nor state have been written.
+            NonFiniteError: a loss or gradient is NaN or infinite. Weights and state, BatchNorm's statistics too, are as before.
         """
         result = self.forward_backward(batches)
         gradient_norm = self.clip_gradients(result)
@@ -476,8 +482,13 @@ class Trainer:
         norm = nn.utils.get_total_norm([p.grad for p in parameters])
         if self.config.optim.grad_clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.config.optim.grad_clip_norm, norm)
-        # the fp16 loss scaler detects overflows, skips the step and lowers its scale
-        result.check(norm, overflow=self.accelerator.scaler is not None)
+        scaler = self.accelerator.scaler
+        try:  # the fp16 loss scaler detects overflows, skips the step and lowers its scale
+            result.check(norm, overflow=scaler is not None)
+        except NonFiniteError:
+            if scaler is not None:
+                scaler.update()  # it may unscale the next step's gradients
+            raise
         assert result.gradient_norm is not None
         return result.gradient_norm
 

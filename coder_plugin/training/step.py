@@ -86,7 +86,7 @@ class StepResult:
     def check(self, gradient_norm: Tensor | None = None, *, overflow: bool = False) -> None:
         """Read the losses, the norm, and what the heads want to know, in one transfer. Call it on all ranks.
 
-        Further calls do nothing.
+        What has been read is not read again: after a call without the norm, a call with it reads and checks the norm alone.
 
         Args:
             gradient_norm: 0-d, to be read and checked too.
@@ -96,21 +96,22 @@ class StepResult:
             NonFiniteError: on all ranks, if a loss, the norm, or what a head will write after the step is NaN or infinite on
                 one; names the term and where the value comes from. All gradients have been dropped.
         """
-        if self._losses is not None:
+        norms = [] if gradient_norm is None or self.gradient_norm is not None else [gradient_norm.detach().float().reshape(1)]
+        figures = [] if self._losses is not None else [self._figures.vector]
+        if not norms and not figures:
             return
-        vector = self._figures.vector
-        if gradient_norm is not None:
-            vector = torch.cat([gradient_norm.detach().float().reshape(1), vector])
-        numbers = vector.tolist()
-        if gradient_norm is not None:
+        numbers = torch.cat([*norms, *figures]).tolist()
+        if norms:
             self.gradient_norm = numbers.pop(0)
-        self._losses, flags, facts, leaving = self._figures.split(numbers)
-        self.leaving = leaving["leaving"] > 0
-        bad = [f"loss {name} = {value}" for name, value in self._losses.items() if not math.isfinite(value)]
-        bad += [f"{name} is not finite" for name, flag in flags.items() if flag]
-        if bad:
-            causes = _causes(self.leaves, self._model)
-            self._refuse(f"{causes}{': ' if causes else ''}{', '.join(bad)}")
+        facts: dict[tuple[str, str], float] = {}
+        if figures:
+            self._losses, flags, facts, leaving = self._figures.split(numbers)
+            self.leaving = leaving["leaving"] > 0
+            bad = [f"loss {name} = {value}" for name, value in self._losses.items() if not math.isfinite(value)]
+            bad += [f"{name} is not finite" for name, flag in flags.items() if flag]
+            if bad:
+                causes = _causes(self.leaves, self._model)
+                self._refuse(f"{causes}{': ' if causes else ''}{', '.join(bad)}")
         if self.gradient_norm is not None and not math.isfinite(self.gradient_norm) and not overflow:
             self._refuse(self.explain_gradient())
         for (name, fact), value in facts.items():
@@ -164,12 +165,13 @@ def forward_backward(
     single = len(batches) == 1
     passes, outputs = [_rng_state()], []
     kept: list[dict[str, Any]] = [{} for _ in batches]
-    restore: Callable[[], None] = (lambda: None) if single else keep_buffers(model)
+    restore = keep_buffers(model)
     for batch, results in zip(batches, kept, strict=True):
         with torch.set_grad_enabled(single), contextlib.nullcontext() if single else _keeping(model, results):
             outputs.append({key: value for key, value in model(**batch).items() if key in reads})
         passes.append(_rng_state())
-    restore()  # of two passes the first does not count
+    if not single:
+        restore()  # of two passes the first does not count
     leaves = _join(outputs)
     sums = distributed.SumWithGradient()
     losses = loss(sums=sums, **leaves)

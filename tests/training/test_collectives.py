@@ -9,6 +9,8 @@ import signal
 import pytest
 
 from coder_plugin import Callback, Trainer, distributed
+from coder_plugin.training import checkpoint
+from coder_plugin.training.plan import make_plan
 from tests.reliability import ranks as forked
 from tests.training import collectives
 
@@ -22,6 +24,70 @@ def test_collectives_of_a_step(tmp_path, tiny_model, loss, number) -> None:
     for step in one:
         print("\n".join(step))
         assert len(step) == number, "\n".join(step)
+
+
+def test_two_processes_compute_their_own_anchors(tmp_path, tiny_model) -> None:
+    def make(folder) -> None:
+        config = {"batch_size": 4, "train_num_samples": 16, "epochs": 1, "workers": 0, "logs": str(folder), "name": "run"}
+        for choice, expected in ((None, True), (False, False)):
+            options = {**config, "model": tiny_model, "local_loss": choice}
+            trainer = Trainer(model=tiny_model, loss="dcl + clip", train="scenes", config=options)
+            assert distributed.world_size() == 2
+            assert trainer.objective.local_loss is expected
+            assert [term.local_loss for term in trainer.loss.terms.values()] == [expected, expected]
+            assert make_plan(trainer)["options"]["local_loss"] is expected
+
+    endings = forked.run(make, tmp_path)
+    assert [ending.status for ending in endings] == [0, 0], endings
+
+
+class Stop(Callback):
+    """Some ranks set ``stop`` after the second step."""
+
+    def __init__(self, ranks) -> None:
+        self.ranks = ranks
+
+    def on_step_end(self, trainer, metrics) -> None:
+        if trainer.step == 2 and distributed.rank() in self.ranks:
+            trainer.stop = True
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("steps", [3, 2])  # 2: the epoch ends with the step after which stop is set
+def test_a_stop_on_some_ranks_ends_all_after_one_more_step(tmp_path, tiny_model, ranks, steps) -> None:
+    config = {
+        "batch_size": 4, "train_num_samples": 48 if steps == 3 else 16, "epochs": 2, "workers": 0, "logs": str(tmp_path),
+        "name": "run", "val_frequency": 0, "report": False, "model": tiny_model,
+    }  # fmt: skip
+
+    def train(folder) -> None:
+        trainer = Trainer(model=tiny_model, loss="dcl", train="scenes", config=config, callbacks=[Stop(ranks)])
+        trainer.run()
+        assert (trainer.step, trainer.epoch) == (steps, 0 if steps == 3 else 1) and trainer.stop
+
+    endings = forked.run(train, tmp_path, timeout=60)
+    assert [ending.status for ending in endings] == [0, 0], endings
+    newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert newest is not None and newest.name == f"step_{steps:08d}"
+
+
+def test_a_stop_on_one_rank_between_epochs_ends_both(tmp_path, tiny_model) -> None:
+    class StopAtSave(Callback):
+        def on_save(self, trainer, folder) -> None:
+            trainer.stop = distributed.rank() == 1
+
+    config = {
+        "batch_size": 4, "train_num_samples": 16, "epochs": 2, "workers": 0, "logs": str(tmp_path), "name": "run",
+        "val_frequency": 0, "report": False, "model": tiny_model,
+    }  # fmt: skip
+
+    def train(_) -> None:
+        trainer = Trainer(model=tiny_model, loss="dcl", train="scenes", config=config, callbacks=[StopAtSave()])
+        trainer.run()
+        assert (trainer.step, trainer.epoch) == (2, 1)
+
+    endings = forked.run(train, tmp_path, timeout=60)
+    assert [ending.status for ending in endings] == [0, 0], endings
 
 
 class Interrupt(Callback):

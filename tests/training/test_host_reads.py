@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from coder_plugin import Trainer
+from coder_plugin import Trainer, distributed
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.optim import has_fused_step
 from tests.host_reads import host_reads
+from tests.reliability import ranks as forked
 
 SETTINGS = {
     "coder": ["momentum.bank_size=64", "prototypes.clusters=4", "prototypes.recluster=24"],
@@ -38,6 +39,7 @@ def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
         group = [trainer._to_device(next(batches)) for _ in range(trainer.config.optim.accum_freq)]
         with host_reads() as reads:
             trainer.training_step(group)
+            assert not trainer._all_leave()
         found.append(reads)
     return found
 
@@ -46,13 +48,28 @@ def reads_of_steps(trainer: Trainer, steps: int) -> list[list[str]]:
 def test_a_step_reads_the_device_once(tmp_path, tiny_model, loss, accum_freq) -> None:
     """Not in the first step, which logs, nor where the prototypes are clustered anew: after 24, 48 and 72 pairs."""
     trainer = make(tmp_path, tiny_model, loss, accum_freq=accum_freq, grad_clip_norm=1.0)
-    found = reads_of_steps(trainer, 11 if accum_freq == 1 else 7)
-    pairs = 8 * accum_freq
-    clustered = {step for step in range(11) if (step + 1) * pairs // 24 != step * pairs // 24} if loss == "coder" else set()
+    check_reads(reads_of_steps(trainer, 11 if accum_freq == 1 else 7), pairs=8 * accum_freq, clusters=loss == "coder")
+
+
+def check_reads(found: list[list[str]], *, pairs: int, clusters: bool) -> None:
+    clustered = {step for step in range(11) if clusters and (step + 1) * pairs // 24 != step * pairs // 24}
     assert {0, *clustered} != set(range(len(found)))
     for step, reads in enumerate(found):
         if step and step not in clustered:
             assert len(reads) == 1 and reads[0].startswith("tolist at step.py"), (step, reads)
+
+
+@pytest.mark.parametrize("loss", ["coder", "clip"])
+def test_a_step_of_two_ranks_reads_the_device_once(tmp_path, tiny_model, loss) -> None:
+    """As in one process. The ranks agree to go on without a further read."""
+
+    def train(folder: Path) -> None:
+        trainer = make(folder, tiny_model, loss, grad_clip_norm=1.0)
+        assert distributed.world_size() == 2
+        check_reads(reads_of_steps(trainer, 7), pairs=16, clusters=loss == "coder")
+
+    endings = forked.run(train, tmp_path)
+    assert [ending.status for ending in endings] == [0, 0], endings
 
 
 def test_the_counter_sees_reads() -> None:

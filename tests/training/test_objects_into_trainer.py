@@ -184,6 +184,45 @@ def test_mistakes(tiny_model, options, items, arguments, message):
         Trainer(**{"model": tiny_model, "loss": "clip", "train": items, "config": options("run"), **arguments})
 
 
+@pytest.mark.parametrize("read", ["check", "losses", "metrics"])
+def test_a_norm_is_checked_after_the_figures_were_read(tiny_model, options, items, read):
+    class ReadsEarly(Trainer):
+        def training_step(self, batches):
+            result = self.forward_backward(batches)
+            if read == "check":
+                result.check()
+            assert result.losses and (read != "metrics" or result.metrics)
+            if self.step == 1:
+                next(p for p in self.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+            norm = self.clip_gradients(result)
+            assert norm == result.gradient_norm > 0
+            self.optimizer_step(result)
+            return {**result.metrics, "gradient_norm": norm}
+
+    trainer = ReadsEarly(model=tiny_model, loss="clip", train=items, config=options("run", grad_clip_norm=1.0))
+    with pytest.raises(CoderError, match="gradient of .* at step 1 .* the step was not taken"):
+        trainer.run()
+
+
+def test_a_step_may_follow_one_that_was_refused_under_a_loss_scaler(tiny_model, options, items, monkeypatch):
+    trainer = Trainer(model=tiny_model, loss="clip", train=items, config=options("run"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    monkeypatch.setattr(trainer.accelerator, "scaler", scaler)
+    monkeypatch.setattr(trainer.accelerator, "unscale_gradients", lambda optimizer: scaler.unscale_(optimizer.optimizer))
+    trainer.setup_optimizer()
+    trainer.model.train()
+    batch = trainer._to_device(next(trainer.loader.epoch(0)))
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with monkeypatch.context() as broken, pytest.raises(CoderError, match="clip_loss = nan"):
+        loss = trainer.loss.forward
+        broken.setattr(trainer.loss, "forward", lambda **outputs: {k: v * torch.nan for k, v in loss(**outputs).items()})
+        trainer.training_step([batch])
+    assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
+    metrics = trainer.training_step([batch])
+    assert 0 < metrics["gradient_norm"] < 1e4 and not trainer.skipped
+    assert any(not torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
+
+
 # Callbacks
 
 

@@ -139,18 +139,19 @@ def test_a_loss_that_is_not_finite_is_named_and_leaves_no_gradient(accelerator):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_step_that_is_refused_leaves_statistics_as_they_were(accelerator):
-    """With accumulation, BatchNorm counts in the second pass, which now comes before the check."""
+@pytest.mark.parametrize("sizes", [[8], [4, 4]])
+def test_a_step_that_is_refused_leaves_statistics_as_they_were(accelerator, sizes):
+    """BatchNorm counts before the check, with accumulation in the second pass."""
     model = Noisy()
     loss = noisy_loss()
-    parts = split({"image": torch.randn(8, 6), "text": torch.randn(8, 6)}, [4, 4])
+    parts = split({"image": torch.randn(8, 6), "text": torch.randn(8, 6)}, sizes)
     forward_backward(model, loss, parts, accelerator).check()
     before = {name: value.clone() for name, value in model.named_buffers()}
     model.zero_grad()
     with torch.no_grad():
         model.logit_scale.fill_(float("nan"))
     result = forward_backward(model, loss, parts, accelerator)
-    assert model.layers[1].num_batches_tracked == 8
+    assert model.layers[1].num_batches_tracked == 4 * len(sizes)
     with pytest.raises(NonFiniteError, match="clip_loss = nan"):
         result.check()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
@@ -171,6 +172,21 @@ def test_the_norm_is_read_and_checked_with_the_losses(accelerator):
         else:
             with pytest.raises(NonFiniteError, match="finite at the features"):
                 result.check(torch.tensor(torch.inf))
+
+
+def test_the_norm_is_read_after_the_figures_were(accelerator):
+    model = tiny("dcl + clip")
+    loss = create_loss("dcl + clip", model=model)
+    result = forward_backward(model, loss, [batch(4)], accelerator)
+    losses = result.losses
+    result.check(torch.tensor(2.5))
+    result.check(torch.tensor(7.0))  # read once
+    assert result.gradient_norm == 2.5 and result.losses == losses
+    result = forward_backward(model, loss, [batch(4)], accelerator)
+    assert result.metrics
+    with pytest.raises(NonFiniteError, match="finite at the features"):
+        result.check(torch.tensor(torch.nan))
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_loss_scaler_scales_gradients_once():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,16 @@ def test_on_a_gpu(dtype, bound) -> None:
         assert error <= bound, f"{name}: {error:.1e}"
 
 
+def set_installed(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    find = importlib.util.find_spec
+    found = ModuleSpec("triton", None) if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: found if name == "triton" else find(name, *of))
+
+
 @pytest.fixture
 def gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    set_installed(monkeypatch, True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
@@ -98,7 +105,7 @@ def test_refused_where_kernels_cannot_run(gpu, monkeypatch) -> None:
     ):
         with pytest.raises(CoderError, match="needs a GPU, and torch finds none: use 'auto'"):
             refused()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    set_installed(monkeypatch, False)
     with pytest.raises(CoderError, match="triton, which is not installed"):
         create_loss("dcl", model=model, implementation="triton")
 

@@ -20,7 +20,7 @@ from coder_plugin.backbones.gpo import Decoder
 from coder_plugin.distributed import SumWithGradient
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.similarity import check_range
-from coder_plugin.functional.tiled import Implementation
+from coder_plugin.functional.tiled import Implementation, check_triton
 from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import (
@@ -274,6 +274,20 @@ class CoderLoss(nn.Module):
             term._modules = dict(term._modules)
             term.implementation, term.ring = implementation, gather == "ring"
             self.terms[label] = term.bind(heads, local_loss=objective.local_loss)
+        if implementation == "triton":
+            check_triton()
+            self._warn_of_terms_without_kernels()
+
+    def _warn_of_terms_without_kernels(self) -> None:
+        local = any(term.local_loss for term in self.terms.values()) and self.gather == "all"
+        if local and distributed.world_size() > 1:
+            logging.warning(
+                "Triton's kernels do not serve the local loss: torch computes all terms (--no-local-loss or --gather ring)"
+            )
+            return
+        others = [label for label, term in self.terms.items() if not term.has_kernels]
+        if others:
+            logging.warning("Triton's kernels do not serve %s: torch computes them", " and ".join(others))
 
     def forward(
         self, *, output_dict: bool = True, sums: SumWithGradient | None = None, **outputs: Tensor

@@ -132,7 +132,8 @@ class LossConfig:
     loss_impl: str = _option(
         "auto",
         "how losses of pairs are computed: with all similarities at once (reference), or by tiles, equal up to rounding, in "
-        "memory that grows with the batch size alone (tiled; triton: with Triton's kernels)",
+        "memory that grows with the batch size alone (tiled; triton: with Triton's kernels, on GPUs; they serve dcl, "
+        "concept_dcl, clip, and ascl over cosines, in one process, with --no-local-loss or in a ring; torch the rest)",
         choices=("auto", "reference", "tiled", "triton"),
     )
 
@@ -218,7 +219,7 @@ class OptimConfig:
     precision: str = _option(
         "auto", "autocast [bf16 on GPU, fp32 on CPU]", choices=("auto", "fp32", "amp", "amp_bf16", "amp_fp16")
     )
-    tf32: bool = _option(True, "multiply float32 matrices in TF32 on GPUs that have it, in losses too, as open_clip does")
+    tf32: bool = _option(True, "multiply float32 matrices in TF32 on GPUs that have it, in losses too, while training")
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

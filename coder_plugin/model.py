@@ -194,8 +194,9 @@ def create_loss(
         loss: as in :func:`create_model`. It may leave out terms that the model was created with, but not need more heads.
         model: the model whose heads' output the loss reads.
         implementation: ``"reference"``: each loss forms all similarities of the batch at once; ``"tiled"``: equal up to
-            rounding, in memory that grows with the batch size alone (docs/equations.md#tiles); ``"auto"``: tiles for the terms
-            and options that have them.
+            rounding, in memory that grows with the batch size alone (docs/equations.md#tiles); ``"triton"``: tiles with
+            Triton's kernels, on a GPU, for the terms that they serve; ``"auto"``: tiles for the terms and options that have
+            them.
         gather_dtype: how features, keys and the gradients that return travel between ranks: ``"exact"``, in their own types,
             or ``"bfloat16"``, rounded to 8 bits of mantissa on the way, and summed so, in half the bytes.
         gather: with several processes, ``"all"``: every rank gets the features of all ranks; ``"ring"``: the texts of one rank
@@ -208,7 +209,8 @@ def create_loss(
 
     Raises:
         CoderError: the model lacks heads that the loss needs, a term has parameters, the model gives an image several
-            features and a term can compare only one, or ``gather="ring"`` with a term or an option that it does not have.
+            features and a term can compare only one, ``"triton"`` without a GPU, or ``gather="ring"`` with a term or an option
+            that it does not have.
 
     Example:
         >>> import torch

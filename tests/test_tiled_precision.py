@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coder_plugin.config import OptimConfig, TrainConfig
 from coder_plugin.functional import dcl, m_dcl, tiled
 from coder_plugin.functional.ascl_loss import ascl_of_features
 from coder_plugin.functional.clip_loss import tiled_clip
+from coder_plugin.functional.tiled_hinges import hardest_negatives
 from coder_plugin.functional.triplet_loss import triplet_of_features
-from coder_plugin.training.accelerator import make_accelerator
+from coder_plugin.training import loop
+from coder_plugin.training.accelerator import tf32_products
+from tests.operations import Operations
 from tests.tiles import rows, small_tiles, value_and_gradient
 
 __all__ = ["small_tiles"]
@@ -99,13 +102,67 @@ def test_float16_keeps_small_slopes(monkeypatch) -> None:
         check(name, loss, features, [each.double() * 2**12 for each in (value, *gradients)], 2**-5)
 
 
-def test_the_switch_of_tf32() -> None:
-    matmul = torch.backends.cuda.matmul
+@pytest.mark.parametrize("wanted", [True, False])
+def test_tf32_is_set_in_training_steps_alone(wanted, tmp_path, monkeypatch) -> None:
+    seen = {"step": set(), "evaluation": set()}
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+
+    class Watched(loop.Trainer):
+        def training_step(self, batches):
+            seen["step"].add((matmul.allow_tf32, cudnn.allow_tf32))
+            return super().training_step(batches)
+
+    evaluate = loop.evaluate
+    monkeypatch.setattr(
+        loop, "evaluate", lambda *a, **k: seen["evaluation"].add(matmul.allow_tf32) or evaluate(*a, **k)
+    )
+    monkeypatch.setattr(cudnn, "allow_tf32", wanted)  # the user's own
     before = matmul.allow_tf32
+    options = {"epochs": 1, "batch_size": 4, "train_num_samples": 8, "workers": 0, "logs": str(tmp_path), "tf32": wanted}
     try:
-        for wanted in (True, False):
-            matmul.allow_tf32 = not wanted
-            make_accelerator(TrainConfig(optim=OptimConfig(tf32=wanted)))
-            assert matmul.allow_tf32 is wanted
+        matmul.allow_tf32 = not wanted
+        Watched(model="coder-tiny", loss="dcl", train="scenes", val="scenes", config=options).run()
+        assert matmul.allow_tf32 is not wanted
     finally:
         matmul.allow_tf32 = before
+    assert seen == {"step": {(wanted, wanted)}, "evaluation": {not wanted}}
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9's setting")
+@pytest.mark.parametrize("name", ["tf32", "ieee", "none"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_tf32_that_is_set_by_its_new_name_is_put_back(name, wanted) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = name
+        with tf32_products(wanted), contextlib.suppress(KeyError):
+            assert (matmul.fp32_precision == "tf32") is wanted
+            raise KeyError
+        assert matmul.fp32_precision == name
+    finally:
+        matmul.allow_tf32 = False
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(("version", "cuda"), [("2.7.1", "12.8"), ("2.8.0", None)])
+def test_halves_are_raised_where_torch_cannot_add_their_products_in_float32(version, cuda, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert not tiled.has_mixed_products()
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.8.0"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert tiled.has_mixed_products()
+    for present in (True, False):
+        monkeypatch.setattr(tiled, "_MIXED_PRODUCTS", present)
+        assert tiled.multiplies_halves(torch.device("cuda")) is present
+
+
+def test_rows_are_not_added_in_any_order_off_the_cpu() -> None:
+    """The gradient of hardest negatives, of which several anchors may have one."""
+    features = [torch.zeros(4, 3, device="meta", requires_grad=True) for _ in range(2)]
+    ids = torch.zeros(4, dtype=torch.int64, device="meta")
+    values, _ = hardest_negatives(*features, ids, ids, both=True)
+    with Operations() as operations:
+        values.sum().backward()
+    assert "aten::index_put_" in operations.names and "aten::index_add_" not in operations.names

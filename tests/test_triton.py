@@ -6,6 +6,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from coder_plugin import distributed
+from coder_plugin.errors import CoderError
 from coder_plugin.functional import dcl, tiled
 from coder_plugin.functional.ascl_loss import ascl_of_features
 from coder_plugin.functional.clip_loss import tiled_clip
+from coder_plugin.model import create_loss, create_model
+from coder_plugin.objective import Objective
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,6 +77,70 @@ def test_in_the_interpreter() -> None:
 def test_on_a_gpu(dtype, bound) -> None:
     for name, error in errors("cuda", dtype).items():
         assert error <= bound, f"{name}: {error:.1e}"
+
+
+def set_installed(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    find = importlib.util.find_spec
+    found = ModuleSpec("triton", None) if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: found if name == "triton" else find(name, *of))
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    set_installed(monkeypatch, True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_refused_where_kernels_cannot_run(gpu, monkeypatch) -> None:
+    features = torch.eye(2), torch.eye(2)
+    model = create_model("coder-tiny", loss="dcl")
+    with pytest.raises(CoderError, match="needs features on a GPU, and these are on cpu: use 'auto'"):
+        dcl(*features, implementation="triton")
+    create_loss("dcl", model=model, implementation="triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for refused in (
+        lambda: dcl(*features, implementation="triton"),
+        lambda: create_loss("dcl", model=model, implementation="triton"),
+    ):
+        with pytest.raises(CoderError, match="needs a GPU, and torch finds none: use 'auto'"):
+            refused()
+    set_installed(monkeypatch, False)
+    with pytest.raises(CoderError, match="triton, which is not installed"):
+        create_loss("dcl", model=model, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("dcl + concept_dcl + clip + ascl", None),
+        ("dcl + m_dcl + triplet", "do not serve m_dcl and triplet: torch computes them"),
+        ("ascl(similarity=fusion)", "do not serve ascl: torch computes them"),
+    ],
+)
+def test_terms_without_kernels_are_named_once(expression, said, gpu, caplog) -> None:
+    model = create_model("coder-tiny", loss=expression)
+    caplog.clear()
+    create_loss(expression, model=model, implementation="triton")
+    assert [said in record.getMessage() for record in caplog.records] == [True] * (said is not None)
+    caplog.clear()
+    create_loss(expression, model=model)
+    assert not caplog.records
+
+
+def test_the_local_loss_has_no_kernels(gpu, caplog, monkeypatch) -> None:
+    objective = Objective.parse("dcl + m_dcl")
+    model = create_model("coder-tiny", loss=objective)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    for local_loss, said in ((True, "do not serve the local loss"), (False, "do not serve m_dcl")):
+        caplog.clear()
+        create_loss(replace(objective, local_loss=local_loss), model=model, implementation="triton")
+        assert [said in record.getMessage() for record in caplog.records] == [True]
+    ring = replace(Objective.parse("dcl + clip"), local_loss=True)
+    model = create_model("coder-tiny", loss=ring)
+    caplog.clear()
+    create_loss(ring, model=model, implementation="triton", gather="ring")
+    assert not caplog.records
 
 
 def test_tiles_that_kernels_do_not_serve_are_refused() -> None:

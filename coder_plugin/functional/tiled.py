@@ -13,13 +13,16 @@ Shapes: n pairs, a anchors, q candidates, d dimensions.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from coder_plugin.errors import CoderError
 from coder_plugin.functional.similarity import raise_precision
 
 #: Elements of a tile: 8 MB of float32, so that a tile's passes stay in a CPU's cache.
@@ -53,7 +56,8 @@ def use_tiles(
         small: whether tiles save time or memory for a small matrix too; else ``"auto"`` takes the reference for it.
 
     Raises:
-        ValueError: an unknown implementation; ``"tiled"`` or ``"triton"`` with options that tiles do not support.
+        ValueError: an unknown implementation; ``"tiled"`` or ``"triton"`` with options that tiles do not support; ``"triton"``
+            where its kernels cannot run.
     """
     if implementation not in ("auto", "reference", "tiled", "triton"):
         raise ValueError(f"implementation must be 'auto', 'reference', 'tiled' or 'triton', got {implementation!r}")
@@ -63,9 +67,33 @@ def use_tiles(
             f"implementation={implementation!r} needs features [n, d], diversity 'std' or 'none', and no diversity_gradient: "
             "use 'auto'"
         )
+    if implementation == "triton" and not torch.compiler.is_compiling():
+        check_triton(features[0].device)
     if implementation != "auto":
         return implementation != "reference"
     return supported and (pairs > ONE_TILE or (small and not torch.compiler.is_compiling()))
+
+
+def check_triton(device: torch.device | None = None) -> None:
+    """Refuse ``implementation="triton"`` where its kernels cannot run.
+
+    Args:
+        device: of the features; None: not known yet.
+
+    Raises:
+        CoderError: Triton is not installed, or there is no GPU and ``TRITON_INTERPRET=1`` is not set either.
+    """
+    if importlib.util.find_spec("triton") is None:
+        reason = "the package triton, which is not installed"
+    elif os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on"):
+        return
+    elif not torch.cuda.is_available():
+        reason = "a GPU, and torch finds none"
+    elif device is not None and device.type != "cuda":
+        reason = f"features on a GPU, and these are on {device}"
+    else:
+        return
+    raise CoderError(f"implementation='triton' (--loss-impl triton) needs {reason}: use 'auto'")
 
 
 class Candidates(NamedTuple):
@@ -137,12 +165,30 @@ def finite(values: Tensor) -> Tensor:
     return values.masked_fill(values == -torch.inf, 0)
 
 
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """``total[index] += rows``, duplicates included, in an order that does not change: on every rank the same bits.
+
+    On a CPU ``index_add_`` goes from row to row; on a GPU it adds in any order, and ``index_put_`` sorts first.
+    """
+    if total.device.type == "cpu":
+        return total.index_add_(0, index, rows)
+    return total.index_put_((index,), rows, accumulate=True)
+
+
 # -- products --------------------------------------------------------------------------------------------------------
+
+
+def has_mixed_products() -> bool:
+    """Whether torch multiplies half types into float32 on a GPU: ``mm(..., out_dtype=)`` of torch 2.8, for CUDA, not ROCm."""
+    return torch.version.cuda is not None and torch.__version__ >= (2, 8)
+
+
+_MIXED_PRODUCTS = has_mixed_products()
 
 
 def multiplies_halves(device: torch.device) -> bool:
     """Whether half types are multiplied as they are, with sums in float32: on CUDA devices, at twice the rate of TF32."""
-    return device.type == "cuda"
+    return device.type == "cuda" and _MIXED_PRODUCTS
 
 
 def operands(*features: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coder_plugin.functional.similarity import raise_precision
-from coder_plugin.functional.tiled import add_product, full_precision, matmul, operands, slope_unit, square_tiles
+from coder_plugin.functional.tiled import (
+    add_product,
+    add_rows,
+    full_precision,
+    matmul,
+    operands,
+    slope_unit,
+    square_tiles,
+)
 
 
 def hardest_negatives(
@@ -88,7 +96,7 @@ class _Hardest(torch.autograd.Function):
         for k, (gradient, place) in enumerate(zip(gradients, places, strict=True)):
             anchors, others = ((v, w), (w, v))[k]
             results[k].addcmul_(others[place], gradient[:, None])
-            results[1 - k].index_add_(0, place, anchors * gradient[:, None])
+            add_rows(results[1 - k], place, anchors * gradient[:, None])
         return results[0].to(rows.dtype), results[1].to(candidates.dtype), None, None, None
 
 

@@ -99,7 +99,8 @@ def tile_sums(
     grid = triton.cdiv(r, _ROWS), triton.cdiv(c, _COLUMNS)
     rows, columns = similarity.new_empty(2, grid[1], r), similarity.new_empty(2, grid[0], c)
     inputs = [each.contiguous() for each in (similarity, row_ids, column_ids, row_scale, column_scale)]
-    _sums_kernel[grid](*inputs, *rows, *columns, r, c, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    with torch.cuda.device_of(similarity):  # Triton launches on the current device
+        _sums_kernel[grid](*inputs, *rows, *columns, r, c, ROWS=_ROWS, COLUMNS=_COLUMNS)
     return _join(rows, row_scale), _join(columns, column_scale)
 
 
@@ -117,7 +118,8 @@ def tile_slopes(
     slopes = torch.empty_like(similarity, dtype=dtype, memory_format=torch.contiguous_format)
     grid = triton.cdiv(r, _ROWS), triton.cdiv(c, _COLUMNS)
     inputs = [each.contiguous() for each in (similarity, row_ids, column_ids, *scale, *shift, *slope)]
-    _slopes_kernel[grid](*inputs, slopes, r, c, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    with torch.cuda.device_of(similarity):
+        _slopes_kernel[grid](*inputs, slopes, r, c, ROWS=_ROWS, COLUMNS=_COLUMNS)
     return slopes
 
 

@@ -51,6 +51,7 @@ class AsCL(Term):
             raise ValueError(f"similarity must be 'cosine' or 'fusion', got {similarity!r}")
         if isinstance(temperature, str) and temperature != "logit_scale":
             raise ValueError(f"temperature must be a number > 0 or 'logit_scale', got {temperature!r}")
+        self.has_kernels = similarity == "cosine"
         self.temperature, self.similarity, self.mask_same_image = temperature, similarity, mask_same_image
         self.requires = ("image_features", "text_features") if similarity == "cosine" else ("coder_fusion",)
         if isinstance(temperature, str):

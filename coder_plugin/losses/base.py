@@ -59,8 +59,10 @@ class Term(nn.Module):
     local_loss: bool = False
     #: Whether the rows of one rank after the other visit this one, instead of being gathered; set by ``create_loss``.
     ring: bool = False
-    #: How losses of pairs are computed: ``auto``, ``reference`` or ``tiled``; set by ``create_loss``.
+    #: How losses of pairs are computed: ``auto``, ``reference``, ``tiled`` or ``triton``; set by ``create_loss``.
     implementation: Implementation = "auto"
+    #: Whether Triton's kernels serve the term, if all rows are anchors (no local loss, or a ring); torch computes the others'.
+    has_kernels: bool = False
 
     def __init__(self) -> None:
         super().__init__()

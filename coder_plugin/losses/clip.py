@@ -30,6 +30,7 @@ class Clip(Term):
     uses = ("logit_bias",)
     gathers = ("image_features", "text_features")
     masks_same_image = False
+    has_kernels = True
 
     def ring_obstacle(self) -> str | None:
         return None if type(self) is Clip else super().ring_obstacle()

@@ -29,6 +29,7 @@ class ConceptDCL(Term):
     uses = ("coder_ids",)
     gathers = (*requires, *uses)
     takes_views = True
+    has_kernels = True
 
     @options_of(dcl)
     def __init__(self, *, mask_same_image: bool = True, **options: Any) -> None:

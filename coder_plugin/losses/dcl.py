@@ -29,6 +29,7 @@ class DCL(Term):
     uses: tuple[str, ...] = ("coder_ids",)
     gathers = ("image_features", "text_features", *Banks.requires)
     takes_views = True
+    has_kernels = True
 
     @options_of(dcl)
     def __init__(

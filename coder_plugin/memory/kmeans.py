@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from coder_plugin import distributed
+from coder_plugin.functional.tiled import add_rows
 
 #: Number of similarities that :meth:`OnlineKMeans.assign` holds at once: 256 MiB in float32.
 _SIMILARITIES = 2**26
@@ -104,7 +105,7 @@ class OnlineKMeans(nn.Module):
         number = torch.arange(len(labels), device=labels.device)
         first = torch.full_like(self.counts, len(labels)).scatter_reduce_(0, labels, number, "amin")[labels]
         old = self.centres[labels]
-        moved = self.counts[labels, None] * old + _add_rows(torch.zeros_like(samples), first, samples)[first]
+        moved = self.counts[labels, None] * old + add_rows(torch.zeros_like(samples), first, samples)[first]
         length = moved.norm(dim=1, keepdim=True)
         # duplicate labels have equal rows
         self.centres[labels] = torch.where((length > 0) & self.ready, moved / length, old)
@@ -161,7 +162,7 @@ class OnlineKMeans(nn.Module):
             new.fill_(True)
         for _ in range(iterations):
             labels = self._nearest(samples, centres)
-            sums = torch.zeros_like(centres).index_add_(0, labels, samples)
+            sums = add_rows(torch.zeros_like(centres), labels, samples)
             centres = torch.where(sums.norm(dim=1, keepdim=True) > 0, normalize(sums, dim=1), centres)
             empty = (torch.bincount(labels, minlength=self.clusters) == 0).nonzero().flatten()
             drawn = torch.randperm(len(samples), generator=generator)[: len(empty)]
@@ -185,13 +186,3 @@ class OnlineKMeans(nn.Module):
         samples = samples.detach().float()
         norms = samples.norm(dim=1)
         return samples / norms.clamp(min=torch.finfo(norms.dtype).tiny)[:, None], norms
-
-
-def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """``total[index] += rows``, duplicates included, in an order that does not change: on every rank the same bits.
-
-    On a CPU ``index_add_`` goes from row to row; on a GPU it adds in any order, and ``index_put_`` sorts first.
-    """
-    if total.device.type == "cpu":
-        return total.index_add_(0, index, rows)
-    return total.index_put_((index,), rows, accumulate=True)

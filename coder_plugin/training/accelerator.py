@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _DIVISIONS = {
 
 
 def make_accelerator(config: TrainConfig) -> Any:
-    """The accelerator for ``--precision``, ``--tf32`` and ``--report-to``. Under SLURM the ranks are ``srun``'s.
+    """The accelerator for ``--precision`` and ``--report-to``. Under SLURM the ranks are ``srun``'s.
 
     Raises:
         CoderError: a form of parallel training other than DDP is asked for, an unknown tracker, one that is not installed, or a
@@ -42,7 +43,6 @@ def make_accelerator(config: TrainConfig) -> Any:
     check_parallelism(os.environ)
     ranks_from_slurm()
     cuda = torch.cuda.is_available()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.optim.tf32
     mixed = mixed_precision(config.optim.precision)
     installed = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
     trackers = config.run.report_to.replace(",", " ").split()
@@ -66,6 +66,30 @@ def make_accelerator(config: TrainConfig) -> Any:
         raise CoderError(f"accelerate: {error}") from error
     check_parallelism({}, getattr(accelerator.state, "parallelism_config", None))
     return accelerator
+
+
+@contextlib.contextmanager
+def tf32_products(allowed: bool) -> Iterator[None]:
+    """A context in which CUDA devices multiply float32 matrices in TF32, or in full. What was set before is put back.
+
+    cuDNN's own setting, of convolutions and recurrent layers, is left alone.
+    """
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # torch 2.9's form of the setting
+    try:
+        before = matmul.allow_tf32
+    except RuntimeError:  # set in the new form alone
+        before = precision == "tf32"
+    if before == allowed:
+        yield
+        return
+    matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+        if precision is not None:
+            matmul.fp32_precision = precision
 
 
 def check_parallelism(environment: Mapping[str, str], parallelism: Any = None) -> None:

@@ -42,7 +42,7 @@ from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
 from coder_plugin.training import checkpoint, exports, failures, prepare, resume
-from coder_plugin.training.accelerator import make_accelerator
+from coder_plugin.training.accelerator import make_accelerator, tf32_products
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
 from coder_plugin.training.collapse import CollapseWatch
@@ -513,7 +513,8 @@ class Trainer:
 
     def _checked_step(self, batches: list[dict[str, Any]]) -> dict[str, float]:
         try:
-            metrics = self.training_step(batches)
+            with tf32_products(self.config.optim.tf32):
+                metrics = self.training_step(batches)
         except NonFiniteError as error:
             self.optimizer.zero_grad()
             raise NonFiniteError(

@@ -8,12 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coder_plugin import distributed
+from coder_plugin.functional.tiled import add_rows
 from coder_plugin.memory import kmeans
-from coder_plugin.memory.kmeans import OnlineKMeans, _add_rows
+from coder_plugin.memory.kmeans import OnlineKMeans
 from tests import gloo
+from tests.operations import Operations
 from tests.references.kmeans import KMeans
 
 
@@ -246,25 +247,15 @@ def test_an_update_makes_no_collective(monkeypatch) -> None:
 def test_rows_are_added_with_duplicates() -> None:
     total, index, rows = torch.zeros(3, 4), torch.tensor([2, 0, 2, 2]), noise(4, 4, 3)
     want = torch.stack([rows[1], torch.zeros(4), rows[[0, 2, 3]].sum(0)])
-    torch.testing.assert_close(_add_rows(total.clone(), index, rows), want)
+    torch.testing.assert_close(add_rows(total.clone(), index, rows), want)
 
 
 def test_rows_are_not_added_in_any_order_off_the_cpu() -> None:
     """On a GPU ``index_add_`` has no fixed order, and ``index_put_`` has."""
     total, index = torch.zeros(3, 4, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
     with Operations() as operations:
-        _add_rows(total, index, torch.zeros(4, 4, device="meta"))
+        add_rows(total, index, torch.zeros(4, 4, device="meta"))
     assert [name for name in operations.names if "index" in name] == ["aten::index_put_"]
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 # Bad input

@@ -134,17 +134,19 @@ def dcl(
     similarity = cosine(anchor_rows(image_features, anchors), text_features)
     transposed = None if anchors is None else cosine(anchor_rows(text_features, anchors), image_features)
     image_to_text, text_to_image, positive, negatives = batch_similarity(similarity, transposed, image_ids, anchors)
+    directions = image_to_text, text_to_image
+    with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
+        raw = [raw_diversity(rows, negatives, kind=diversity, epsilon=epsilon) for rows in directions]
+        weights = normalize_diversity(torch.stack(raw), gather)
+        if bank_diversity is not None:
+            weights = (weights + torch.stack(bank_diversity)) / 2
     loss = positive.new_zeros(())
-    for direction, rows in enumerate((image_to_text, text_to_image)):
-        with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
-            weights = normalize_diversity(raw_diversity(rows, negatives, kind=diversity, epsilon=epsilon), gather)
-            if bank_diversity is not None:
-                weights = (weights + bank_diversity[direction]) / 2
+    for direction, rows in enumerate(directions):
         per_anchor = directed_dcl(
             rows,
             positive,
             negatives,
-            weights,
+            weights[direction],
             mu=mu,
             gamma=gamma,
             positive_weight=positive_weight,
@@ -186,21 +188,23 @@ def _tiled_dcl(
         return sum_of_losses(sums, positive, counts, mu=mu, **options) / n
     ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
-    every = None  # the weights of all processes' anchors
-    if epsilon is not None and gather is not None and weighs_all_anchors(n):
-        variance = pair_variances(image_features, text_features, image_ids, pair_counts(image_ids, n))
-        every = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))
-    for direction, (live, others) in enumerate(((image_features, text_features), (text_features, image_features))):
-        rows, row_ids, candidates = live[anchors], ids[anchors], [Candidates(others, ids)]
+    row_ids = ids[anchors]
+    directions = (image_features, text_features), (text_features, image_features)
+    with torch.no_grad():
+        if epsilon is None:
+            weights = loss.new_ones(2, len(row_ids))
+        elif gather is not None and weighs_all_anchors(n):  # of all processes
+            variance = pair_variances(image_features, text_features, image_ids, pair_counts(image_ids, n))
+            weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))[:, anchors]
+        else:
+            variances = [candidate_variance(live[anchors], row_ids, [Candidates(to, ids)]) for live, to in directions]
+            weights = normalize_diversity(raw_diversity_from_variance(torch.stack(variances), epsilon=epsilon), gather)
+        if bank_diversity is not None:
+            weights = (weights + torch.stack(bank_diversity)) / 2
+    for direction, (live, others) in enumerate(directions):
+        rows, candidates = live[anchors], [Candidates(others, ids)]
         positive = cosine_of_rows(rows, others[anchors])
-        with torch.no_grad():
-            weights = torch.ones_like(positive) if every is None else every[direction, anchors]
-            if epsilon is not None and every is None:
-                variance = candidate_variance(rows, row_ids, candidates)
-                weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon), gather)
-            if bank_diversity is not None:
-                weights = (weights + bank_diversity[direction]) / 2
-        sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * weights), gamma)
+        sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * weights[direction]), gamma)
         loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
     return loss
 

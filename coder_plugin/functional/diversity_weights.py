@@ -69,18 +69,22 @@ def raw_diversity_from_variance(variance: Tensor, *, epsilon: float = 0.1) -> Te
 
 
 def normalize_diversity(weights: Tensor, gather: Gather | None = None) -> Tensor:
-    """Weights [n], or [2, n] for the anchors of two directions, divided by the largest one of their direction.
+    """Weights [n], or [k, n] for the anchors of k directions, divided by the largest one of their direction.
 
     Args:
-        gather: for weights [n], collects the weights of all processes, if each has its own anchors: the largest of all divides.
+        gather: collects the rows of all processes, if each has its own anchors: the largest of all divides. It is called once,
+            with the k largest of this process, [1, k].
     """
-    return weights / (weights if gather is None else gather(weights)).amax(-1, keepdim=True)
+    largest = weights.amax(-1, keepdim=True)
+    if gather is not None:
+        largest = gather(largest.reshape(1, -1)).amax(0).view_as(largest)
+    return weights / largest
 
 
 def weighs_all_anchors(n: int) -> bool:
     """Whether each of several processes, with anchors of its own, weighs all ``n`` anchors of the batch itself.
 
-    In a small batch that costs less than a collective for the largest weight. In a large one each weighs its own.
+    In a small batch that costs less than a collective for the largest weights. In a large one each weighs its own.
     """
     return n * n <= SMALL_BATCH
 

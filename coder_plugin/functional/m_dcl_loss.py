@@ -6,6 +6,7 @@ Equations and choices: docs/equations.md#m-dcl.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -146,37 +147,40 @@ def m_dcl(
         "effective_negatives": effective_negatives,
     }
 
-    def weigh(similarity: Tensor, negatives: Tensor, gather: Gather | None) -> Tensor:
-        return normalize_diversity(raw_diversity(similarity, negatives, kind=diversity, epsilon=epsilon), gather)
+    def weigh(similarity: Tensor, negatives: Tensor) -> Tensor:
+        return raw_diversity(similarity, negatives, kind=diversity, epsilon=epsilon)
 
-    loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
-    for direction, (live, others, keys, bank) in enumerate(
-        (
-            (image_features, text_features, text_keys, text_bank),
-            (text_features, image_features, image_keys, image_bank),
-        )
-    ):
-        keys, bank = keys.detach(), bank.detach()
-        rows, row_negatives = anchor_rows(live, anchors), anchor_rows(batch_negatives, anchors)
-        similarity, negatives = compare_with_bank(
-            rows, keys, bank, row_negatives, anchor_rows(entry_negatives, anchors)
-        )
+    directions = (
+        (image_features, text_features, text_keys.detach(), text_bank.detach()),
+        (text_features, image_features, image_keys.detach(), image_bank.detach()),
+    )
+    row_negatives, row_entry_negatives = anchor_rows(batch_negatives, anchors), anchor_rows(entry_negatives, anchors)
+    compared, backward = [], []
+    raw: list[Tensor] = []
+    for live, others, keys, bank in directions:
+        rows = anchor_rows(live, anchors)
+        compared.append(compare_with_bank(rows, keys, bank, row_negatives, row_entry_negatives))
+        if reverse == "paired":
+            backward.append(cosine(anchor_rows(keys, anchors), live))
         with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
-            weights = []
             if "batch" in diversity_over:
-                weights.append(weigh(cosine(rows, others), row_negatives, gather))
+                raw.append(weigh(cosine(rows, others), row_negatives))
             if "bank" in diversity_over and bank_diversity is None:
-                weights.append(weigh(similarity, negatives, gather))
-            elif "bank" in diversity_over and bank_diversity is not None:
-                weights.append(bank_diversity[direction])
-            mean_weights = torch.stack(weights).mean(0)
+                raw.append(weigh(*compared[-1]))
+            if reverse == "paired":
+                raw.append(weigh(backward[-1], row_negatives))
+    weights = iter(normalize_diversity(torch.stack(raw), gather).unbind() if raw else ())  # in the order above
+    loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
+    for direction, (live, _, keys, bank) in enumerate(directions):
+        similarity, negatives = compared[direction]
+        mean_weights = _mean_weights(weights, diversity_over, bank_diversity, direction)
         positive = pair_similarity(similarity, anchors)
         loss = loss + directed_dcl(similarity, positive, negatives, mean_weights, **options).mean()
         if reverse == "none":
             continue
         if reverse == "paired":
-            similarity, negatives = cosine(anchor_rows(keys, anchors), live), row_negatives
-            positive, counted = pair_similarity(similarity, anchors), None
+            similarity, negatives = backward[direction], row_negatives
+            positive, counted, weights_back = pair_similarity(similarity, anchors), None, next(weights)
         else:
             similarity = torch.cat([cosine(keys, live), cosine(bank, live)])
             negatives = torch.cat([batch_negatives, entry_negatives.T])
@@ -184,8 +188,8 @@ def m_dcl(
             positive = torch.cat([similarity[: len(keys)].diagonal(), similarity.new_zeros(len(bank))])
             filled = negatives.new_ones(len(bank)) if bank_valid is None else bank_valid
             counted = torch.cat([negatives.new_ones(len(keys)), filled])
-        with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
-            weights_back = weigh(similarity, negatives, gather if counted is None else None)
+            with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
+                weights_back = normalize_diversity(weigh(similarity, negatives))
         per_anchor = directed_dcl(similarity, positive, negatives, weights_back, **options)
         if counted is None:
             loss = loss + per_anchor.mean()
@@ -221,40 +225,47 @@ def _tiled_m_dcl(
 
     every = anchors is None or (gather is not None and weighs_all_anchors(n))
 
+    weighed = None if every else anchors  # the pairs whose diversity this process computes
+
     def weigh(pairs: Tensor, candidates: list[Candidates], variance: Tensor | None = None) -> Tensor:
-        """The normalised diversity of the anchors among ``pairs`` [n, d]."""
+        """The diversity of ``weighed`` among ``pairs`` [n, d], not normalised."""
         if epsilon is None:
-            return pairs.new_ones(len(row_ids), dtype=number)
-        if not every:
-            variance = candidate_variance(pairs[anchors], row_ids, candidates)
-            return normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon), gather)
+            return pairs.new_ones(len(anchor_rows(ids, weighed)), dtype=number)
         if variance is None:
-            variance = candidate_variance(pairs, ids, candidates)
-        return anchor_rows(normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon)), anchors)
+            variance = candidate_variance(anchor_rows(pairs, weighed), anchor_rows(ids, weighed), candidates)
+        return raw_diversity_from_variance(variance, epsilon=epsilon)
 
     both = None  # the variances over the batch of both directions, from one product
     if "batch" in diversity_over and every and epsilon is not None:
         both = pair_variances(*features, image_ids, pair_counts(image_ids, n))
+    raw: list[Tensor] = []
+    with torch.no_grad():
+        for direction, live in enumerate(features):
+            other, batch = 1 - direction, [Candidates(live, ids)]
+            if "batch" in diversity_over:
+                raw.append(weigh(live, [Candidates(features[other], ids)], None if both is None else both[direction]))
+            if "bank" in diversity_over and bank_diversity is None:
+                entries = Candidates(banks[other], entry_ids, bank_valid)
+                raw.append(weigh(live, [Candidates(keys[other], ids), entries]))
+            if reverse == "paired":
+                raw.append(weigh(keys[other], batch))
+        if raw:
+            raw = list(normalize_diversity(torch.stack(raw), None if every or epsilon is None else gather).unbind())
+        weights = iter([anchor_rows(each, anchors if every else None) for each in raw])  # in the order above
     loss = features[0].new_zeros((), dtype=number)
     for direction, live in enumerate(features):
         other = 1 - direction
         rows, row_keys = anchor_rows(live, anchors), anchor_rows(keys[other], anchors)
         positive = cosine_of_rows(rows, row_keys)
         candidates = [Candidates(keys[other], ids), Candidates(banks[other], entry_ids, bank_valid)]
-        with torch.no_grad():
-            weights = []
-            if "batch" in diversity_over:
-                weights.append(weigh(live, [Candidates(features[other], ids)], None if both is None else both[direction]))
-            if "bank" in diversity_over:
-                weights.append(weigh(live, candidates) if bank_diversity is None else bank_diversity[direction])
-            mean_weights = torch.stack(weights).mean(0)
+        mean_weights = _mean_weights(weights, diversity_over, bank_diversity, direction)
         sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * mean_weights), gamma)
         loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
         if reverse == "none":
             continue
         batch = [Candidates(live, ids)]
         if reverse == "paired":
-            sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * weigh(keys[other], batch)), gamma)
+            sums, counts = negative_sums(row_keys, row_ids, batch, 1 / (mu * next(weights)), gamma)
             positive = cosine_of_rows(row_keys, rows)
             loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
             continue
@@ -278,6 +289,19 @@ def _tiled_m_dcl(
             total = total + per_anchor.sum()
         loss = loss + total / (n + filled)
     return loss
+
+
+def _mean_weights(
+    weights: Iterator[Tensor],
+    diversity_over: DiversityOver,
+    bank_diversity: tuple[Tensor, Tensor] | None,
+    direction: int,
+) -> Tensor:
+    """The mean of the next of the ``weights`` that ``diversity_over`` names. Those over the bank may be given."""
+    means = [next(weights)] if "batch" in diversity_over else []
+    if "bank" in diversity_over:
+        means.append(next(weights) if bank_diversity is None else bank_diversity[direction])
+    return torch.stack(means).mean(0)
 
 
 def compare_with_bank(

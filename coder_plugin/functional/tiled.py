@@ -183,7 +183,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 def has_mixed_products() -> bool:
     """Whether torch multiplies half types into float32 on a GPU: ``mm(..., out_dtype=)`` of torch 2.8, for CUDA, not ROCm."""
-    return torch.version.cuda is not None and torch.__version__ >= (2, 8)
+    return torch.version.cuda is not None and torch.__version__ >= "2.8"  # compared as a version
 
 
 _MIXED_PRODUCTS = has_mixed_products()

@@ -124,8 +124,8 @@ class Banks:
                 self._raw_diversity(batch, modality, live, kind, epsilon)
                 for modality, live in (("text", batch.images), ("image", batch.texts))
             ]
-            images, texts = (anchor_rows(normalize_diversity(each, batch.gather), anchors) for each in raw)
-            return images, texts
+            images, texts = normalize_diversity(torch.stack(raw), batch.gather)
+            return anchor_rows(images, anchors), anchor_rows(texts, anchors)
 
     def _raw_diversity(self, batch: Batch, modality: str, live: Tensor, kind: Diversity, epsilon: float) -> Tensor:
         """Over the keys and entries of ``modality``. Without a gradient the standard deviation comes from the bank's

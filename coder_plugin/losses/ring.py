@@ -55,7 +55,7 @@ def dcl_of_ranks(
             variance, counts = _variances(image_features, text_features, ids)
             raw = raw_diversity_from_variance(variance, epsilon=epsilon)
             # the largest of all ranks' anchors divides
-            weights = normalize_diversity(raw, lambda each: distributed.all_max(each.amax(-1, keepdim=True)))
+            weights = normalize_diversity(raw, distributed.all_max)
         elif image_ids is not None and options["effective_negatives"] is not None:
             counts = _counts(image_ids)
     sums = _RingSums.apply(image_features, text_features, ids, 1 / (mu * weights), gamma, triton)

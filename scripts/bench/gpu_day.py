@@ -9,13 +9,15 @@ step of ViT-B-32. `--wheels FOLDER` installs, without the network, what is carri
 
     pip download --no-deps -d wheels open_clip_torch==3.3.0 ftfy wcwidth       for the step of ViT-B-32 and its profile
     pip download --no-deps -d wheels webdataset braceexpand faiss-cpu          for the tests that read shards or search
+    pip download -d wheels pytest pytest-timeout hypothesis                    for the tests, where these are not there
 
 This package is installed from the source tree that holds the script, unless it is installed already; that needs setuptools 77
 or later, which may be carried too.
 
 Each stage is a process of its own with its own time limit. Its results are appended to `OUT/results.jsonl` as they come, so a
 stage that is stopped leaves what it has measured, and the next one goes on. `OUT/log.txt` has everything that was printed. At
-the end, measured figures are compared with the goals. OUT is `$OUT` or `./gpu_day`.
+the end, measured figures are compared with the goals, and stages that are not complete are named (exit
+status 1). OUT is `$OUT` or `./gpu_day`.
 """
 
 from __future__ import annotations
@@ -151,9 +153,13 @@ def main(argv: list[str] | None = None) -> int:
     with open(options.out / "log.txt", "a", encoding="utf-8") as log:
         prepare(options, log)
         chosen = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
-        run(chosen, options, log, until=began + options.limit)
+        endings = run(chosen, options, log, until=began + options.limit)
         say(compare(GOALS, read(results, before)), log)
-    return 0
+        if options.dry:
+            say("(--dry: the goals are for full sizes on a GPU)", log)
+        bad = [f"{stage.name}: {ending}" for stage, ending in zip(chosen, endings, strict=True) if ending != "ok"]
+        say(f"not complete: {'; '.join(bad)} (see log.txt)" if bad else "all stages are complete", log)
+    return 1 if bad else 0
 
 
 def run(stages: Iterable[Stage], options: argparse.Namespace, log: TextIO, *, until: float) -> list[str]:
@@ -241,7 +247,7 @@ def versions(file: Path) -> None:
     import platform
 
     facts: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
-    packages = "torch torchvision triton timm transformers accelerate safetensors numpy setuptools"
+    packages = "torch torchvision triton timm transformers accelerate safetensors numpy setuptools pytest hypothesis"
     for package in (*packages.split(), "open_clip_torch", "webdataset", "faiss-cpu", "coder-plugin"):
         try:
             facts[package] = importlib.metadata.version(package)

@@ -253,7 +253,9 @@ class RunConfig:
         "a file of --config and other flags win over it",
     )
     name: str | None = _option(None, "the run's folder in --logs [date and model]")
-    resume: str | None = _option(None, "a checkpoint's folder, or latest: the newest whole checkpoint of --name")
+    resume: str | None = _option(
+        None, "a checkpoint's folder, or latest: the newest whole checkpoint of --name; repeat the run's other flags"
+    )
     save_frequency: int = _option(
         0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
     )

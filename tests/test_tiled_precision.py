@@ -150,7 +150,7 @@ def test_halves_are_raised_where_torch_cannot_add_their_products_in_float32(vers
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert not tiled.has_mixed_products()
-    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.8.0"))
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.10.0"))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert tiled.has_mixed_products()
     for present in (True, False):

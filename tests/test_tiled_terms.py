@@ -92,7 +92,7 @@ def test_small_batches_take_the_reference(monkeypatch) -> None:
     monkeypatch.undo()
     chosen = []
     features = [torch.empty(0, 4).expand(0, 4)] * 2
-    for pairs in (tiled.ONE_TILE, tiled.ONE_TILE + 1):
+    for pairs in (tiled.SMALL_MATRIX, tiled.SMALL_MATRIX + 1):
         chosen.append(tiled.use_tiles("auto", features, pairs=pairs, small=False))
     assert chosen == [False, True]
 
@@ -108,7 +108,8 @@ def test_the_term_of_clip_by_tiles(monkeypatch) -> None:
     for form in ("reference", "tiled", "auto"):
         term = Clip()
         term.implementation = form
-        monkeypatch.setattr(tiled, "ONE_TILE", 20 if form == "auto" else 1 << 22)
+        for name in ("ONE_TILE", "SMALL_MATRIX"):
+            monkeypatch.setattr(tiled, name, 20 if form == "auto" else 1 << 22)
         results.append(value_and_gradient(term, *features, *rest))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-10, atol=1e-14)

@@ -31,8 +31,11 @@ TILE_ON_CPU = 1 << 21
 TILE = 1 << 24
 #: Devices whose tiles are whole rows. On others they are squares: gradients are then added to memory fewer times.
 WHOLE_ROWS = ("cpu",)
-#: A batch of at most this many similarities is one tile, which is kept for the backward pass instead of computed again.
-ONE_TILE = 1 << 22
+#: A batch of pairs with at most this many similarities is one tile, which is kept for the backward pass instead of computed
+#: again: 64 MB of float32, and twice that for the exponentials of both directions.
+ONE_TILE = 1 << 24
+#: A matrix of at most this many similarities is small: losses that tiles do not speed up form it.
+SMALL_MATRIX = 1 << 22
 
 Implementation = Literal["auto", "reference", "tiled", "triton"]
 
@@ -71,7 +74,7 @@ def use_tiles(
         check_triton(features[0].device)
     if implementation != "auto":
         return implementation != "reference"
-    return supported and (pairs > ONE_TILE or (small and not torch.compiler.is_compiling()))
+    return supported and (pairs > SMALL_MATRIX or (small and not torch.compiler.is_compiling()))
 
 
 def check_triton(device: torch.device | None = None) -> None:
@@ -180,7 +183,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 def has_mixed_products() -> bool:
     """Whether torch multiplies half types into float32 on a GPU: ``mm(..., out_dtype=)`` of torch 2.8, for CUDA, not ROCm."""
-    return torch.version.cuda is not None and torch.__version__ >= (2, 8)
+    return torch.version.cuda is not None and torch.__version__ >= "2.8"  # compared as a version
 
 
 _MIXED_PRODUCTS = has_mixed_products()

@@ -402,7 +402,7 @@ class Trainer:
         name = next(filter(None, distributed.gather_objects(self.signals.received)), "a signal")
         if self.step and self.saved != (self.step, self.epoch):
             self._save_checkpoint()
-        advice = f"--name {self.folder.name} --resume latest continues"
+        advice = f"the same command with --name {self.folder.name} --resume latest continues it"
         self.log.say(f"{name}: stopped after step {self.step}; {advice} (exit status {EXIT_STATUS})")
         raise StoppedBySignal
 

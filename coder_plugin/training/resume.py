@@ -160,6 +160,11 @@ def restore_model(trainer: Trainer, state: SavedState) -> None:
     ]
     if changed:
         raise CoderError(f"cannot resume with other options ({'; '.join(changed)}); --pretrained starts from the export")
+    if saved_options.get("train_data") is not None and options["train_data"] is None:
+        raise CoderError(
+            f"the run was trained on {saved_options['train_data']}, and without --train-data it would go on with the built-in "
+            f"scenes: repeat all flags of the run, or begin with --config {shlex.quote(str(trainer.folder / 'config.json'))}"
+        )
     objects = [term for term in trainer.objective.terms if term.term is not None]
     _check_objective(trainer.objective, Objective.from_dict(manifest["objective"], objects=objects))
     options = describe_backbone(trainer.model).get("options", {})

@@ -485,3 +485,11 @@ def test_a_recipe_is_no_loss(loss, tmp_path, capsys):
     assert main(["train", "--dry-run", "--loss", loss, "--logs", str(tmp_path)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "'ascl-f30k' is a recipe, a whole set-up: use --recipe ascl-f30k" in error
+
+
+def test_a_run_on_data_does_not_go_on_with_the_scenes_because_a_flag_was_left_out(tmp_path, options, tiny_model, items):
+    Trainer(model=tiny_model, loss="dcl", train=items, config=options("run", epochs=1)).run()
+    again = options("run", resume="latest")
+    with pytest.raises(CoderError, match=r"was trained on .*, and without --train-data .* repeat all flags .*run/config.json"):
+        Trainer.from_config({**again, "model": tiny_model, "loss": "dcl"}).run()
+    Trainer(model=tiny_model, loss="dcl", train=items, config=again).run()

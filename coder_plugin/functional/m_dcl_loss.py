@@ -277,8 +277,8 @@ def _tiled_m_dcl(
                 variances = [candidate_variance(rows, of, batch) for rows, of, _ in back]
                 if bank_valid is not None:  # what is not filled must not have the greatest diversity
                     variances[1] = torch.where(bank_valid, variances[1], 0)
-                raw = raw_diversity_from_variance(torch.cat(variances), epsilon=epsilon)
-                weights_back = list(normalize_diversity(raw).split([len(each) for each in variances]))
+                back_weights = raw_diversity_from_variance(torch.cat(variances), epsilon=epsilon)
+                weights_back = list(normalize_diversity(back_weights).split([len(each) for each in variances]))
         total = loss.new_zeros(())
         filled = len(banks[other]) if bank_valid is None else bank_valid.sum()
         for (rows, of, positive), part in zip(back, weights_back, strict=True):

@@ -84,7 +84,8 @@ def test_locked_parameters_are_in_memory_once(model):
     locked = {name for name, parameter in model.visual.named_parameters() if not parameter.requires_grad}
     assert len(locked) > 10
     shared = same_storage(model)
-    assert {name for name in shared if shared[name]} == {f"visual.{name}" for name in locked} | {"logit_scale"}  # no term reads the scale
+    frozen = {f"visual.{name}" for name in locked} | {"logit_scale"}  # no term reads the scale
+    assert {name for name in shared if shared[name]} == frozen
     nudge(model)
     model.coder.post_step()
     assert same_storage(model) == shared

@@ -17,9 +17,11 @@ Mode = Literal["eval", "train"]
 class MomentumCopy(nn.Module):
     """A copy of the model without its heads that follows the model by an exponential moving average.
 
-    ``theta_copy <- m theta_copy + (1 - m) theta`` for parameters that require a gradient, once per performed step. Frozen
-    parameters and buffers (BatchNorm's statistics, attention masks with their -inf) are copied unchanged. The copy has no
-    gradient, and its mode never changes: :meth:`train` does nothing.
+    ``theta_copy <- m theta_copy + (1 - m) theta`` for parameters that require a gradient, once per performed step. Buffers
+    (BatchNorm's statistics, attention masks with their -inf) are copied unchanged. Frozen parameters are shared with the
+    model, so a locked tower or the base weights under LoRA are in memory once; the next update shares what was frozen since
+    and copies what was unfrozen. The copy has no gradient, and its mode never changes: :meth:`train` does
+    nothing.
 
     Args:
         momentum: m, in [0, 1).
@@ -60,6 +62,7 @@ class MomentumCopy(nn.Module):
         if (capture := getattr(self.model, "_coder_capture", None)) is not None:
             capture.restrict(aggregated=len(coder.aggregators) > 0)
         self.model.requires_grad_(False).train(self.mode == "train")
+        self._share_frozen(_named(model))
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 module.track_running_stats = False  # use batch statistics, and write none in forward
@@ -76,10 +79,11 @@ class MomentumCopy(nn.Module):
     def update(self, model: Any) -> None:
         """Average in the model after one step. Parameters are matched by name; names without a match are skipped."""
         online = _named(model)
+        self._share_frozen(online)
         trained: list[tuple[Tensor, Tensor]] = []
         frozen: list[tuple[Tensor, Tensor]] = []
         for name, average in _named(self.model).items():
-            if name in online:
+            if name in online and average is not online[name]:
                 pair = (distributed.local(average), distributed.local(online[name]))
                 (trained if online[name].requires_grad else frozen).append(pair)
         if trained:
@@ -112,6 +116,25 @@ class MomentumCopy(nn.Module):
             squares = distributed.all_sum(squares.to(device))
         return float((squares[0] / squares[1].clamp(min=1e-24)).sqrt())
 
+    def _share_frozen(self, online: Mapping[str, Tensor]) -> None:
+        """Use the model's own frozen parameters, and copies of those that are trained by now.
+
+        A parameter sharded by FSDP belongs to its module's group, and one of another dtype is the copy's own: both stay.
+        """
+        for prefix, module in self.model.named_modules():
+            for name, average in module._parameters.items():
+                current = online.get(_plain(f"{prefix}.{name}" if prefix else name))
+                if average is None or current is None or distributed.is_sharded(current):
+                    continue
+                if average is current and current.requires_grad:
+                    module._parameters[name] = nn.Parameter(current.detach().clone(), requires_grad=False)
+                elif (
+                    not current.requires_grad
+                    and isinstance(current, nn.Parameter)
+                    and (average.dtype, average.device) == (current.dtype, current.device)
+                ):
+                    module._parameters[name] = current
+
     def _copy_buffers(self, model: Any) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
         online: Mapping[str, Tensor] = dict(model.named_buffers())
@@ -133,4 +156,8 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
     """A model's parameters by name, without the prefix that torch.compile adds to blocks."""
-    return {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+    return {_plain(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")

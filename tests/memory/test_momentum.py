@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import coder_plugin
 from coder_plugin.memory.momentum import MomentumCopy
 from coder_plugin.model import create_loss
+from coder_plugin.training import serialization
 from coder_plugin.training.average import WeightAverage
 from tests import gloo
 
@@ -69,6 +71,67 @@ def test_the_copy_averages_what_is_trained_and_takes_over_the_rest(model):
     assert min(moved.values()) > 3
     mask = dict(tower(model).model.named_buffers())["attn_mask"]
     assert mask.isinf().any() and not mask.isnan().any()
+
+
+def same_storage(model: nn.Module) -> dict[str, bool]:
+    online = dict(model.named_parameters(remove_duplicate=False))
+    return {name: average is online[name] for name, average in tower(model).model.named_parameters()}
+
+
+def test_locked_parameters_are_in_memory_once(model):
+    model.lock_image_tower()
+    model.coder.attach(model)  # as trainers do, after locking
+    locked = {name for name, parameter in model.visual.named_parameters() if not parameter.requires_grad}
+    assert len(locked) > 10
+    shared = same_storage(model)
+    frozen = {f"visual.{name}" for name in locked} | {"logit_scale"}  # no term reads the scale
+    assert {name for name in shared if shared[name]} == frozen
+    nudge(model)
+    model.coder.post_step()
+    assert same_storage(model) == shared
+
+
+def test_parameters_locked_later_are_shared_and_unlocked_ones_average_again(model):
+    assert not any(same_storage(model).values())
+    model.lock_image_tower()
+    model.coder.post_step()
+    shared = same_storage(model)
+    assert shared["visual.proj"] and not shared["token_embedding.weight"]
+    model.visual.proj.requires_grad_(True)
+    model.coder.post_step()
+    average = tower(model).model.visual.proj
+    assert average is not model.visual.proj and not average.requires_grad and torch.equal(average, model.visual.proj)
+    before = average.clone()
+    nudge(model)
+    model.coder.post_step()
+    torch.testing.assert_close(average, torch.lerp(before, model.visual.proj.detach(), 0.005))
+    assert same_storage(model)["visual.conv1.weight"]
+
+
+def test_shared_parameters_are_saved_and_loaded(model, tmp_path):
+    model.lock_image_tower()
+    model.coder.attach(model)
+    nudge(model)
+    model.coder.post_step()
+    tensors, skeleton = serialization.pack(model.state_dict())
+    save_file(tensors, tmp_path / "state.safetensors")
+    state = serialization.unpack(load_file(tmp_path / "state.safetensors"), skeleton)
+    other = copy.deepcopy(model)
+    nudge(other)
+    other.load_state_dict(state)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    assert same_storage(other) == same_storage(model)
+
+
+def test_a_frozen_parameter_of_another_dtype_is_copied(model):
+    model.lock_image_tower()
+    tower(model).model.visual.double()
+    with torch.no_grad():
+        model.visual.proj.add_(1)
+    model.coder.post_step()
+    average = tower(model).model.visual.proj
+    assert average.dtype == torch.float64 and torch.equal(average, model.visual.proj.double())
 
 
 def test_the_copy_has_no_gradient_and_keeps_its_mode(model):

@@ -94,7 +94,7 @@ def count_steps(name: str, samples: int, batch_size: int, world_size: int) -> in
     if not steps:
         ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
         raise CoderError(
-            f"{name}: --batch-size {batch_size}{ranks} is larger than the data ({samples} sample{'' if samples == 1 else 's'}): "
+            f"{name}: --batch-size {batch_size}{ranks} is larger than the data ({samples} samples): "
             "use a smaller --batch-size, or more data"
         )
     return steps

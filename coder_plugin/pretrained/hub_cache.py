@@ -84,7 +84,7 @@ def hub_error(name: str, error: Exception) -> CoderError:
     elif isinstance(error, utils.RepositoryNotFoundError):
         why = "no such repository, or a private one: check the name, log in with hf auth login, or set HF_TOKEN"
     elif isinstance(error, (utils.LocalEntryNotFoundError, utils.OfflineModeIsEnabled, ConnectionError)):
-        advice = "name a folder instead, such as a copy made where there is a network: hf download OWNER/NAME --local-dir FOLDER"
+        advice = "name a folder instead, a copy made where there is a network by hf download OWNER/NAME --local-dir FOLDER"
         why = f"not in the cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set): {advice}"
     elif getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
         why = f"this token may not do that: log in with hf auth login, or set HF_TOKEN ({message})"

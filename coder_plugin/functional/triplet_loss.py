@@ -85,7 +85,7 @@ def triplet_of_features(
             ``text_features`` [n, d].
         margin, hardest, image_ids, reduction, anchors: as of :func:`triplet`.
         implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
-            n alone; ``"auto"``: tiles for the hardest negative, and for more than 4 million similarities (docs/equations.md#tiles).
+            n alone; ``"auto"``: tiles for the hardest negative, or above 4 million similarities (docs/equations.md#tiles).
 
     Returns:
         Scalar >= 0, float32 or float64.

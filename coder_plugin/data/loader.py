@@ -84,6 +84,22 @@ class _Position:
 _POSITION = tuple(each.name for each in fields(_Position))
 
 
+def count_steps(name: str, samples: int, batch_size: int, world_size: int) -> int:
+    """Batches of an epoch on each rank.
+
+    Raises:
+        CoderError: there is none, because a batch is larger than the data.
+    """
+    steps = samples // (batch_size * world_size)
+    if not steps:
+        ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+        raise CoderError(
+            f"{name}: --batch-size {batch_size}{ranks} is larger than the data ({samples} samples): "
+            "use a smaller --batch-size, or more data"
+        )
+    return steps
+
+
 class TrainLoader:
     """Batches of exactly ``batch_size`` rows on one rank of ``world_size``; equal arguments give equal batches.
 
@@ -151,13 +167,7 @@ class TrainLoader:
                 raise CoderError(f"{name} is {number}; it must be {least} or more")
         self.source = source
         self.samples_per_epoch = source.samples(captions, num_samples)
-        self.steps_per_epoch = self.samples_per_epoch // (batch_size * world_size)
-        if not self.steps_per_epoch:
-            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
-            raise CoderError(
-                f"{source.name}: batch of {batch_size}{ranks} is larger than the data ({self.samples_per_epoch} "
-                "samples); use a smaller --batch-size or more data"
-            )
+        self.steps_per_epoch = count_steps(source.name, self.samples_per_epoch, batch_size, world_size)
         self.bad = BadSamples(source.name, max_bad_samples)
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
         self._transform, self._tokenizer, self._positives = transform, tokenizer, positives

@@ -40,7 +40,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings call doctests ``Example:``, which griffe knows as ``Examples:``; a bound such as ``n: >= 1`` is no quotation."""
+    """Docstrings call doctests ``Example:``, griffe ``Examples:``; a bound such as ``n: >= 1`` is no quotation."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

@@ -32,8 +32,13 @@ else:
 PROGRAMS = ("coder-plugin", "python", "python3", "pip", "accelerate", "torchrun", "srun", "scontrol", "pytest", "git", "mkdocs")
 OTHERS = {"git", "scontrol", "mkdocs"}  # programs whose arguments are theirs
 #: Flags of tools that the pages describe and this repository has no parser of.
-THEIRS = {"--clock", "--json-text-key", "--force-reinstall", "--no-deps", "--val-retrieval-", "--slow", "--requeue", "--signal", "--open-mode", "--ntasks-per-node"}
+THEIRS = {
+    "--clock", "--json-text-key", "--force-reinstall", "--no-deps", "--val-retrieval-", "--slow", "--requeue", "--signal",
+    "--open-mode", "--ntasks-per-node",
+}
 
+#: A command in prose.
+QUOTED = re.compile(r"(?<!`)`((?:coder-plugin|accelerate launch|torchrun|python -m coder_plugin|python scripts)[^`]*)`")
 STAND_IN = """#!/bin/bash
 printf '%s\\0' "${0##*/}" "$@" $'\\n' >> "$COMMANDS"
 """
@@ -70,7 +75,7 @@ def shown(page: Path) -> Iterator[Block]:
     """The page's commands: bash blocks, and what prose quotes, such as ``coder-plugin recipes``."""
     yield from blocks(page, "bash")
     text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), page.read_text(), flags=re.M | re.S)
-    for quoted in re.finditer(r"(?<!`)`((?:coder-plugin|accelerate launch|torchrun|python -m coder_plugin|python scripts)[^`]*)`", text):
+    for quoted in QUOTED.finditer(text):
         command = " ".join(quoted[1].split())
         ending = "" if command.startswith("python scripts") else " …"  # a part of a command
         yield Block(page, text[: quoted.start()].count("\n") + 1, "bash", command + ending, None)
@@ -234,7 +239,8 @@ def test_the_pages_show_commands(shell: Path) -> None:
     programs = {command[0] for command in every}
     assert {"coder-plugin", "python", "torchrun", "accelerate", "pip", "srun", "f30k.sh"} <= programs
     assert sum(command[0] == "coder-plugin" for command in every) > 100
-    looped = [command for command in every if command[:4] == ["coder-plugin", "train", "--loss", "coder"] and "--seed" in command]
+    start = ["coder-plugin", "train", "--loss", "coder"]
+    looped = [command for command in every if command[:4] == start and "--seed" in command]
     assert [command[command.index("--seed") + 1] for command in looped][:3] == ["0", "1", "2"]
 
 

@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("mkdocs")
 
 ROOT = Path(__file__).parents[1]
+#: What a browser fetches for a page: scripts, pictures, style sheets.
+LOADED = re.compile(r'<(?:script|img|iframe|source)[^>]+src="([^"]+)"|<link[^>]+href="([^"]+)"|url\(([^)]+)\)')
 PAGES = sorted(path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md"))
 
 
@@ -36,7 +38,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     files = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert len(files) > 30
     for path in files:
-        loaded = re.findall(r'<(?:script|img|iframe|source)[^>]+src="([^"]+)"|<link[^>]+href="([^"]+)"|url\(([^)]+)\)', path.read_text())
+        loaded = LOADED.findall(path.read_text())
         outside = [url for urls in loaded for url in urls if re.match(r"[\"']?(https?:)?//", url)]
         assert not outside, f"{path.name}: {outside}"
 

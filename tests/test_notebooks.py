@@ -28,8 +28,8 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, parameters: st
     for variable, value in {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    client = nbclient.NotebookClient(notebook, timeout=550, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
-    client.execute()
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=550, kernel_name="python3", resources=resources).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return "".join(output.get("text", "") for output in outputs)
 

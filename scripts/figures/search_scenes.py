@@ -36,7 +36,8 @@ def figure(found: dict[int, list[int]], texts: dict[int, str]) -> Image.Image:
             left = GAP + place * (SIDE + GAP)
             page.paste(draw(make_scene("val", index), SIDE), (left, top + LINE))
             box = (left - 4, top + LINE - 4, left + SIDE + 3, top + LINE + SIDE + 3)
-            canvas.rectangle(box, outline=(20, 150, 70) if index == wanted else (205, 205, 205), width=4 if index == wanted else 1)
+            colour, width = ((20, 150, 70), 4) if index == wanted else ((205, 205, 205), 1)
+            canvas.rectangle(box, outline=colour, width=width)
     return page
 
 

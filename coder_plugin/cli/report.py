@@ -16,7 +16,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="one HTML file of a training run: curves, recall, results, state",
         description="Write one self-contained HTML file about a run: options, curves, recall, best and worst queries, a map of "
         "the embeddings, concepts, banks. A section without data says why.",
-        allow_abbrev=False,
     )
     parser.add_argument("run_folder", metavar="RUN", help="a training run's folder")
     parser.add_argument("--output", metavar="FILE", help="the file to write [RUN/report.html]")

@@ -171,9 +171,7 @@ def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> 
     expression = config.loss.expression if loss is None else loss
     settings = {}
     for setting in config.loss.set:
-        path, equals, value = setting.partition("=")
-        if not equals:
-            raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
+        path, _, value = setting.partition("=")
         settings[path.strip()] = parse_value(value)
     objective = _parse_loss(expression, model).with_options(settings)
     flags = {"negatives": config.loss.negatives, "positives": config.loss.positives}

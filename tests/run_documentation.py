@@ -1,7 +1,8 @@
 """Run the Python of pages: ``python -m tests.run_documentation FOLDER PAGE …`` prints, as JSON, the output of pages that fail.
 
 The blocks of a page are one program. Each page runs in a process forked after the imports, in a copy of a folder that holds
-what pages name: the run ``logs/my-run``, its shared model ``my-model``, ``pictures.index``, pictures, and SCAN's ``f30k_precomp``.
+what pages name: the run ``logs/my-run``, its shared model ``my-model``, ``pictures.index``, pictures, and SCAN's
+``f30k_precomp``.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Progress:
         self.bar.update()
         if self.done % self.every and self.done != self.total:
             return
-        losses = {key: value for key, value in metrics.items() if key == "loss" or key.endswith("_loss")}
+        losses = {key: value for key, value in metrics.items() if key.endswith("loss") and not key.startswith("share/")}
         text = ", ".join(f"{key} {value:.4f}" for key, value in losses.items())
         if self.terminal:
             self.bar.set_postfix_str(text)

@@ -52,8 +52,8 @@ class ModelConfig:
 
     name: str = _option(
         "coder-tiny",
-        "open_clip model name, path of a model configuration (.json), or a region model such as region-bert "
-        "[coder-tiny on the scenes; needed with --train-data]",
+        "open_clip model name, a model configuration (.json), or a region model such as region-bert; required with "
+        "--train-data [coder-tiny on the scenes]",
         flag="model",
     )
     kwargs: list[str] = _option(
@@ -94,6 +94,11 @@ class ModelConfig:
     )
     lora_rank: int = _option(0, "train low-rank adapters of this rank instead of the towers' weights (needs peft)", at_least=0)
     lora_alpha: float | None = _option(None, "scale of the adapters [their rank]", above=0)
+
+    def __post_init__(self) -> None:
+        for setting in self.kwargs:
+            if "=" not in setting:
+                raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +142,11 @@ class LossConfig:
         choices=("auto", "reference", "tiled", "triton"),
     )
 
+    def __post_init__(self) -> None:
+        for setting in self.set:
+            if "=" not in setting:
+                raise CoderError(f"--set {setting}: write OWNER.OPTION=VALUE, such as dcl.mu=0.07")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -144,8 +154,8 @@ class DataConfig:
 
     train: str | None = _option(
         None,
-        "training data: shards (brace pattern, also of https://, hf://, s3://, gs:// or pipe:COMMAND), .csv, Karpathy .json, "
-        "a precomp folder [the built-in scenes]",
+        "training data: a .csv, Karpathy or COCO .json, shards (brace pattern, also https://, hf://, s3://, gs:// or "
+        "pipe:COMMAND), a folder of img2dataset or precomp [the built-in scenes]",
         flag="train_data",
     )
     val: str | None = _option(None, "validation data, in the same forms", flag="val_data")
@@ -171,7 +181,7 @@ class DataConfig:
     captions: str = _option(
         "draw", "draw: one caption per image and epoch; all: every caption is a pair", choices=("draw", "all")
     )
-    csv_separator: str | None = _option(None, "column separator of CSV files [tab]")
+    csv_separator: str | None = _option(None, "column separator of CSV files [detected: tab, comma, semicolon or |]")
     csv_img_key: str | None = _option(None, "CSV column of image paths [filepath]")
     csv_caption_key: str | None = _option(None, "CSV column of captions [title]")
     max_bad_samples: float = _option(
@@ -249,12 +259,11 @@ class RunConfig:
     logs: str = _option("./logs", "folder that holds the runs' folders")
     recipe: str | None = _option(
         None,
-        "a whole set-up (loss, model, data reading, optimisation): a name that coder-plugin recipes lists, or a .toml file; "
-        "a file of --config and other flags win over it",
+        "a whole set-up: a name that coder-plugin recipes lists, or a .toml file; --config and other flags win over it",
     )
     name: str | None = _option(None, "the run's folder in --logs [date and model]")
     resume: str | None = _option(
-        None, "a checkpoint's folder, or latest: the newest whole checkpoint of --name; repeat the run's other flags"
+        None, "a checkpoint's folder, or latest: the newest of --name; repeat the run's other flags"
     )
     save_frequency: int = _option(
         0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
@@ -270,7 +279,7 @@ class RunConfig:
         "of several processes: end the run when one does nothing for so many seconds; more than the longest evaluation takes",
         at_least=1,
     )
-    dry_run: bool = _option(False, "print the resolved plan and stop")
+    dry_run: bool = _option(False, "print the plan of the run, write nothing, and stop")
 
     def __post_init__(self) -> None:
         if self.resume == "latest" and self.name is None:

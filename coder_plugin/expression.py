@@ -141,6 +141,9 @@ class Expression:
             key = token.text if token.kind == "mark" else token.kind
             if key not in following:
                 expected = expected.format(item=item, previous=previous)
+                if token.kind == "end":  # "'=' after 'mu'" names what is before it already
+                    after = f" after {previous!r}" if previous else ""
+                    raise self.error(token.column, f"{expected.removesuffix(after)} is missing{after}")
                 raise self.error(token.column, f"expected {expected}, found {token.text!r}")
             state, previous = following[key], token.text
 

@@ -4,15 +4,31 @@ import json
 import os
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: threads that wait for each other cost more
+
+# The same examples in every worker and run. `--hypothesis-profile=default` draws others.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 TINY = {  # no BatchNorm, no dropout: a row's features do not depend on the other rows
     "embed_dim": 32,
     "vision_cfg": {"image_size": 64, "layers": 2, "width": 64, "head_width": 32, "patch_size": 16},
     "text_cfg": {"context_length": 40, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
 }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One worker a core, at most 8. Test files named on the command line run in this process, since a worker takes seconds to
+    start; so do tests for a GPU, which workers would have to share."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    if all(".py" in argument for argument in config.args) or "gpu" in config.option.markexpr.replace("not gpu", ""):
+        return 0
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="session")

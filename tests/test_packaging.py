@@ -131,6 +131,27 @@ def test_the_wheels_metadata(wheel: zipfile.ZipFile) -> None:
     assert any(name.startswith(info) and "LICENSE" in name for name in wheel.namelist()), "license-files"
 
 
+def test_all_say_the_same_version_and_pythons() -> None:
+    project = PYPROJECT["project"]
+    (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    (released, *_) = re.findall(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert project["version"] == version == released
+    pythons = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    assert project["requires-python"] == f">={pythons[0]}"
+    (matrix,) = re.findall(r"python: \[(.+)\]", (ROOT / ".github/workflows/ci.yml").read_text())
+    assert re.findall(r'"(.+?)"', matrix) == pythons, "the workflow tests what the classifiers promise"
+    images = [(ROOT / name).read_text() for name in ("Dockerfile", "Dockerfile.cuda")]
+    assert all(set(re.findall(r"FROM python:(\S+)-slim", text)) <= set(pythons) for text in images)
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/ci.yml"])
+def test_extras_that_are_named_exist(path: str) -> None:
+    text = (ROOT / path).read_text()
+    named = {extra for extras in re.findall(r"(?:coder-plugin|-e \"?\.)\[([\w,-]+)\]", text) for extra in extras.split(",")}
+    assert named, "names an extra"
+    assert named <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
 def test_every_entry_point_of_ours_loads() -> None:
     plugins = [plugin for plugin in registry.list_plugins(check=True) if plugin.distribution == "coder-plugin"]
     assert {plugin.name: plugin.error for plugin in plugins if plugin.error} == {}
@@ -235,20 +256,3 @@ def test_the_module_is_the_command(command: str) -> None:
     module = [sys.executable, "-m", "coder_plugin.cli", *command.split(), "--help"]
     done = subprocess.run(module, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and f"usage: coder-plugin {command}".strip() in done.stdout
-
-
-@pytest.mark.parametrize(
-    "command, text",
-    [
-        (["search", "x", "--imgae", "y"], "plugin search: error: unrecognized arguments: --imgae y (did you mean --image?)"),
-        (["regions", "extract", "a", "b", "--detecter=c"], "(did you mean --detector?); all flags: coder-plugin regions"),
-        (["plugins", "--nonsense"], "coder-plugin plugins: error: unrecognized arguments: --nonsense; all flags"),
-    ],
-)
-def test_a_misspelt_flag_is_told_by_its_command(command: list[str], text: str, capsys) -> None:
-    from coder_plugin.cli import main
-
-    with pytest.raises(SystemExit) as stopped:
-        main(command)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and text in error and error.count("\n") == 1

@@ -8,11 +8,11 @@ Shapes: B batch, T text positions, H x W pixels, D joint dimension, F channels o
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import difflib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin import registry
+from coder_plugin import distributed, registry
 from coder_plugin.backbones.allowed import (
     TEXT_FOLDER,
     check_config,
@@ -33,11 +33,15 @@ from coder_plugin.backbones.allowed import (
 )
 from coder_plugin.backbones.base import BackboneInfo, forward_with_heads
 from coder_plugin.backbones.feature_capture import FeatureCapture, text_mask_of, word_embedding_of
+from coder_plugin.backbones.names import CONFIGS, unknown_model
 from coder_plugin.backbones.word_embeddings import WordEmbeddings
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
+from coder_plugin.hub_access import hub_access, is_offline
 
-CONFIGS = Path(__file__).parent / "model_configs"
+log = logging.getLogger(__name__)
+
+_reported: set[str] = set()
 #: Key in a checkpoint of open_clip's trainer, with the options of the heads.
 HEAD_OPTIONS = "coder"
 #: The keys of ``resolver.INTERMEDIATE_KEYS`` that open_clip's towers have.
@@ -152,9 +156,7 @@ def create_clip(
             raise CoderError(f"--pretrained {pretrained!r} is not a file, and {name} has no tags")
     else:
         if not config:
-            near = difflib.get_close_matches(name, [*open_clip.list_models(), *registry.names("backbones")], n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise CoderError(f"unknown model {name!r}{hint} (all: open_clip.list_models(), or a config file's path)")
+            raise unknown_model(name, [*open_clip.list_models(), *registry.names("backbones")])
         if pretrained and not Path(pretrained).is_file():
             tags = open_clip.list_pretrained_tags_by_model(name)
             if pretrained not in tags:
@@ -170,17 +172,34 @@ def create_clip(
         check_size(config, Path(pretrained), name)
     trained = is_training_checkpoint(pretrained)
     weights = Path(pretrained or Path(location) / "open_clip_model.safetensors") if schema == "local-dir" else None
-    try:
-        create = create or open_clip.create_model
-        model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
-        if trained:
-            load_training_checkpoint(model, pretrained)  # type: ignore[arg-type]
-        elif schema and pretrained:  # with a schema open_clip loads only the schema's weights
-            open_clip.load_checkpoint(model, pretrained)
-    except (CoderError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # open_clip, timm, transformers and torch raise many types
-        raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
+    text_tower = {**config.get("text_cfg", {}), **options.get("text_cfg", {})}.get("hf_model_name")
+    downloads: dict[str, Any] = {  # what may have to be downloaded, and the flag that takes a file or folder instead
+        f"its weights {pretrained!r}": pretrained and not schema and not Path(pretrained).is_file() and "--pretrained FILE",
+        f"the repository {location!r}": schema == "hf-hub" and "--model local-dir:FOLDER",
+        "timm's weights of its image tower": options.get("pretrained_image") and "--pretrained-image-path FILE",
+        f"its text tower {text_tower!r}": text_tower and not Path(text_tower).is_dir() and "--model CONFIGURATION.json",
+    }
+    needed = {what: flag for what, flag in downloads.items() if flag}
+    with hub_access(bool(needed)), without_weights_warning():
+        try:
+            create = create or open_clip.create_model
+            model = create(name, None if schema or trained else pretrained, output_dict=True, **options)
+            if trained:
+                load_training_checkpoint(model, pretrained)  # type: ignore[arg-type]
+            elif schema and pretrained:  # with a schema open_clip loads only the schema's weights
+                open_clip.load_checkpoint(model, pretrained)
+        except (CoderError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # open_clip, timm, transformers and torch raise many types
+            if needed and is_offline():
+                raise CoderError(
+                    f"model {name!r} cannot be created: {' and '.join(needed)} would have to be downloaded, and the "
+                    f"Hugging Face Hub cannot be reached: download where there is a network, and name the copy: "
+                    f"{' and '.join(needed.values())}"
+                ) from error
+            raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
+    if not (schema or pretrained or needed or pretrained_image_path):
+        _say_random_weights(name)
     if weights is not None and weights.is_file():
         _check_positions(model, weights, options)
     if not (schema or pretrained):
@@ -189,6 +208,34 @@ def create_clip(
         load_image_tower(model, pretrained_image_path)
     model.coder_config = effective_config(config, options) if config else None
     return model
+
+
+@contextlib.contextmanager
+def without_weights_warning() -> Iterator[None]:
+    """A context without open_clip's warnings that a model starts with random weights, or that a download failed: weights may
+    be loaded afterwards, and our own messages say so."""
+    loggers = logging.getLogger(), logging.getLogger("open_clip.factory")
+
+    def other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(("No pretrained weights loaded", "Failed to download weights"))
+
+    for logger in loggers:
+        logger.addFilter(other)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(other)
+
+
+def _say_random_weights(name: str) -> None:
+    """Once a process: open_clip has weights for this model, and none were asked for."""
+    import open_clip
+
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if tags and name not in _reported and distributed.rank() == 0:
+        _reported.add(name)
+        log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", name, tags[-1])
 
 
 def _check_positions(model: Any, weights: Path, options: Mapping[str, Any]) -> None:
@@ -279,7 +326,7 @@ def load_training_checkpoint(model: Any, path: str) -> None:
     other = [key for key in keys.unexpected_keys if not key.startswith("coder.")]
     if differences := [*keys.missing_keys, *other]:
         raise CoderError(f"{path} belongs to another model; missing or unexpected tensors: {', '.join(differences[:4])}")
-    logging.info("%s: loaded the towers; ignore open_clip's warning that the model has no weights", path)
+    log.info("%s: loaded the towers", path)
 
 
 def init_decoder(model: Any) -> None:
@@ -314,7 +361,8 @@ def read_config(name: str, cache_dir: str | None = None) -> dict[str, Any]:
         check_folder(Path(location), config)
         return dict(config)
     try:
-        stored = _get_hf_config(location, cache_dir)
+        with hub_access():
+            stored = _get_hf_config(location, cache_dir)
     except Exception:  # open_clip reports the error when it creates the model
         return {}
     if not isinstance(stored, dict):

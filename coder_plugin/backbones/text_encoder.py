@@ -21,6 +21,7 @@ from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.masked_sets import unit_channels
+from coder_plugin.hub_access import hub_access, is_offline
 
 TextPooling = Literal["gpo", "mean", "max", "last"]
 
@@ -221,22 +222,26 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
     if Path(name).is_dir():
         check_encoder(Path(name))
     options: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": False}
+    on_hub = not Path(name).is_dir()
     progress_bar = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # each rank would show its own
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        if pretrained:
-            model = AutoModel.from_pretrained(name, **options)
-        else:
-            model = AutoModel.from_config(AutoConfig.from_pretrained(name, **options))
-    except Exception as error:  # the hub and transformers raise many types
-        raise CoderError(
-            f"text encoder {name!r} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:300]}; "
-            "use a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
-        ) from error
-    finally:
-        if progress_bar:
-            hf_logging.enable_progress_bar()
+    with hub_access(on_hub):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+            if pretrained:
+                model = AutoModel.from_pretrained(name, **options)
+            else:
+                model = AutoModel.from_config(AutoConfig.from_pretrained(name, **options))
+        except Exception as error:  # the hub and transformers raise many types
+            advice = "use a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if on_hub and is_offline():
+                advice = "download it where there is a network, and name its folder: --model-kwargs text=FOLDER"
+                cause = "it would have to be downloaded, and the Hugging Face Hub cannot be reached"
+            raise CoderError(f"text encoder {name!r} cannot be loaded: {cause}; {advice}") from error
+        finally:
+            if progress_bar:
+                hf_logging.enable_progress_bar()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # unused, and DDP refuses parameters without gradient
     return model.float(), tokenizer  # float32 for training, whatever the file's precision

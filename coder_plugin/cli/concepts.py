@@ -29,7 +29,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="The most frequent nouns, verbs and adjectives of the training captions, how often they occur "
         "together, and "
         "their word vectors (see docs/equations.md), for --loss coder --concepts FILE.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--output", required=True, metavar="FILE", help="the .safetensors to write; a .json is written next to it"

@@ -28,7 +28,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="check installation, machine, data, objective or a trained run, and say what to do",
         description="Check the installation and the machine; with data, a model or an objective named as for train, these too; "
         "with a folder, the run, export or index in it. Nothing is downloaded or written. Status 1 where there is a problem.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folder", nargs="*", help="folder of a run, an export or an index; or hf-hub:OWNER/NAME, if it is cached"

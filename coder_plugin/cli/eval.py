@@ -20,7 +20,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "eval",
         help="recall of a model on a data set",
         description="Image-to-text and text-to-image recall of a run's export, a shared model, or any open_clip model.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "run_folder", nargs="*",

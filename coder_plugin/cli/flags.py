@@ -6,9 +6,46 @@ import argparse
 from collections.abc import Collection
 from typing import Any
 
+from coder_plugin.cli.parsing import CommandParser, mark_rare
 from coder_plugin.config import Option, options_by_name, read_file
 
-_METAVARS = {"set": "OWNER.OPTION=VALUE", "model_kwargs": "OPTION=VALUE", "aug_cfg": "OPTION=VALUE"}
+#: The subjects in the order of the help, and their titles.
+_TITLES = {
+    "data": "data",
+    "model": "model",
+    "loss": "objective",
+    "optim": "optimisation",
+    "evaluation": "evaluation",
+    "run": "run and output",
+}
+#: The options that ``--help`` shows; ``--help-all`` shows the others too.
+_COMMON = frozenset(
+    "train_data val_data image_root regions csv_img_key csv_caption_key captions workers "
+    "model pretrained lock_image lora_rank loss set concepts "
+    "batch_size accum_freq epochs lr wd warmup precision "
+    "recipe name logs resume report report_to seed dry_run".split()
+)
+_METAVARS = {
+    "set": "OWNER.OPTION=VALUE",
+    "model_kwargs": "OPTION=VALUE",
+    "aug_cfg": "OPTION=VALUE",
+    "loss": "EXPRESSION",
+    "train_data": "DATA",
+    "val_data": "DATA",
+    "pretrained": "WEIGHTS",
+    "regions": "DATA",
+    "concepts": "FILE",
+    "pretrained_image_path": "FILE",
+    "image_root": "FOLDER",
+    "cache_dir": "FOLDER",
+    "logs": "FOLDER",
+    "csv_img_key": "COLUMN",
+    "csv_caption_key": "COLUMN",
+    "csv_separator": "CHARACTER",
+    "resume": "CHECKPOINT",
+    "report_to": "TRACKERS",
+    "rerank": "K",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
@@ -16,12 +53,16 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
     parser.add_argument(
         "--config", metavar="FILE", help="JSON or TOML file of these options, such as a run's config.json; flags win over it"
     )
-    groups: dict[str, Any] = {}
-    for name, option in options_by_name().items():
-        if only is None or name in only:
-            if option.subject not in groups:
-                groups[option.subject] = parser.add_argument_group(f"{option.subject} options")
-            groups[option.subject].add_argument(option.flag, dest=name, default=argparse.SUPPRESS, **_argument(option))
+    options = [(name, option) for name, option in options_by_name().items() if only is None or name in only]
+    for subject, title in _TITLES.items():
+        group = parser.add_argument_group(title)
+        for name, option in options:
+            if option.subject == subject:
+                action = group.add_argument(option.flag, dest=name, default=argparse.SUPPRESS, **_argument(option))
+                if name not in _COMMON:
+                    mark_rare(action)
+    if isinstance(parser, CommandParser) and any(name not in _COMMON for name, _ in options):
+        parser.add_help_all()
 
 
 def read_flags(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -40,14 +81,15 @@ def _argument(option: Option) -> dict[str, Any]:
     if option.default not in (None, False, "", 0, []) and "[" not in help_text:
         help_text += f" [{option.default}]"
     argument: dict[str, Any] = {"help": help_text.replace("%", "%%")}
+    metavar = _METAVARS.get(option.name) or {int: "N", float: "X", str: "NAME"}.get(option.kind)
     if option.kind is bool:
         argument["action"] = "store_true" if option.default is False else argparse.BooleanOptionalAction
     elif option.is_list and not option.is_single:
-        argument.update(nargs="+", type=option.kind)
-        if option.name in _METAVARS:
-            argument.update(action="extend", metavar=_METAVARS[option.name])
+        argument.update(nargs="+", type=option.kind, metavar=metavar)
+        if option.kind is str:
+            argument["action"] = "extend"
     else:
         argument.update(type=option.kind, choices=option.choices)
         if option.choices is None:
-            argument["metavar"] = {int: "N", float: "X"}.get(option.kind)
+            argument["metavar"] = metavar
     return argument

@@ -20,7 +20,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Encode a folder of pictures, shards, a CSV or any other data set, or region features, into one folder: "
         "FAISS index, keys, captions, thumbnails. An interrupted command continues where it stopped. Several processes: "
         "accelerate launch -m coder_plugin.cli index ...",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"

@@ -13,7 +13,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="list objectives (for --loss) and recipes (for --recipe), or print one",
         description="Without NAME, list the named objectives, which --loss takes, and the recipes, which --recipe takes, by "
         "paper. With NAME, print it as TOML: a file to start your own from, for --recipe FILE.toml.",
-        allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list, or a .toml file")
     parser.set_defaults(run=run)

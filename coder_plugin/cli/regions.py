@@ -42,7 +42,6 @@ def _add_extract(commands: argparse._SubParsersAction) -> None:
         help="regions of pictures, by a detector or a grid",
         description="Run a detector over a folder of pictures, shards or a captioned data set; write region shards or SCAN's "
         "precomp files. An interrupted run continues where it stopped.",
-        allow_abbrev=False,
     )
     add_extract_flags(parser)
     add_flags(parser, only=[*_reading(), "max_image_pixels"])
@@ -141,7 +140,6 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         help="any file of region features to region shards or precomp files",
         description="Copy region features unchanged to region shards or precomp files, with captions joined in if "
         "--captions-data names some: then these say which images are written, in their order.",
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="file or folder of region features")
     parser.add_argument("destination", metavar="DESTINATION", help="what to write; nothing is overwritten")

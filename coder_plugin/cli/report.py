@@ -18,7 +18,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Write one self-contained HTML file about a run: recall, best and worst queries, curves, options, a map of "
         "the embeddings, concepts, banks. A section without data says why. Several runs are compared: recall, curves, the "
         "options that differ, time per epoch.",
-        allow_abbrev=False,
     )
     parser.add_argument("run_folder", nargs="+", metavar="RUN", help="a training run's folder; several are compared")
     parser.add_argument(

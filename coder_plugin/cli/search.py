@@ -21,7 +21,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "search",
         help="find images or captions in an index",
         description="Search an index by texts, by pictures or by its own images. Prints a table or JSON, or writes a page.",
-        allow_abbrev=False,
     )
     parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
     parser.add_argument("--text", nargs="+", metavar="TEXT", help="texts; - reads one from each line of standard input")

@@ -13,7 +13,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="write a trained model for others, with a model card: to a folder, or to the Hugging Face Hub",
         description="Write a trained model, with everything needed to embed with it and a model card, to a folder or to a "
         "repository of the Hugging Face Hub. coder_plugin.from_pretrained opens either.",
-        allow_abbrev=False,
     )
     parser.add_argument("run_folder", metavar="RUN", help="folder of a training run, an export, or a shared model")
     places = parser.add_mutually_exclusive_group(required=True)

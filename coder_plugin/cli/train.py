@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo
+
+if TYPE_CHECKING:
+    from coder_plugin.training.loop import Trainer
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -15,33 +23,86 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="train a model, by default on the built-in scenes",
         description="Train on --train-data, or on the built-in scenes. Flags have open_clip's names wherever open_clip "
         "has the flag. Several processes: accelerate launch -m coder_plugin.cli train ...",
-        allow_abbrev=False,
     )
     add_flags(parser)
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan, with every option, as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_options
     from coder_plugin.cli.flags import read_flags
     from coder_plugin.config import read_file
-    from coder_plugin.evaluation import format_table
     from coder_plugin.pretrained.options import resolve_config
-    from coder_plugin.report.callback import WriteReport
-    from coder_plugin.training.loop import Trainer
 
     file = None if arguments.config is None else read_file(arguments.config)
-    config = resolve_config(read_flags(arguments), file=file, file_name=str(arguments.config))
+    flags = read_flags(arguments)
+    if arguments.json and not flags.get("dry_run"):
+        raise CoderError("--json prints the plan: add --dry-run")
+    check_options({**(file or {}), **flags})
+    config = resolve_config(flags, file=file, file_name=str(arguments.config))
+
+    from coder_plugin.report.callback import WriteReport  # from here on torch is imported, which takes seconds
+    from coder_plugin.training.loop import Trainer
+
     trainer = Trainer.from_config(config, callbacks=[WriteReport()] if config.run.report else [])
     if trainer.config.run.dry_run:
-        trainer.print_plan()
+        trainer.print_plan(as_json=arguments.json)
         return 0
-    result = trainer.run()
-    if trainer.log.main and result["last"]:
-        rows = {f"last (epoch {result['last']['epoch']})": result["last"]}
-        if result["best"]:
-            rows[f"best (epoch {result['best']['epoch']})"] = result["best"]
-        echo(f"\n{format_table(rows)}")
-        echo(f"chance R@1: {100 / result['last']['images']:.2f} %   images: {result['last']['images']}")
+    try:
+        result = trainer.run()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept(trainer.folder)) from None
     if trainer.log.main:
-        echo(f"checkpoints, exports and metrics: {result['folder']}")
+        echo(summary(trainer, result))
     return 0
+
+
+def kept(folder: Path) -> str:
+    """What an interrupted run leaves, and how to continue it."""
+    from coder_plugin.training.checkpoint import checkpoints
+
+    saved = checkpoints(folder / "checkpoints")
+    if not saved:
+        return f"no checkpoint was written yet; start the run again under another --name, or remove {folder}"
+    return (
+        f"checkpoint {saved[0].path} and the exports in {folder / 'export'} are kept; the same command with --name "
+        f"{shlex.quote(folder.name)} --resume latest continues from that checkpoint"
+    )
+
+
+def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:
+    """The last lines of a run: its recall, what it wrote, and the commands that come next."""
+    from coder_plugin.evaluation import format_table
+
+    lines = []
+    if last := result["last"]:
+        rows = {f"last (epoch {last['epoch']})": last}
+        if best := result["best"]:
+            rows[f"best (epoch {best['epoch']})"] = best
+        lines += ["", format_table(rows), f"chance R@1: {100 / last['images']:.2f} %   images: {last['images']}"]
+    lines.append(f"checkpoints, exports and metrics: {result['folder']}")
+    return "\n".join([*lines, "next:", *(f"  {command}" for command in next_commands(trainer))])
+
+
+def next_commands(trainer: Trainer) -> list[str]:
+    """Commands that evaluate, index and search what a run has trained."""
+    from coder_plugin.config import READING, get_option
+
+    config, folder = trainer.config, str(trainer.folder)
+    data = config.data.val or config.data.train or "scenes"
+    options = config.to_flat()
+    reading: list[str] = []
+    for name in READING:
+        if options[name] not in (None, get_option(name).default):
+            reading += [get_option(name).flag, str(options[name])]
+    index = str(trainer.folder / "index")
+    text = "a red circle" if config.data.on_scenes else "a dog"
+    export = [] if trainer.best else ["--export", "last"]
+    evaluate = [] if config.data.val is not None or config.data.on_scenes else ["--val-data", data, *reading]
+    commands = (
+        ["eval", folder, *export, *evaluate],
+        ["index", folder, *export, "--data", data, *reading, "--output", index],
+        ["search", index, "--text", text],
+    )
+    return [shlex.join(["coder-plugin", *command]) for command in commands]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coder_plugin.data.source import Source
 
-__all__ = ["guess_kind", "open_source"]
+__all__ = ["check_location", "guess_kind", "open_source"]
 
+#: Endings of picture files.
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _TABLES = {"_caps.txt": "caps", ".csv": "csv", ".tsv": "csv", ".txt": "csv"}
+_PATTERN = "{*?["
 _PEEK = 65536  # bytes: COCO's files have tens of megabytes
 
 
@@ -69,15 +73,38 @@ def guess_kind(spec: str) -> str:
             return kind
     if spec.lower().endswith(".json"):
         return _json_kind(spec)
-    if ".tar" in spec.lower() or any(sign in spec for sign in "{*?["):
+    if ".tar" in spec.lower() or any(sign in spec for sign in _PATTERN):
         return "webdataset"
-    if not os.path.exists(spec):
-        raise CoderError(f"{spec!r}: no such file or folder")
+    check_location(spec)
     raise CoderError(
         f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, a _caps.txt, "
         "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset or CLIP_benchmark, or 'scenes', or set the "
         "kind (--dataset-type)"
     )
+
+
+def check_location(spec: str) -> None:
+    """Check that a data set exists, if its name is one path on this machine.
+
+    Args:
+        spec: as in :func:`open_source`; patterns, addresses, commands and ``scenes`` are not looked up.
+
+    Raises:
+        CoderError: no such file or folder; names the most similar one beside it.
+    """
+    import os
+
+    from coder_plugin.errors import CoderError, did_you_mean
+
+    marks = ("<", "pipe:")
+    if spec == "scenes" or spec.startswith(marks) or "::" in spec or "://" in spec or any(sign in spec for sign in _PATTERN):
+        return
+    if os.path.exists(spec):
+        return
+    folder, name = os.path.split(os.path.abspath(spec))
+    if not os.path.isdir(folder):
+        raise CoderError(f"{spec}: no such file or folder; there is no folder {folder} either")
+    raise CoderError(f"{spec}: no such file or folder{did_you_mean(name, sorted(os.listdir(folder))[:10_000])}")
 
 
 def _json_kind(spec: str) -> str:
@@ -106,6 +133,13 @@ def _folder_kind(spec: str) -> str:
         return "precomp"
     if has("[0-9]*/[0-9]*.json") or has("[0-9]*/[0-9]*.txt"):
         return "img2dataset"
+    inside = islice(os.walk(spec), 20)  # also in subfolders, but not all of a large tree
+    if any(name.lower().endswith(PICTURES) for _, _, names in inside for name in names):
+        raise CoderError(
+            f"{spec}: a folder of pictures without captions: give the table of their captions, a .csv with the columns "
+            f"filepath and title, or Karpathy's or COCO's .json with --image-root {spec}, or shards of pictures and captions; "
+            "pictures alone can be searched (coder-plugin index)"
+        )
     raise CoderError(
         f"cannot tell what kind of data the folder {spec!r} holds: neither SCAN's (train_ims.npy), CLIP_benchmark's "
         f"(nshards.txt) nor img2dataset's files (00000/000000000.txt); for shards, give '{spec}/*.tar'"

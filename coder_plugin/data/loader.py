@@ -25,6 +25,7 @@ from coder_plugin.data.source import (
     Chunk,
     Plan,
     Source,
+    block_of,
     decode,
     isolated_rng,
     map_tensors,
@@ -81,6 +82,22 @@ class _Position:
 
 
 _POSITION = tuple(each.name for each in fields(_Position))
+
+
+def count_steps(name: str, samples: int, batch_size: int, world_size: int) -> int:
+    """Batches of an epoch on each rank.
+
+    Raises:
+        CoderError: there is none, because a batch is larger than the data.
+    """
+    steps = samples // (batch_size * world_size)
+    if not steps:
+        ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+        raise CoderError(
+            f"{name}: --batch-size {batch_size}{ranks} is larger than the data ({samples} samples): "
+            "use a smaller --batch-size, or more data"
+        )
+    return steps
 
 
 class TrainLoader:
@@ -150,13 +167,7 @@ class TrainLoader:
                 raise CoderError(f"{name} is {number}; it must be {least} or more")
         self.source = source
         self.samples_per_epoch = source.samples(captions, num_samples)
-        self.steps_per_epoch = self.samples_per_epoch // (batch_size * world_size)
-        if not self.steps_per_epoch:
-            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
-            raise CoderError(
-                f"{source.name}: batch of {batch_size}{ranks} is larger than the data ({self.samples_per_epoch} "
-                "samples); use a smaller --batch-size or more data"
-            )
+        self.steps_per_epoch = count_steps(source.name, self.samples_per_epoch, batch_size, world_size)
         self.bad = BadSamples(source.name, max_bad_samples)
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
         self._transform, self._tokenizer, self._positives = transform, tokenizer, positives
@@ -344,9 +355,11 @@ def evaluation_batches(
     world_size: int = 1,
     bad: BadSamples | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Batches of every image once over all ranks, in order on each rank.
+    """Batches of every image once over all ranks, in order on each rank (but where its workers read different shards:
+    :func:`~coder_plugin.data.source.by_shards`).
 
-    A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
+    A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists), and
+    the list ``blocks``: the numbers of the blocks read since the last batch, its own and those without a usable sample.
     Bad samples are left out and counted in ``bad``, whose rate is judged while reading; the caller judges the whole pass
     (:meth:`~coder_plugin.data.bad_samples.BadSamples.finish`). None: they are counted by the default rate, and judged here.
 
@@ -357,10 +370,13 @@ def evaluation_batches(
     if workers > 1:
         prepare(source)
     stream = _EvaluationStream(source, rank, world_size, batch_size, transform)
+    blocks: list[int] = []
     for chunk in _load(stream, workers, False):
         counted.add(len(chunk) + len(chunk.bad), chunk.bad)
+        blocks.append(chunk.block)
         if len(chunk):
-            yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
+            yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys, "blocks": blocks}
+            blocks = []
     if bad is None:
         counted.finish()
         if len(counted):
@@ -432,7 +448,7 @@ class _TrainStream(_Stream):
 
 @dataclass
 class _EvaluationStream(_Stream):
-    """Blocks of images in the order of the data set, dealt in turn to ranks and, within a rank, to workers."""
+    """Blocks of images in the order of the data set, dealt to ranks and, within a rank, to workers."""
 
     source: Source
     rank: int
@@ -443,9 +459,10 @@ class _EvaluationStream(_Stream):
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         part, parts = worker * self.world_size + self.rank, self.world_size * workers
         indexed = self.source.items(part, parts, block=self.batch_size)
-        for _, block in groupby(indexed, key=lambda pair: pair[0] // self.batch_size):
-            index, items = zip(*block, strict=True)
+        for block, pairs in groupby(indexed, key=lambda pair: block_of(pair[0], self.batch_size)):
+            index, items = zip(*pairs, strict=True)
             chunk, good = decode(list(items), self.transform, worker=worker)
+            chunk = replace(chunk, block=block)
             if good:
                 chunk.tensors["index"] = torch.tensor([index[number] for number in good])
                 chunk.captions.extend(items[number].captions for number in good)

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.data import PICTURES
 from coder_plugin.data.decode import check_max_pixels, decode_image
 from coder_plugin.data.item import Item
 from coder_plugin.errors import CoderError
-
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def is_pictures(spec: str) -> bool:
@@ -41,7 +40,7 @@ class Pictures:
     """All pictures in a folder and its subfolders, ordered by path; a picture's key is its path from the folder.
 
     Args:
-        folder: its files with the endings in ``ENDINGS``, in upper or lower case, are the pictures.
+        folder: its files with the endings in ``PICTURES``, in upper or lower case, are the pictures.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
@@ -52,10 +51,10 @@ class Pictures:
         self.name = folder
         self._max_pixels = check_max_pixels(max_pixels)
         root = Path(folder)
-        files = (path for path in root.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
+        files = (path for path in root.rglob("*") if path.suffix.lower() in PICTURES and path.is_file())
         self._keys = sorted(path.relative_to(root).as_posix() for path in files)
         if not self._keys:
-            raise CoderError(f"{folder}: no pictures ({', '.join(ENDINGS)})")
+            raise CoderError(f"{folder}: no pictures ({', '.join(PICTURES)})")
 
     @property
     def num_images(self) -> int:

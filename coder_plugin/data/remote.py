@@ -6,11 +6,14 @@ Only a location that the user has typed gets here (:mod:`coder_plugin.locations`
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from typing import IO, Any
 
 import webdataset as wds
@@ -24,6 +27,30 @@ _PROGRAMS = {**dict.fromkeys(("http", "https", "sftp", "ftps", "scp"), "curl"), 
 _BUCKETS = {
     "s3": ("s3fs", ["aws", "s3", "cp", "--only-show-errors", "{}", "-"]),
     "gs": ("gcsfs", ["gsutil", "cat", "{}"]),
+}
+#: As webdataset calls it; errors are kept for messages.
+_CURL = "curl --connect-timeout 30 --retry 30 --retry-delay 2 --fail --silent --show-error --location".split()
+#: Statuses of curl that are no failure: nobody read its output to the end.
+_CURL_IGNORED = [141, 23]
+#: What curl's usual statuses mean.
+_CURL_SAYS = {
+    3: "the address is not valid",
+    5: "the proxy's name is not known",
+    6: "the server's name is not known: check the address and the network",
+    7: "the server does not accept the connection: check the address and the network",
+    9: "the server refuses access",
+    18: "the transfer ended before the file did",
+    22: "the server has no such file, or refuses it",
+    28: "the server did not answer in time",
+    35: "no encrypted connection could be made",
+    47: "the server redirects without end",
+    51: "the server's certificate is not valid",
+    52: "the server closed the connection without an answer",
+    55: "the connection broke",
+    56: "the connection broke",
+    60: "the server's certificate is not trusted",
+    67: "the server refuses the login",
+    78: "the server has no such file: check the address",
 }
 _BLOCK = 1 << 20
 #: Seconds that a command may take to end once its output is closed, and a small file to arrive.
@@ -77,7 +104,7 @@ def open_remote(shard: str) -> Iterator[IO[bytes]]:
     At its end the rest is read, so that a command or a transfer that fails late is noticed.
 
     Raises:
-        OSError: it cannot be opened, or the command that gives it ends with another status than 0.
+        OSError: it cannot be opened, or the command that gives it fails; says why.
         CoderError: as of :func:`check_remote`.
     """
     file = _open(shard)
@@ -88,14 +115,47 @@ def open_remote(shard: str) -> Iterator[IO[bytes]]:
     except Exception as exc:
         if isinstance(file, Pipe):
             with suppress(subprocess.TimeoutExpired):
-                if file.proc.wait(0.5) > 0:  # it failed by itself: what was read from it is a consequence
-                    raise OSError(f"the command that gives it ended with status {file.proc.returncode}") from exc
+                if (status := file.proc.wait(0.5)) > 0:  # it failed by itself: what was read from it is a consequence
+                    raise OSError(_reason(shard, file, status)) from exc
         raise
     else:
         if isinstance(file, Pipe) and (status := _end(file)) not in file.ignore_status:
-            raise OSError(f"the command that gives it ended with status {status}")
+            raise OSError(_reason(shard, file, status))
     finally:
         _end(file)
+        if (errors := getattr(file, "errors", None)) is not None:
+            errors.close()
+
+
+def _reason(shard: str, file: Any, status: int) -> str:
+    """Why the command that gives a shard failed: in plain words where it is curl, else with the last line of its errors."""
+    said = ""
+    if (errors := getattr(file, "errors", None)) is not None:
+        errors.seek(0)
+        lines = errors.read().decode("utf-8", "replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    command = shard.partition(":")[2].split() if scheme(shard) == "pipe" else []
+    if _PROGRAMS.get(scheme(shard)) == "curl" or command[:1] == ["curl"]:
+        if status == 22 and (code := re.search(r"error: (\d{3})\b", said)):
+            return _http_reason(int(code[1]))
+        if status in _CURL_SAYS:
+            return f"{_CURL_SAYS[status]} (curl's status {status})"
+    return f"the command that gives it ended with status {status}" + (f": {said}" if said else "")
+
+
+def _http_reason(code: int) -> str:
+    """What a server's answer means.
+
+    Example:
+        >>> _http_reason(403), _http_reason(599)
+        ('the server refuses access (403 Forbidden): check the address and your rights', 'the server failed (599)')
+    """
+    phrase = f"{code} {HTTPStatus(code).phrase}" if code in set(HTTPStatus) else str(code)
+    if code in (404, 410):
+        return f"the server has no such file ({phrase}): check the address"
+    if code in (401, 403, 407):
+        return f"the server refuses access ({phrase}): check the address and your rights"
+    return f"the server {'failed' if code >= 500 else 'refuses the request'} ({phrase})"
 
 
 def _open(shard: str) -> Any:
@@ -104,10 +164,20 @@ def _open(shard: str) -> Any:
         package, command = _BUCKETS[name]
         if importlib.util.find_spec(package) is None:
             _check_program(name, command[0], f", or the package {package} (pip install {package})")
-            return Pipe([part.format(shard) for part in command], mode="rb", bufsize=8192)
+            return _start([part.format(shard) for part in command])
+    if _PROGRAMS.get(name) == "curl":
+        return _start([*_CURL, shard], ignored=_CURL_IGNORED)
     if name == "pipe" or name in _PROGRAMS:
         return wds.gopen(shard)
     return _filesystem(shard).open(shard, "rb")
+
+
+def _start(command: list[str], *, ignored: Sequence[int] = ()) -> Pipe:
+    """Start a command. What it says of errors is kept in a file, ``errors``."""
+    errors = tempfile.TemporaryFile()
+    pipe = Pipe(command, mode="rb", bufsize=8192, stderr=errors, ignore_status=list(ignored))
+    pipe.errors = errors
+    return pipe
 
 
 def _filesystem(shard: str) -> Any:

@@ -27,7 +27,7 @@ from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.remote import check_remote
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
-from coder_plugin.data.source import Plan, check_captions, check_mode, draw_caption, one_caption
+from coder_plugin.data.source import SHARD, Plan, check_captions, check_mode, draw_caption, one_caption
 from coder_plugin.data.tables import other_names
 from coder_plugin.data.tar_index import Place, TarIndex, TarReader, scan
 from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, stream, unreadable
@@ -87,6 +87,9 @@ class ShardSource:
 
     Of local shards a part reads the tar headers, from which it knows the places of samples, and else only its own samples. Of
     remote shards, and of those compressed as a whole, it reads all of each shard from which it has a slice.
+
+    For evaluation, blocks of the samples of local shards are dealt in turn. If any shard is remote, whole shards are
+    (:meth:`items`).
     """
 
     def __init__(
@@ -183,11 +186,20 @@ class ShardSource:
         for shard in filter(is_local, self._shards):
             self._index(shard)
 
+    @property
+    def by_shards(self) -> bool:
+        """Whether :meth:`items` deals whole shards: if any is remote."""
+        return not all(map(is_local, self._shards))
+
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         """Of local shards a rank reads its own blocks, and pictures when they are loaded.
 
-        Of remote shards every rank reads all, because a sample's position is known only after reading.
+        If any shard is remote, shard n belongs to rank n modulo ``world_size``, so that each is fetched once over all ranks.
+        With fewer shards than ranks, the ranks that share a shard all fetch it and take its blocks in turn.
         """
+        if self.by_shards:
+            yield from self._items_by_shards(rank, world_size, block)
+            return
         index = 0
         for shard in self._shards:
             read = self._items_by_number(shard)
@@ -195,6 +207,18 @@ class ShardSource:
                 if index // block % world_size == rank:
                     yield index, item() if callable(item) else item
                 index += 1
+
+    def _items_by_shards(self, rank: int, world_size: int, block: int) -> Iterator[tuple[int, Item]]:
+        turn, first = divmod(rank, len(self._shards))
+        for number in range(first, len(self._shards), world_size):
+            ranks = len(range(number, world_size, len(self._shards)))  # that share this shard
+            ranks = max(1, min(ranks, SHARD // block))
+            if turn >= ranks:
+                continue
+            shard = self._shards[number]
+            for position, item in enumerate(self._items_by_number(shard) or self._stream(shard)):
+                if position // block % ranks == turn:
+                    yield number * SHARD + position, item() if callable(item) else item
 
     def _items_by_number(self, shard: str) -> list[Callable[[], Item]] | None:
         index = self._index(shard) if is_local(shard) else None

@@ -25,6 +25,8 @@ from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.errors import CoderError
 
 CAPTIONS = ("draw", "all")
+#: Positions from one shard to the next where shards are dealt as wholes (:func:`by_shards`); no shard has so many samples.
+SHARD = 1 << 32
 #: Longest caption, and longest word in one, in characters: the time of CLIP's tokenizer grows with the square of a word.
 LONGEST_CAPTION, LONGEST_WORD = 20_000, 2_000
 
@@ -67,7 +69,29 @@ class Source(Protocol):
         """Chunks of ``plan.batch_size`` items with one caption each (:func:`one_caption`); the last may be smaller."""
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
-        """Every image once over all ranks, with its position in the data set; blocks of images are dealt to ranks in turn."""
+        """Every image once over all ranks, with its position in the data set; blocks of images are dealt to ranks in turn.
+
+        Positions ascend in the order of the data. They count the images, unless :func:`by_shards`.
+        """
+
+
+def by_shards(source: Any) -> bool:
+    """Whether a source deals whole shards to ranks, because some are remote and a rank would have to fetch them all.
+
+    How many images the shards before another have is then not known, so the positions of shard n begin at ``n * SHARD``.
+    """
+    return bool(getattr(source, "by_shards", False))
+
+
+def block_of(position: int, block: int) -> int:
+    """The number of the block of ``block`` images that a position is in. No block spans two shards that are dealt as wholes.
+
+    Example:
+        >>> block_of(9, 4), block_of(SHARD + 3, 4) == block_of(SHARD, 4)
+        (2, True)
+    """
+    shard, number = divmod(position, SHARD)
+    return shard * SHARD + number // block
 
 
 class ItemSource:
@@ -267,6 +291,7 @@ class Chunk:
     good: list[int] = field(default_factory=list)  # which items the rows were made of, by their place in the chunk
     captions: list[tuple[str, ...]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    block: int = -1  # its number in an evaluation (block_of)
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
     learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged
 

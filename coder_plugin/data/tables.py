@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
@@ -20,6 +22,10 @@ from coder_plugin.data.source import ItemSource, check_captions
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 
+log = logging.getLogger(__name__)
+
+#: What may separate the columns of a table, open_clip's default first.
+_SEPARATORS = "\t,;|"
 #: Most bytes of a JSON file of captions.
 _MOST_BYTES = 1 << 31
 
@@ -28,7 +34,7 @@ def open_csv(
     spec: str,
     *,
     split: str = "train",
-    csv_separator: str = "\t",
+    csv_separator: str | None = None,
     csv_img_key: str = "filepath",
     csv_caption_key: str = "title",
     pictures: bool = True,
@@ -39,7 +45,7 @@ def open_csv(
     Args:
         spec: the table; its paths are relative to the working directory, as in open_clip, else to the table's folder.
         split: not used, since a table holds one split.
-        csv_separator: one character, by default a tab, as in open_clip.
+        csv_separator: one character; None: the tab, comma, semicolon or bar that separates the named columns in the header.
         csv_img_key, csv_caption_key: names of the columns.
         pictures: False if only the captions are needed, for features from other files.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
@@ -51,22 +57,28 @@ def open_csv(
         CoderError: a missing file or column, a file that is no table, or no usable row.
     """
     check_max_pixels(max_pixels)
-    separator = csv_separator.replace("\\t", "\t")  # a shell passes two characters
-    if len(separator) != 1:
-        raise CoderError(f"csv separator is {csv_separator!r}; it must be one character")
+    separator = None if csv_separator is None else csv_separator.replace("\\t", "\t")  # a shell passes two characters
+    if separator is not None and len(separator) != 1:
+        raise CoderError(f"--csv-separator is {csv_separator!r}; it must be one character")
     captions: dict[str, list[str]] = {}
     faults: dict[str, BadSample] = {}
     try:
         with open_regular(spec, newline="", encoding="utf-8-sig") as file:
+            if separator is None:
+                separator = detect_separator(file.readline(1 << 20), (csv_img_key, csv_caption_key))
+                file.seek(0)
+                if separator != "\t":
+                    log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
             rows = csv.DictReader(file, delimiter=separator)
             present = list(rows.fieldnames or ())
-            for column, flag in ((csv_img_key, "--csv-img-key"), (csv_caption_key, "--csv-caption-key")):
-                if column not in present:
-                    columns = ", ".join(map(repr, present)) or "none"
-                    raise CoderError(
-                        f"{spec}: no column {column!r} ({flag}); the columns separated by {separator!r} (--csv-separator) "
-                        f"are: {columns}"
-                    )
+            columns = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
+            absent = {flag: named for flag, named in columns.items() if named[1] not in present}
+            if absent:
+                what = " and ".join(f"{column!r} for the {kind} ({flag})" for flag, (kind, column) in absent.items())
+                raise CoderError(
+                    f"{spec}: no column {what}; its columns, separated by {separator!r} (--csv-separator), are: "
+                    f"{', '.join(map(repr, present)) or 'none, since it is empty'}"
+                )
             for row in rows:
                 line = f"line {rows.line_num}"
                 path = (row[csv_img_key] or "").strip() and row[csv_img_key]
@@ -80,7 +92,11 @@ def open_csv(
                         check_captions((row[csv_caption_key],))
                     except BadSample as fault:
                         faults[path] = BadSample(fault.kind, f"{line}: {fault}")
-    except (OSError, UnicodeDecodeError, csv.Error) as exc:
+    except FileNotFoundError as exc:
+        raise CoderError(f"{spec}: no such file") from exc
+    except UnicodeDecodeError as exc:
+        raise CoderError(f"{spec}: {_describe_bytes(spec)}") from exc
+    except (OSError, csv.Error) as exc:
         hint = " (give files of region features with --regions)" if "field larger" in str(exc) else ""
         raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}{hint}") from exc
     folder = Path(spec).resolve().parent
@@ -92,6 +108,47 @@ def open_csv(
         load = partial(_load, path, folder / path, max_pixels) if pictures else partial(no_picture, path)
         items.append(Item(path, tuple(texts), load, other_names(Path(path).stem)))
     return ItemSource(items, name=spec)
+
+
+def detect_separator(header: str, columns: Sequence[str]) -> str:
+    """The character that separates the columns of a table: tab, comma, semicolon or bar.
+
+    Args:
+        header: the first line.
+        columns: those that are needed; the separator between which most of them are found is taken, else the one that makes
+            most columns.
+
+    Example:
+        >>> detect_separator("filepath,title", ("filepath", "title"))
+        ','
+        >>> detect_separator('"image; file"\\tcaption', ("filepath", "title"))
+        '\\t'
+    """
+
+    def fit(separator: str) -> tuple[int, int]:
+        present = next(csv.reader([header], delimiter=separator), [])
+        return sum(column in present for column in columns), len(present)
+
+    return max(_SEPARATORS, key=fit)  # of equals the first: open_clip's tab
+
+
+def _describe_bytes(spec: str) -> str:
+    """Where a file stops being UTF-8, and how to convert it."""
+    number, line, start = 1, b"", 0
+    with open_regular(spec, "rb") as file:
+        for line in file:
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                start = error.start
+                break
+            number += 1
+    encoding = "utf-16" if number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+    output = shlex.quote(str(Path(spec).with_suffix(f".utf8{Path(spec).suffix}")))
+    return (
+        f"line {number}, byte {start + 1} (0x{line[start : start + 1].hex()}) is not UTF-8: convert the file, for example from "
+        f"{encoding} with: iconv -f {encoding} -t utf-8 {shlex.quote(spec)} > {output}"
+    )
 
 
 def open_karpathy(

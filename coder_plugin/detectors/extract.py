@@ -1,6 +1,7 @@
 """Extract regions from pictures, unit by unit, so that a killed run can be resumed.
 
 A unit is ``shard_size`` images in the source's order: one region shard, written atomically, and then a note that it is done.
+Of data with remote shards a unit is one of these, so that each is fetched once.
 Units are dealt to processes in turn, and a batch never crosses units, so the result does not depend on interruptions.
 """
 
@@ -33,7 +34,7 @@ from coder_plugin.data.regions.base import Record
 from coder_plugin.data.regions.precomp_write import ENDINGS
 from coder_plugin.data.regions.precomp_write import write as write_precomp
 from coder_plugin.data.regions.shards import SIZES, ShardFile, write_shard
-from coder_plugin.data.source import prepare
+from coder_plugin.data.source import SHARD, by_shards, prepare
 from coder_plugin.detectors.base import Detector, Prepared
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
@@ -255,12 +256,13 @@ def work(job: Job, part: int, parts: int) -> None:
     done = job.done()
     bad = counted(job, done)
     prepare(job.source)
+    workers = min(1, job.workers) if by_shards(job.source) else job.workers  # each worker reads all of this process's units
     loader: DataLoader[Batch] = DataLoader(
         Batches(job.source, detector.preprocess, job.shard_size, job.batch_size, set(done), part, parts),
         batch_size=None,
         collate_fn=_identity,  # type: ignore[arg-type]  # without batch_size it receives single items
-        num_workers=job.workers,
-        prefetch_factor=4 if job.workers else None,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
     )
     batches = iter(loader)  # starts the workers before there are threads
     total = job.source.num_images if parts == 1 else None
@@ -327,7 +329,7 @@ class Batches(IterableDataset[Batch]):
         part: int,
         parts: int,
     ) -> None:
-        self.source, self.shard_size, self.batch_size = source, shard_size, batch_size
+        self.source, self.unit, self.batch_size = source, SHARD if by_shards(source) else shard_size, batch_size
         self.preprocess, self.skip, self.part, self.parts = preprocess, skip, part, parts
 
     def __iter__(self) -> Iterator[Batch]:
@@ -338,8 +340,8 @@ class Batches(IterableDataset[Batch]):
                 yield self._batch(unit, items)
 
     def _chunks(self) -> Iterator[tuple[int, list[Any]]]:
-        indexed = self.source.items(self.part, self.parts, block=self.shard_size)
-        for unit, entries in groupby(indexed, lambda entry: entry[0] // self.shard_size):
+        indexed = self.source.items(self.part, self.parts, block=self.unit)
+        for unit, entries in groupby(indexed, lambda entry: entry[0] // self.unit):
             if unit in self.skip:
                 continue
             chunk: list[Any] = []

@@ -34,7 +34,7 @@ from coder_plugin.functional.similarity import (
 )
 from coder_plugin.functional.tiled import Candidates, Implementation, use_tiles
 from coder_plugin.functional.tiled_candidates import candidate_variance, negative_sums
-from coder_plugin.functional.tiled_pairs import one_tile, pair_counts, pair_sums, pair_variances
+from coder_plugin.functional.tiled_pairs import one_tile, one_tile_loss, pair_counts, pair_sums, pair_variances
 
 #: The least 1 + S of a positive: the logarithm of an opposite positive stays finite.
 _LEAST = 1e-6
@@ -184,7 +184,14 @@ def _tiled_dcl(
             if bank_diversity is not None:
                 weights = (weights + torch.stack(bank_diversity)) / 2
         scale = 1 / (mu * weights)
-        sums, positive = pair_sums(image_features, text_features, image_ids, scale, gamma, tile, triton=triton)
+        if tile is not None:
+
+            def loss_of_sums(sums: Tensor, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                value = anchor_losses(sums, positive, counts, mu=mu, **options).sum() / n
+                return value, *_slopes(sums, positive, counts, 1 / n, mu=mu, **options)
+
+            return one_tile_loss(image_features, text_features, scale, gamma, tile, loss_of_sums)
+        sums, positive = pair_sums(image_features, text_features, image_ids, scale, gamma, triton=triton)
         return sum_of_losses(sums, positive, counts, mu=mu, **options) / n
     ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
@@ -299,13 +306,26 @@ class _SumOfLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         sums, positive, counts = ctx.saved_tensors
-        mu, weight = ctx.options["mu"], ctx.options["positive_weight"]
-        sums = _effective_sum(sums, counts if ctx.counts is None else ctx.counts, ctx.options.get("effective_negatives"))
-        repulsion = sums.sigmoid().mul_(gradient * mu)  # of mu * log(1 + exp(sum))
-        distance = 1 + positive
-        directions = len(sums) if sums.ndim == 2 else 1
-        slope = gradient * (-directions * (mu if weight == "mu" else weight)) / distance
-        return repulsion, slope.masked_fill_(distance < _LEAST, 0), None, None
+        return *_slopes(sums, positive, counts if ctx.counts is None else ctx.counts, gradient, **ctx.options), None, None
+
+
+def _slopes(
+    sums: Tensor,
+    positive: Tensor,
+    counts: Tensor | int,
+    gradient: Tensor | float,
+    *,
+    mu: float,
+    positive_weight: float | Literal["mu"],
+    effective_negatives: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The derivatives of the sum of :func:`anchor_losses` with respect to ``sums`` and ``positive``, times ``gradient``."""
+    sums = _effective_sum(sums, counts, effective_negatives)
+    repulsion = sums.sigmoid().mul_(gradient * mu)  # of mu * log(1 + exp(sum))
+    distance = 1 + positive
+    directions = len(sums) if sums.ndim == 2 else 1
+    slope = gradient * (-directions * (mu if positive_weight == "mu" else positive_weight)) / distance
+    return repulsion, slope.masked_fill_(distance < _LEAST, 0)
 
 
 def check_dcl_options(

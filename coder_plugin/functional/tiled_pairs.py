@@ -5,6 +5,7 @@ Every image is compared with every text. Shapes: n pairs, d dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,10 @@ from coder_plugin.functional.tiled_candidates import negative_sums
 
 #: The Gram form of the variance takes out same-image pairs one by one, if an image has at most this many texts in a batch.
 MAX_SAME_IMAGE = 16
+
+
+#: From sums and positives to a loss, 0-d, and its derivatives with respect to them.
+LossOfSums = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class OneTile(NamedTuple):
@@ -111,6 +116,17 @@ def pair_sums(
     return _PairSums.apply(images, texts, ids, scale, offset, triton)
 
 
+def one_tile_loss(images: Tensor, texts: Tensor, scale: Tensor, offset: float, tile: OneTile, loss: LossOfSums) -> Tensor:
+    """A loss of the sums and positives of :func:`pair_sums` for one tile; differentiable with respect to both features.
+
+    Args:
+        images, texts, offset, tile: as of :func:`pair_sums`. scale: [2, n], without a gradient.
+        loss: from the sums [2, n] and the positives [n], neither with a gradient, to the loss and its derivatives with respect
+            to both.
+    """
+    return _OneTileLoss.apply(images, texts, scale, offset, tile, loss)
+
+
 def batch_sums(
     images: Tensor, texts: Tensor, ids: Tensor | None, anchors: slice | None, scale: Tensor, *, triton: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -148,22 +164,10 @@ class _OneTileSums(torch.autograd.Function):
         ctx: Any, images: Tensor, texts: Tensor, scale: Tensor, offset: float, similarity: Tensor, same: Tensor
     ) -> tuple[Tensor, Tensor]:
         positive = similarity.diagonal().clone()
-        both = scale.expand(2, len(images))
-        shift = _shift(similarity, both)
-        logits = similarity.masked_fill_(same, -torch.inf)
-        if shift is not None:
-            logits -= shift
-            rows, columns = (logits * both[0, :, None]).exp_(), logits.mul_(both[1]).exp_()
-            largest = both * (shift - offset)
-        else:
-            largest = finite(torch.stack([logits.amax(1), logits.amax(0)]))
-            rows = (logits - largest[0, :, None]).mul_(both[0, :, None]).exp_()
-            columns = logits.sub_(largest[1]).mul_(both[1]).exp_()
-            largest.sub_(offset).mul_(both)
-        totals = torch.stack([rows.sum(1), columns.sum(0)])
+        rows, columns, totals, sums = _exponentials(similarity, same, scale.expand(2, len(images)), offset)
         ctx.save_for_backward(images, texts, scale, rows, columns, totals)
         ctx.offset = offset
-        return totals.log().add_(largest), positive
+        return sums, positive
 
     @staticmethod
     @once_differentiable
@@ -183,6 +187,39 @@ class _OneTileSums(torch.autograd.Function):
                 return image_gradient.to(images.dtype), text_gradient.to(texts.dtype), None, None, None, None
             results = matmul(slopes, w), matmul(slopes.T, v)
             return _finish(ctx, (images, texts), scale, gradient, positive_gradient, results, unit, 2)
+
+
+class _OneTileLoss(torch.autograd.Function):
+    """The gradient to the similarities is computed with the loss, and is all that is kept besides the features."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, images: Tensor, texts: Tensor, scale: Tensor, offset: float, tile: OneTile, loss: LossOfSums
+    ) -> Tensor:
+        positive = tile.similarity.diagonal().clone()
+        rows, columns, totals, sums = _exponentials(*tile, scale, offset)
+        value, slope, positive_slope = loss(sums, positive)
+        if any(ctx.needs_input_grad):
+            factors = slope.mul_(scale).div_(totals.clamp_(min=torch.finfo(totals.dtype).tiny))
+            slopes = rows.mul_(factors[0, :, None]).addcmul_(columns, factors[1])
+            ctx.save_for_backward(images, texts, slopes, positive_slope)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        images, texts, slopes, positive_slope = ctx.saved_tensors
+        slopes, positive_slope = slopes * gradient, positive_slope * gradient
+        with full_precision(images):
+            v, w = operands(images, texts)
+            if w.dtype.itemsize > 2:
+                slopes.diagonal().add_(positive_slope)
+                return (slopes @ w).to(images.dtype), (slopes.t() @ v).to(texts.dtype), None, None, None, None
+            unit = slope_unit(slopes, w)
+            if unit is not None:
+                slopes /= unit
+            results = matmul(slopes, w), matmul(slopes.T, v)
+            return *_feature_gradients((images, texts), positive_slope, results, unit), None, None, None, None
 
 
 class _PairSums(torch.autograd.Function):
@@ -236,22 +273,57 @@ def _finish(
     """The gradients of :func:`pair_sums` from those of the sums over negatives, which are divided by ``unit``.
 
     ``scale_at``: the place of the scale among the function's arguments."""
-    if unit is not None:
-        for result in results:
-            result *= unit
     scale_gradient = None
     if ctx.needs_input_grad[scale_at]:
         # sum_neg p S of all anchors, as S = v w: no further pass over the tiles
         similarities = torch.linalg.vecdot(results[0], raise_precision(features[0])).sum() / scale
+        if unit is not None:
+            similarities = similarities * unit
         scale_gradient = (similarities - ctx.offset * gradient.sum()).to(scale.dtype)
-    factor = positive_gradient[:, None]
-    gradients = [
-        result.addcmul_(other.to(result.dtype), factor).to(live.dtype)
-        for result, live, other in zip(results, features, reversed(features), strict=True)
-    ]
+    gradients = _feature_gradients(features, positive_gradient, results, unit)
     if scale_at == 2:
         return *gradients, scale_gradient, None, None, None
     return *gradients, None, scale_gradient, None, None
+
+
+def _feature_gradients(
+    features: tuple[Tensor, Tensor], positive_gradient: Tensor, results: tuple[Tensor, Tensor], unit: Tensor | None
+) -> list[Tensor]:
+    """The gradients to both features: ``results``, from the sums over negatives and divided by ``unit``, and the positives'."""
+    if unit is not None:
+        for result in results:
+            result *= unit
+    factor = positive_gradient[:, None]
+    return [
+        result.addcmul_(other.to(result.dtype), factor).to(live.dtype)
+        for result, live, other in zip(results, features, reversed(features), strict=True)
+    ]
+
+
+def _exponentials(similarity: Tensor, same: Tensor, scale: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The exponentials of a tile's negatives about the largest of each anchor; overwrites the similarities.
+
+    Args:
+        similarity: [n, n]. same: bool [n, n], True where a pair is no negative.
+        scale: [2, n], of the image and the text anchors. offset: subtracted from the similarities.
+
+    Returns:
+        Those of the image anchors (rows) and of the text anchors (columns), [n, n] each; their sums [2, n]; and
+        ``log sum_neg exp(scale * (S - offset))`` [2, n].
+    """
+    shift = _shift(similarity, scale)
+    logits = similarity.masked_fill_(same, -torch.inf)
+    if shift is not None:
+        logits -= shift
+        rows, columns = (logits * scale[0, :, None]).exp_(), logits.mul_(scale[1]).exp_()
+        largest = scale * (shift - offset)
+    else:
+        largest = finite(torch.stack([logits.amax(1), logits.amax(0)]))
+        rows = (logits - largest[0, :, None]).mul_(scale[0, :, None]).exp_()
+        columns = logits.sub_(largest[1]).mul_(scale[1]).exp_()
+        largest.sub_(offset).mul_(scale)
+    totals = torch.stack([rows.sum(1), columns.sum(0)])
+    return rows, columns, totals, totals.log().add_(largest)
 
 
 def _shift(similarity: Tensor, scale: Tensor) -> float | None:

@@ -85,7 +85,7 @@ def triplet_of_features(
             ``text_features`` [n, d].
         margin, hardest, image_ids, reduction, anchors: as of :func:`triplet`.
         implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
-            n alone; ``"auto"``: tiles for more than 4 million similarities (docs/equations.md#tiles).
+            n alone; ``"auto"``: tiles for the hardest negative, or above 4 million similarities (docs/equations.md#tiles).
 
     Returns:
         Scalar >= 0, float32 or float64.
@@ -104,7 +104,7 @@ def triplet_of_features(
     n = len(image_features)
     check_ids(image_ids, n)
     rows, row_texts = anchor_rows(image_features, anchors), anchor_rows(text_features, anchors)
-    if not use_tiles(implementation, (image_features, text_features), pairs=len(rows) * n, small=False):
+    if not use_tiles(implementation, (image_features, text_features), pairs=len(rows) * n, small=hardest):
         similarity, transposed = batch_cosines(image_features, text_features, anchors)
         return triplet(
             similarity,

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from coder_plugin import distributed
 from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.item import Item
 from coder_plugin.data.pictures import Pictures
-from coder_plugin.data.source import ItemSource, prepare
+from coder_plugin.data.source import ItemSource, block_of, by_shards, prepare
 from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, parts, vectors
@@ -97,6 +97,8 @@ def build_index(
         "thumbnails": thumbnails,
         "re-ranking": head is not None,
     }
+    if by_shards(source):  # which rank reads a shard may depend on them
+        plan["workers"] = encoder.workers
     with _write_lock(folder):
         if (folder / manifest.MANIFEST).is_file():
             return _read_finished(folder, plan, factory)
@@ -258,34 +260,47 @@ def _encode(folder: Path, job: _Job) -> None:
     bad = BadSamples(job.source.name, job.encoder.max_bad_samples, keep=True)
     kept = bad.kept
     assert kept is not None
+    blocks: set[int] = set()
+    finished = False
     for path in existing:
         done = parts.summary(path)
         bad.read += len(done.positions) + len(done.bad)
         bad.kinds.update(kind for kind, _ in done.bad)
-    number, reported = len(existing), 0
-    remaining = _RemainingItems(job.source, number * batches_per_part, ranks)
-    pictures = PictureThumbnails(job.pictures) if job.pictures is not None and job.thumbnails else None
+        blocks.update(done.blocks.tolist())
+        finished = done.last
+    if finished:
+        bad.finish()
+        return
+    number, reported, counted = len(existing), 0, 0
+    remaining = _RemainingItems(job.source, blocks, ranks)
+    pictures = None
+    if job.pictures is not None and job.thumbnails:
+        pictures = PictureThumbnails(job.pictures.items(rank, ranks, block=size))
     pending: list[tuple[Any, list[bytes]]] = []
-    progress = _Progress(job.source.num_images, number * batches_per_part * size * ranks, shown=rank == 0)
+    pending_blocks: list[int] = []
+    progress = _Progress(job.source.num_images, bad.read * ranks, shown=rank == 0)
 
-    def write() -> None:
+    def write(*, last: bool) -> None:
         nonlocal number, reported
-        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", _make_part(pending, kept[reported:], job.what))
-        number, reported = number + 1, len(kept)
+        part = _make_part(pending, kept[reported:counted], pending_blocks, job.what, last=last)
+        parts.write(folder / f"part-{rank:04d}-{number:08d}.safetensors", part)
+        number, reported = number + 1, counted
         pending.clear()
+        pending_blocks.clear()
 
     with contextlib.closing(progress):
         for batch in _batches(job, remaining, bad):
-            block = int(batch.positions[0]) // size // ranks
-            while block >= (number + 1) * batches_per_part:  # also parts none of whose images could be read
-                write()
+            if len(pending_blocks) >= batches_per_part:
+                write(last=False)
             thumbnails = batch.extra or [b""] * len(batch.positions)
             if pictures is not None:
                 thumbnails = pictures.thumbnails(batch.positions.tolist(), batch.keys, job.thumbnails)
             pending.append((batch, thumbnails))
-            progress.update((block + 1) * size * ranks)
-        if pending or len(kept) > reported or not number:
-            write()
+            pending_blocks += batch.blocks
+            counted = len(kept)  # those of the blocks so far
+            progress.update(bad.read * ranks)
+        counted = len(kept)
+        write(last=True)
     bad.finish()
 
 
@@ -333,13 +348,15 @@ def _batches(job: _Job, items: _RemainingItems, bad: BadSamples) -> Iterator[Any
     from_image: Callable[[Any], bytes] | None = None
     if job.thumbnails and job.pictures is None:
         from_image = partial(thumbnail, side=job.thumbnails)
-    yield from job.encoder.batches(items, job.head, texts=job.what == "both", bad=bad, extra=from_image)
+    # thumbnails of other pictures are made in the order of the data, which several workers do not keep where they read shards
+    workers = min(1, job.encoder.workers) if job.pictures is not None and by_shards(job.source) else None
+    yield from job.encoder.batches(items, job.head, texts=job.what == "both", bad=bad, extra=from_image, workers=workers)
 
 
 class _RemainingItems:
-    """A source without a rank's first ``done`` blocks; data loading workers take turns as if the data began after these."""
+    """A source without the blocks ``done`` of a rank; data loading workers take turns as if the data began after these."""
 
-    def __init__(self, source: Any, done: int, ranks: int) -> None:
+    def __init__(self, source: Any, done: Collection[int], ranks: int) -> None:
         self.name, self.source, self.done, self.ranks = source.name, source, done, ranks
 
     def prepare(self) -> None:
@@ -349,13 +366,15 @@ class _RemainingItems:
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         worker, own_rank = divmod(rank, self.ranks)
         workers = world_size // self.ranks
-        shifted = (worker + self.done) % workers * self.ranks + own_rank
+        shifted = (worker + len(self.done)) % workers * self.ranks + own_rank
         for position, item in self.source.items(shifted, world_size, block=block):
-            if position // block // self.ranks >= self.done:
+            if block_of(position, block) not in self.done:
                 yield position, item
 
 
-def _make_part(pending: list[tuple[Any, list[bytes]]], bad: list[tuple[str, str]], what: str) -> parts.Part:
+def _make_part(
+    pending: list[tuple[Any, list[bytes]]], bad: list[tuple[str, str]], blocks: list[int], what: str, *, last: bool
+) -> parts.Part:
     batches = [batch for batch, _ in pending]
 
     def concatenate(values: list[Tensor]) -> Tensor | None:
@@ -373,6 +392,8 @@ def _make_part(pending: list[tuple[Any, list[bytes]]], bad: list[tuple[str, str]
         image_item=parts.pad_and_concatenate([batch.image_item for batch in batches if batch.image_item is not None]),
         text_item=parts.pad_and_concatenate([item for batch in batches for item in batch.text_items]),
         bad=bad,
+        blocks=torch.tensor(blocks, dtype=torch.int64),
+        last=torch.tensor([last]),
     )
 
 
@@ -388,10 +409,10 @@ def thumbnail(image: Any, *, side: int) -> bytes:
 
 
 class PictureThumbnails:
-    """Thumbnails of images that are read as regions, from a source of their pictures in the same order."""
+    """Thumbnails of images that are read as regions, from the items of their pictures, by position and in the same order."""
 
-    def __init__(self, source: Any) -> None:
-        self._items: Iterator[tuple[int, Any]] = source.items()
+    def __init__(self, items: Iterator[tuple[int, Any]]) -> None:
+        self._items = items
         self._next: tuple[int, Any] | None = next(self._items, None)
 
     def thumbnails(self, positions: Sequence[int], keys: Sequence[str], side: int) -> list[bytes]:

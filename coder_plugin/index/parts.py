@@ -27,7 +27,7 @@ from coder_plugin.index import manifest, records, vectors
 #: Folder of the arrays that re-ranking reads.
 RERANK = "rerank"
 #: Fields of a part that are tensors; the tensors of re-ranking are stored under these prefixes.
-_TENSORS = ("positions", "image_ids", "images", "texts")
+_TENSORS = ("positions", "image_ids", "images", "texts", "blocks", "last")
 _DTYPES = ("float16", "float32", "float64", "int64", "int32", "bool")
 _IMAGE, _TEXT = "image_item.", "text_item."
 
@@ -45,6 +45,8 @@ class Part(NamedTuple):
     image_item: dict[str, Tensor]  # for re-ranking, [n, ...]; empty without a fusion score
     text_item: dict[str, Tensor]  # [t, ...]
     bad: list[tuple[str, str]]  # kind of fault and key of samples that could not be used
+    blocks: Tensor  # [b] int64, numbers of the blocks of images that it is made of
+    last: Tensor  # [1] bool, whether the process that wrote it had no more to read
 
 
 class PartSummary(NamedTuple):
@@ -53,6 +55,8 @@ class PartSummary(NamedTuple):
     positions: Tensor  # [n]
     counts: Tensor  # [n] captions of each image
     bad: list[tuple[str, str]]
+    blocks: Tensor  # [b]
+    last: bool
 
 
 def largest_shape(shapes: Iterable[Sequence[int]]) -> list[int]:
@@ -127,6 +131,8 @@ def read(path: Path) -> Part:
             {name.removeprefix(_IMAGE): value for name, value in tensors.items() if name.startswith(_IMAGE)},
             {name.removeprefix(_TEXT): value for name, value in tensors.items() if name.startswith(_TEXT)},
             [(kind, key) for kind, key in names["bad"]],
+            tensors["blocks"],
+            tensors["last"],
         )
     except Exception as error:
         raise _damaged(path, error) from error
@@ -143,9 +149,11 @@ def summary(path: Path) -> PartSummary:
     try:
         with safe_open(path, "pt") as file:
             names = _names(file.get_tensor("names"))
-            _check({"positions": file.get_tensor("positions")}, names)
+            tensors = {name: file.get_tensor(name) for name in ("positions", "blocks", "last")}
+            _check(tensors, names)
             counts = torch.tensor([len(captions) for captions in names["captions"]], dtype=torch.int64)
-            return PartSummary(file.get_tensor("positions"), counts, [(kind, key) for kind, key in names["bad"]])
+            bad = [(kind, key) for kind, key in names["bad"]]
+            return PartSummary(tensors["positions"], counts, bad, tensors["blocks"], bool(tensors["last"]))
     except Exception as error:
         raise _damaged(path, error) from error
 
@@ -178,7 +186,10 @@ def _check(tensors: Mapping[str, Tensor], names: Mapping[str, Any]) -> None:
         length = images if kind == _IMAGE else texts if kind == _TEXT else lengths.get(name)
         if length is not None and (tensor.ndim < 1 or len(tensor) != length):
             raise ValueError(f"{name} has the shape {list(tensor.shape)}, not {length} rows")
-        if name in ("positions", "image_ids", "thumbnail_sizes") and (tensor.ndim != 1 or tensor.dtype != torch.int64):
+        if name == "last" and tensor.numel() != 1:
+            raise ValueError(f"{name} has the shape {list(tensor.shape)}, not one value")
+        numbers = ("positions", "image_ids", "thumbnail_sizes", "blocks")
+        if name in numbers and (tensor.ndim != 1 or tensor.dtype != torch.int64):
             raise ValueError(f"{name} is {tensor.dtype} of {list(tensor.shape)}")
     if len(captions) != images:
         raise ValueError(f"it has captions of {len(captions)} images and {images} keys")

@@ -98,9 +98,7 @@ def _region_model_options(config: ModelConfig) -> dict[str, Any]:
     """``--model-kwargs``, and the flags that region models also have."""
     options: dict[str, Any] = {}
     for setting in config.kwargs:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise CoderError(f"--model-kwargs {setting}: write OPTION=VALUE, such as embed_dim=512")
+        name, _, value = setting.partition("=")
         options[name] = parse_value(value)
     if config.force_context_length is not None:
         options["context_length"] = config.force_context_length

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from coder_plugin import distributed
 from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples, describe, total
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.source import map_tensors
+from coder_plugin.data.source import block_of, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.capabilities import Reranks, heads_with
 
@@ -64,6 +64,7 @@ class Batch(NamedTuple):
     image_item: Item | None  # what the re-ranking head needs
     text_items: list[Item]
     extra: list[Any]  # b results of ``extra``; empty without it
+    blocks: list[int]  # numbers of the blocks of images read since the last batch, its own included
 
 
 class _TransformWithExtra:
@@ -213,8 +214,9 @@ class Encoder:
         texts: bool = True,
         bad: BadSamples | None = None,
         extra: Callable[[Any], bytes | str] | None = None,
+        workers: int | None = None,
     ) -> Iterator[Batch]:
-        """Encode this rank's share of the data, batch by batch in their order; the model must be in eval mode.
+        """Encode this rank's share of the data, batch by batch as loaded; the model must be in eval mode.
 
         Args:
             source: the data.
@@ -223,13 +225,14 @@ class Encoder:
             bad: counts the samples that are left out; the caller judges the whole pass (``bad.finish()``). None: it is judged
                 here, on this rank's share.
             extra: a second function of a decoded image, such as one that makes a thumbnail; it runs where the image is loaded.
+            workers: data loading processes; None: as many as the encoder has.
         """
         counted = BadSamples(source.name, self.max_bad_samples) if bad is None else bad
         loaded = evaluation_batches(
             source,
             batch_size=self.batch_size,
             transform=self.transform if extra is None else _TransformWithExtra(self.transform, extra),
-            workers=self.workers,
+            workers=self.workers if workers is None else workers,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
             bad=counted,
@@ -251,6 +254,7 @@ class Encoder:
                 item,
                 [item for _, item in pieces if item is not None],
                 extras,
+                batch["blocks"],
             )
         if bad is None:
             counted.finish()
@@ -259,8 +263,10 @@ class Encoder:
     def caption_batches(self, source: Any, *, bad: BadSamples) -> Iterator[Batch]:
         """Like :meth:`batches` for captions only: no image is loaded, and ``images`` is [b, 0]."""
         share = source.items(distributed.rank(), distributed.world_size(), block=self.batch_size)
-        for _, block in groupby(share, key=lambda pair: pair[0] // self.batch_size):
-            listed = list(block)
+        blocks: list[int] = []
+        for block, pairs in groupby(share, key=lambda pair: block_of(pair[0], self.batch_size)):
+            listed = list(pairs)
+            blocks.append(block)
             bad.add(len(listed), [describe(item.key, item.fault) for _, item in listed if item.fault is not None])
             positions, items = [n for n, item in listed if item.fault is None], [i for _, i in listed if i.fault is None]
             if not items:
@@ -277,7 +283,9 @@ class Encoder:
                 None,
                 [],
                 [],
+                blocks,
             )
+            blocks = []
 
     @torch.no_grad()
     def text(self, captions: list[str], head: Any = None) -> tuple[Tensor, Item | None]:

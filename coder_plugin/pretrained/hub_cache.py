@@ -84,7 +84,8 @@ def hub_error(name: str, error: Exception) -> CoderError:
     elif isinstance(error, utils.RepositoryNotFoundError):
         why = "no such repository, or a private one: check the name, log in with hf auth login, or set HF_TOKEN"
     elif isinstance(error, (utils.LocalEntryNotFoundError, utils.OfflineModeIsEnabled, ConnectionError)):
-        why = f"not in the cache, and the hub cannot be reached (is HF_HUB_OFFLINE set?): name a folder instead ({message})"
+        advice = "name a folder instead, a copy made where there is a network by hf download OWNER/NAME --local-dir FOLDER"
+        why = f"not in the cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set): {advice}"
     elif getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
         why = f"this token may not do that: log in with hf auth login, or set HF_TOKEN ({message})"
     else:

@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from coder_plugin import recipes
-from coder_plugin.backbones import plugin_backbones
 from coder_plugin.config import LOSS_OPTIONS, SCENES_DEFAULTS, TrainConfig, flatten, get_option, merge, resolve
 from coder_plugin.errors import CoderError
 from coder_plugin.expression import format_value
-from coder_plugin.pretrained.export import weights_named
 
 #: Options that only region models have.
 _OF_REGION_MODELS = ("region_dropout", "word_dropout")
@@ -61,6 +59,8 @@ def resolve_config(
             logging.warning("the built-in scenes train %s, not the recipe's %s (set --model)", SCENES_DEFAULTS["model"], unused)
     elif "model" not in options and "model" not in settings:
         raise CoderError("--model is needed with --train-data, such as --model ViT-B-32")
+    from coder_plugin.backbones import plugin_backbones  # it needs torch; what is checked above does not
+
     model = options.get("model") or settings.get("model") or SCENES_DEFAULTS["model"]
     backbone = plugin_backbones.find_backbone(model)
     if backbone is None:
@@ -77,6 +77,10 @@ def resolve_config(
             *layers,
         ]
     )
+    if config.model.pretrained is None:
+        return config
+    from coder_plugin.pretrained.export import weights_named
+
     weights = weights_named(config.model.pretrained)
     return replace(config, model=replace(config.model, pretrained=weights))
 

@@ -26,7 +26,7 @@ from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import total
-from coder_plugin.data.loader import TrainLoader
+from coder_plugin.data.loader import TrainLoader, count_steps
 from coder_plugin.data.pixels import EightBit
 from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
@@ -50,7 +50,7 @@ from coder_plugin.training.disk import check_shared, on_first_rank, writing
 from coder_plugin.training.log import RunLog, versions
 from coder_plugin.training.memory_advice import with_memory_advice
 from coder_plugin.training.optim import create_optimizer, create_schedule, warmup_steps
-from coder_plugin.training.plan import make_plan, options_with_origins
+from coder_plugin.training.plan import format_plan, make_plan, options_with_origins
 from coder_plugin.training.run_lock import run_lock
 from coder_plugin.training.signals import EXIT_STATUS, StoppedBySignal, StopSignals
 from coder_plugin.training.step import NonFiniteError, StepResult, forward_backward
@@ -135,6 +135,7 @@ class Trainer:
         source, self.val = (prepare.open_data(config, each, split) for each, split in ((train, "train"), (val, "val")))
         assert source is not None
         samples = source.samples(data.captions, data.train_num_samples)
+        count_steps(source.name, samples, optim.batch_size, distributed.world_size())  # raises before a model is built
         resume.seed_everything(config.run.seed)
         if hasattr(model, "coder"):  # its heads are made: their options stand
             self.objective = replace(objective, heads=model.coder.objective.heads)
@@ -627,8 +628,12 @@ class Trainer:
             options = inference_options(self.config)
             export_model(self.model, folder, tokenizer=self.tokenizer, options=options, step=self.step)
 
-    def print_plan(self) -> None:
-        """Print the resolved plan as JSON, with every option and where it came from."""
+    def print_plan(self, *, as_json: bool = False) -> None:
+        """Print the resolved plan, and where each value that is not a default comes from.
+
+        Args:
+            as_json: for machines: all of the plan, and every option.
+        """
         plan = {**make_plan(self), "settings": options_with_origins(self.config)}
         if distributed.rank() == 0:
-            echo(json.dumps(plan, indent=2))
+            echo(json.dumps(plan, indent=2) if as_json else format_plan(plan))

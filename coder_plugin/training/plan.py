@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coder_plugin import distributed
-from coder_plugin.config import TrainConfig, options_by_name
+from coder_plugin.config import TrainConfig, get_option, options_by_name
 from coder_plugin.training import prepare
 from coder_plugin.training.log import machine, versions
 from coder_plugin.training.step import restored_buffers
@@ -70,3 +70,56 @@ def options_with_origins(config: TrainConfig) -> dict[str, dict[str, Any]]:
         for name in options_by_name()
         if values[name] not in (None, [])
     }
+
+
+def format_plan(plan: Mapping[str, Any]) -> str:
+    """A plan as a table to read: what is trained on what, for how long, where it goes, and which options are not defaults.
+
+    Args:
+        plan: of :func:`make_plan`, with ``settings`` of :func:`options_with_origins`.
+    """
+    data, validation, batch = plan["training data"], plan["validation data"], plan["batch"]
+    steps, epochs = plan["steps per epoch"], plan["epochs"]
+    pairs, per_forward, ranks = batch["global per step"], batch["per rank and forward"], plan["ranks"]
+    captions = "one caption per image" if data["captions"] == "draw" else "every caption is a pair"
+    images = "" if data["images"] is None else f"{data['images']:,} images, "
+    rows = {
+        "run": plan["run"],
+        "objective": plan["objective"],
+        "heads": ", ".join(f"{name} ({size:,} parameters)" for name, size in plan["heads"].items()) or "none",
+        "model": f"{plan['model']}, {plan['trainable']:,} of {plan['parameters']:,} parameters are trained",
+        "frozen": ", ".join(plan["frozen because no term reads them"]),
+        "training data": f"{data['name']}: {images}{data['samples per epoch']:,} samples per epoch ({captions})",
+        "validation data": "none" if validation is None else _name_data(validation),
+        "batch": f"{pairs} pairs per step" + (f" ({per_forward} per process and forward)" if pairs != per_forward else ""),
+        "length": f"{count(epochs, 'epoch')} of {count(steps, 'step')}, {count(epochs * steps, 'step')} in all",
+        "machine": f"{plan['precision']}, {count(ranks, 'process')}, {'CPU' if plan['device'] == 'cpu' else plan['machine']}",
+        "notes": "; ".join(f"{head}: {note}" for head, notes in plan["notes"].items() for note in notes),
+    }
+    width = max(map(len, rows))
+    lines = [f"{name:<{width}}  {value}" for name, value in rows.items() if value]
+    chosen = {name: each for name, each in plan["settings"].items() if each["from"] != "default" and name != "dry_run"}
+    if chosen:
+        flags = {name: f"{get_option(name).flag} {_format_option(each['value'])}" for name, each in chosen.items()}
+        width = max(map(len, flags.values()))
+        lines += ["", "options that are not defaults, and where they come from:"]
+        lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
+    return "\n".join([*lines, "", "nothing was written; without --dry-run the run starts"])
+
+
+def count(number: int, what: str) -> str:
+    """A number with its noun, in the plural unless it is one.
+
+    Example:
+        >>> count(1, "epoch"), count(2_000, "step"), count(2, "process")
+        ('1 epoch', '2,000 steps', '2 processes')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('s') else 's'}"
+
+
+def _name_data(data: Mapping[str, Any]) -> str:
+    return data["name"] if data["images"] is None else f"{data['name']}: {data['images']:,} images"
+
+
+def _format_option(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

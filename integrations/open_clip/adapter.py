@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from coder_plugin import distributed
+from coder_plugin.backbones.clip import without_weights_warning
 from coder_plugin.backbones.norm import MaskedBatchNorm
 from coder_plugin.integrations.open_clip import data, evaluation, flags, rates, saving
 from coder_plugin.integrations.open_clip.evaluation import Collected
@@ -157,20 +158,3 @@ class Adapter:
         for name, each in unchanged:
             module.set_submodule(name, each)
         return module
-
-
-@contextlib.contextmanager
-def without_weights_warning() -> Iterator[None]:
-    """A context without open_clip's warning that a model starts with random weights: a resumed run reads them afterwards."""
-    loggers = logging.getLogger(), logging.getLogger("open_clip.factory")
-
-    def other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("No pretrained weights loaded")
-
-    for logger in loggers:
-        logger.addFilter(other)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(other)

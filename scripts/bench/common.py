@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -114,6 +115,7 @@ def measure(
     warm_up: int = 3,
     clock: str = "wall",
     limit: float | None = None,
+    block: float = 0.0,
 ) -> Times:
     """Seconds of each step in each repetition. The steps take turns, in rotating order, so that other load slows all alike.
 
@@ -124,6 +126,8 @@ def measure(
         warm_up: untimed calls of each step, before.
         clock: ``wall``, or ``cpu`` for the CPU time of all threads of this process.
         limit: seconds after which no further repetition begins; the first one always runs.
+        block: seconds that a timing lasts at least: a short step is called several times in a row and the mean counts, so
+            that the caches are filled as in a loop of its own.
     """
     begun = time.perf_counter()
     for step in steps.values():
@@ -133,29 +137,32 @@ def measure(
                 break
     times: Times = {name: [] for name in steps}
     names = list(steps)
+    calls = {name: max(1, math.ceil(block / seconds(step, device, clock))) if block else 1 for name, step in steps.items()}
     for repeat in range(repeats):
         if repeat and limit is not None and time.perf_counter() - begun > limit:
             break
         turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
-            times[name].append(seconds(steps[name], device, clock))
+            times[name].append(seconds(steps[name], device, clock, calls[name]))
     return times
 
 
-def seconds(step: Step, device: str = "cpu", clock: str = "wall") -> float:
-    """The time of one call: by CUDA events on a GPU, else of the wall or of this process's CPU time."""
+def seconds(step: Step, device: str = "cpu", clock: str = "wall", calls: int = 1) -> float:
+    """The mean time of some calls: by CUDA events on a GPU, else of the wall or of this process's CPU time."""
     if device.startswith("cuda"):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        step()
+        for _ in range(calls):
+            step()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3 / calls
     now = time.process_time if clock == "cpu" else time.perf_counter
     begun = now()
-    step()
-    return now() - begun
+    for _ in range(calls):
+        step()
+    return (now() - begun) / calls
 
 
 def peak_bytes(step: Step, device: str) -> int | None:

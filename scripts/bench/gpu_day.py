@@ -72,8 +72,8 @@ STAGES = (
     Stage("versions", 25, (str(Path(__file__).resolve()), "--versions", "{json}"), (__file__, "--versions", "{json}")),
     operations("rooflines", 40),
     Stage(
-        "tests", 80, ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "{gpu tests}"),
-        ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "{gpu tests}", "--collect-only"),
+        "tests", 80, ("-m", "pytest", "-q", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "{gpu tests}"),
+        ("-m", "pytest", "-q", "-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "{gpu tests}", "--collect-only"),
     ),
     operations("dcl", 115),
     operations("m_dcl", 65),

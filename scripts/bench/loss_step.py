@@ -6,10 +6,10 @@
     python scripts/bench/loss_step.py --loss ascl --forms reference tiled --modes eager
     python scripts/bench/loss_step.py --modes eager --sizes 4096x512 8192x512 --repeats 3 --json loss_step.json
 
-Every repetition times each loss once, in rotating order, so that other load on the machine slows all of them alike. A ratio
-is the median over repetitions of the loss's time over that of ClipLoss in the same mode. Below 1 is faster than ClipLoss.
-On a GPU the peak of allocated memory beyond the inputs is given too. Without open_clip the peer is the same computation
-written out, "plain InfoNCE".
+Every repetition times a block of calls of each loss in a row (--block), in rotating order, so that other load on the machine
+slows all of them alike. A ratio is the median over repetitions of the loss's time over that of ClipLoss in the same mode.
+Below 1 is faster than ClipLoss. On a GPU the peak of allocated memory beyond the inputs is given too. Without open_clip the
+peer is the same computation written out, "plain InfoNCE".
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ def main() -> None:
         for mode in options.modes:
             steps = make_steps(n, d, options, compiled=mode == "compiled")
             times = measure(
-                steps, options.device, options.repeats, warm_up=options.warm_up, clock=options.clock, limit=options.limit
+                steps,
+                options.device,
+                options.repeats,
+                warm_up=options.warm_up,
+                clock=options.clock,
+                limit=options.limit,
+                block=options.block,
             )
             peaks = {name: peak_bytes(step, options.device) for name, step in steps.items()}
             case = f"{options.loss}, {n} x {d}, {options.dtype_name}, {mode}"
@@ -98,6 +104,7 @@ def arguments() -> argparse.Namespace:
         "--loss", default="dcl", choices=["dcl", "ascl", "triplet", "triplet-all", "clip"], help="what is measured [dcl]"
     )
     parser.add_argument("--warm-up", type=int, default=3, help="untimed calls of each loss, before [3]")
+    parser.add_argument("--block", type=float, default=0.02, help="seconds of calls in a row that are timed at least [0.02]")
     sizes = [(n, d) for n in (128, 512, 2048) for d in (512, 1024)]
     parser.add_argument("--sizes", nargs="+", type=size, default=sizes, metavar="NxD", help="batch x dimensions, as 2048x512")
     options = parser.parse_args()

@@ -372,7 +372,7 @@ def test_steps_per_epoch_and_data_that_is_too_small(tmp_path):
     assert loader(source, batch_size=7, world_size=3).steps_per_epoch == 2
     assert loader(source, num_samples=20).steps_per_epoch == len(list(loader(source, num_samples=20).epoch(0))) == 4
     message = fault(loader, source, batch_size=44)
-    assert "batch of 44 is larger than the data (43 samples)" in message
+    assert "--batch-size 44 is larger than the data (43 samples)" in message
     assert "2 ranks" in fault(loader, source, batch_size=22, world_size=2)
     for name, number in (("batch_size", 0), ("workers", -1), ("max_bad_samples", -1), ("max_bad_samples", 100)):
         assert str(number) in fault(loader, source, **{name: number})

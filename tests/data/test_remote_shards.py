@@ -7,6 +7,7 @@ import http.server
 import io
 import json
 import os
+import socket
 import tarfile
 import threading
 import time
@@ -23,6 +24,7 @@ from coder_plugin.cli import main
 from coder_plugin.data import open_source, remote
 from coder_plugin.data.loader import TrainLoader, evaluation_batches
 from coder_plugin.data.shard_lists import recorded_size
+from coder_plugin.data.source import SHARD
 from coder_plugin.errors import CoderError
 
 
@@ -51,6 +53,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
                     self.wfile.write(bytes(1 << 16) if self.path.endswith("/endless") else b"")
                     time.sleep(0.01)
             return None
+        if self.path.endswith("/refused.tar"):
+            return self.send_error(403)
         if not self.path.endswith("/cut.tar"):
             return super().do_GET()
         content = Path(self.directory, "s0.tar").read_bytes()
@@ -104,8 +108,11 @@ def programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return programs
 
 
-def samples(spec: str) -> list[tuple[int, str, tuple[str, ...], Any]]:
-    return [(n, item.key, item.captions, item.load().getpixel((0, 0))) for n, item in open_source(spec).items()]
+def samples(spec: str) -> list[tuple[str, tuple[str, ...], Any]]:
+    """In order, without their positions, which count the images only where all shards are local."""
+    pairs = list(open_source(spec).items())
+    assert [n for n, _ in pairs] == sorted({n for n, _ in pairs})
+    return [(item.key, item.captions, item.load().getpixel((0, 0))) for _, item in pairs]
 
 
 def fault(spec: str) -> str:
@@ -196,7 +203,8 @@ def test_batches_are_those_of_local_shards_and_resume(folder, url, workers):
     parts = evaluation_batches(
         open_source(f"{url}/s{{0..1}}.tar"), batch_size=4, transform=lambda _: torch.zeros(1), workers=workers
     )
-    assert sorted(n for batch in parts for n in batch["index"].tolist()) == list(range(12))
+    positions = sorted(n for batch in parts for n in batch["index"].tolist())
+    assert positions == [shard * SHARD + n for shard in range(2) for n in range(6)]
 
 
 def test_training_from_the_command_line(folder, url, capsys):
@@ -211,14 +219,31 @@ def test_training_from_the_command_line(folder, url, capsys):
 
 
 def test_a_shard_that_is_absent_or_ends_early_is_an_error(folder, url):
-    assert "absent.tar' cannot be read: the command that gives it ended with status 22" in fault(f"{url}/absent.tar")
-    assert "cut.tar' cannot be read: the command that gives it ended with status 18" in fault(f"{url}/cut.tar")
+    absent = f"shard '{url}/absent.tar' cannot be read: the server has no such file (404 Not Found): check the address"
+    assert fault(f"{url}/absent.tar") == absent
+    assert "cut.tar' cannot be read: the transfer ended before the file did (curl's status 18)" in fault(f"{url}/cut.tar")
     whole = (folder / "s0.tar").read_bytes()
     with tarfile.open(folder / "s0.tar") as tar:
         last = tar.getmembers()[-2].offset
     (folder / "short.tar").write_bytes(whole[:last])  # between two samples: each that is there is whole
     for location in (f"{url}/short.tar", f"pipe:cat {folder}/short.tar"):
         assert "without a tar file's end" in fault(location)
+
+
+def test_what_keeps_a_server_from_giving_a_shard_is_said_in_words(url):
+    assert fault(f"{url}/refused.tar").endswith("the server refuses access (403 Forbidden): check the address and your rights")
+    with socket.socket() as unused:  # bound, but nobody listens
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}/a.tar"
+        assert "the server does not accept the connection: check the address and the network" in fault(closed)
+    assert "the server's name is not known: check the address and the network" in fault("http://no-such-host.invalid/a.tar")
+    assert "the server has no such file, or refuses it (curl's status 22)" in fault(f"pipe:curl -sf {url}/absent.tar")
+
+
+def test_a_program_says_why_it_failed(programs):
+    said = "fatal error: Unable to locate credentials"
+    (programs / "aws").write_text(f"#!/bin/sh\necho progress >&2\necho '{said}' >&2\nexit 1\n")
+    assert fault("s3://bucket/a.tar").endswith(f"ended with status 1: {said}")
 
 
 def test_a_command_that_fails_is_an_error_also_after_its_output(folder):

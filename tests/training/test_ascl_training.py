@@ -131,7 +131,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, made, capsys, more, message):  
 
 def test_flags_set_the_recipe_and_go_into_the_plan(tmp_path, made, capsys):  # noqa: F811
     command = [*arguments(made, tmp_path), "--loss", FUSED, "--negatives", "gaussian(std=0.2)+shuffle", "--positives", "none"]
-    assert main(command) == 0
+    assert main([*command, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["options"]["heads"]["asymmetry"] == {"negatives": "gaussian(std=0.2)+shuffle", "positives": None}
     assert plan["outputs"]["coder_fusion"] == ["B", 2] and "coder_fusion_positive" not in plan["outputs"]
@@ -183,7 +183,7 @@ def test_a_fused_score_alone_is_not_given_a_shortlist_of_untrained_features(tmp_
 
 
 def test_only_what_some_term_reads_is_scored(tmp_path, made, capsys):  # noqa: F811
-    command = [*arguments(made, tmp_path), "--loss", "triplet(similarity=fusion) + ascl"]
+    command = [*arguments(made, tmp_path), "--loss", "triplet(similarity=fusion) + ascl", "--json"]
     assert main(command) == 0
     outputs = json.loads(capsys.readouterr().out)["outputs"]
     assert "coder_noised_positive_features" in outputs
@@ -195,6 +195,7 @@ def test_the_plan_is_made_on_every_rank_and_printed_by_the_first(tmp_path, made,
     trainer = Trainer.from_config(config(made, tmp_path, loss=FUSED))
     plans = []
     monkeypatch.setattr("coder_plugin.training.loop.make_plan", lambda trainer: plans.append(trainer) or {"objective": "shown"})
+    monkeypatch.setattr("coder_plugin.training.loop.format_plan", str)
     monkeypatch.setattr("coder_plugin.training.loop.distributed.rank", lambda: 1)
     trainer.print_plan()
     assert plans == [trainer] and not capsys.readouterr().out

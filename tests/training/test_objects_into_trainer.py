@@ -389,7 +389,7 @@ def test_a_run_with_a_term_object_resumes_when_the_object_is_passed_again(tmp_pa
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["train", "--dry-run", *arguments]) == 0
+    assert main(["train", "--dry-run", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 

@@ -493,7 +493,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "all regions dropped": ("region-bert", ["--region-dropout", "1"], "--region-dropout must be < 1, got 1.0"),
     "no regions": ("region-bert", ["--max-regions", "0"], "--max-regions must be at least 1, got 0"),
     "no concepts": ("region-bert", ["--loss", "coder"], "needs a concept vocabulary: --concepts FILE"),
-    "weights of another model": ("region-bert", ["--pretrained", "none.safetensors"], "weights none.safetensors do not exist"),
+    "weights of another model": ("region-bert", ["--pretrained", "none.safetensors"], "none.safetensors: no such file"),
     "a BERT that is not there": ("region-bert", ["--model-kwargs", "text=no/where"], "text encoder 'no/where' cannot be"),
     "groups of regions' layers": ("region-bert", ["--lock-image", "--lock-image-unlocked-groups", "1"], "no layer groups"),
     "layers of a BiGRU": ("region-bigru", ["--lock-text", "--lock-text-unlocked-layers", "1"], "has no layers to unlock"),
@@ -550,7 +550,7 @@ def test_resuming_with_other_options_of_the_model_is_refused(tmp_path, made):
 
 
 def test_the_plan_of_a_region_model(tmp_path, made, capsys):
-    assert main(arguments(made, tmp_path)) == 0
+    assert main([*arguments(made, tmp_path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["model"] == "region-bert (RegionText)" and plan["outputs"]["image_features"] == ["B", 16]
     assert plan["training data"]["images"] == 48 and plan["steps per epoch"] == 6

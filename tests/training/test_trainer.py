@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from coder_plugin.cli import main
+from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
 from coder_plugin.report.callback import WriteReport
+from coder_plugin.training import resume
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.step import NonFiniteError
+from tests.data.test_remote_shards import write_shards
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +212,27 @@ def test_eval_of_a_run_repeats_its_recall(tmp_path, capsys):
     assert "i2t R@1" in capsys.readouterr().out
 
 
+def test_a_run_on_relative_paths_is_evaluated_and_resumed_from_another_folder(tmp_path, capsys, monkeypatch):
+    for folder in ("data", "other"):
+        (tmp_path / folder).mkdir()
+    write_shards(tmp_path / "data", size=8, side=32)
+    monkeypatch.chdir(tmp_path)
+    data = {"train_data": "data/s{0..1}.tar", "val_data": "./data/s1.tar", "train_num_samples": None}
+    Trainer.from_config(config(tmp_path, **data, epochs=1, val_frequency=1)).run()
+    saved = flatten(json.loads((tmp_path / "run" / "config.json").read_text()))
+    assert saved["train_data"] == f"{tmp_path}/data/s{{0..1}}.tar" and saved["val_data"] == f"{tmp_path}/data/s1.tar"
+    monkeypatch.chdir(tmp_path / "other")
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    flags = ["--config", str(tmp_path / "run" / "config.json"), "--resume", "latest", "--epochs", "2", "--no-report"]
+    assert main(["train", *flags]) == 0
+    changed = json.loads((tmp_path / "run" / "plan.json").read_text())["changed on resume"]
+    assert {each["option"] for each in changed} == {"epochs"}
+    monkeypatch.chdir(tmp_path)  # the same data as at first: no option has changed
+    trainer = Trainer.from_config(config(tmp_path, **data, epochs=3, val_frequency=1, resume="latest"))
+    manifest = {"step": 4, "config": saved}
+    assert {each["option"] for each in resume.changed_options(trainer.config, manifest)} == {"epochs"}
+
+
 def test_weight_average_is_what_is_exported(tmp_path):
     trainer = Trainer.from_config(config(tmp_path, ema_decay=0.5, epochs=1))
     trainer.run()
@@ -275,14 +299,14 @@ def test_nan_stops_the_run_before_anything_is_written(tmp_path):
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
-    arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--loss", "3*dcl + clip", "--set", "dcl.mu=0.07"]
+    arguments = ["train", "--dry-run", "--json", "--logs", str(tmp_path), "--loss", "3*dcl + clip", "--set", "dcl.mu=0.07"]
     assert main(arguments) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["objective"] == "3*dcl(mu=0.07) + clip"
     assert plan["heads"] == {"ids": 0}
     assert plan["outputs"]["image_features"] == ["B", 128]
     assert plan["steps per epoch"] == 6000 // 128 and plan["frozen because no term reads them"] == []
-    assert main([*arguments[:5], "dcl"]) == 0
+    assert main([*arguments[:6], "dcl"]) == 0
     assert json.loads(capsys.readouterr().out)["frozen because no term reads them"] == ["logit_scale"]
     assert list(tmp_path.iterdir()) == []
 
@@ -290,7 +314,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
 def test_config_file_sets_the_same_fields_as_flags(tmp_path, capsys):
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"loss": "clip", "batch_size": 32, "logs": str(tmp_path)}))
-    assert main(["train", "--config", str(file), "--dry-run", "--batch-size", "16"]) == 0
+    assert main(["train", "--config", str(file), "--dry-run", "--json", "--batch-size", "16"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["objective"] == "clip" and plan["batch"]["per rank and forward"] == 16
 
@@ -300,8 +324,8 @@ MISTAKES = {
     "loss typo": (["--loss", "3*dcll"], "column 3: unknown loss or objective 'dcll'; did you mean 'dcl'?"),
     "missing shard": (["--train-data", "none-{0..1}.tar", "--model", "coder-tiny"], "none-0.tar"),
     "empty pattern": (["--train-data", "none-*.tar", "--model", "coder-tiny"], "none-*.tar"),
-    "batch larger than the data": (["--batch-size", "7000"], "batch of 7000 is larger than the data (6000 samples"),
-    "no model": (["--train-data", "x.csv"], "--model is needed"),
+    "batch larger than the data": (["--batch-size", "7000"], "--batch-size 7000 is larger than the data (6000 samples"),
+    "no model": (["--train-data", "{csv}"], "--model is needed"),
     "half precision on a CPU": (["--precision", "amp"], "needs a GPU"),
     "set without value": (["--set", "dcl.mu"], "write OWNER.OPTION=VALUE"),
     "unknown option": (["--set", "dcl.my=1"], "'dcl' has no option 'my'"),
@@ -317,11 +341,11 @@ MISTAKES = {
         "clusters=40000 is more than the 35328 samples of the whole run",
     ),
     "no vocabulary": (
-        ["--loss", "coder", "--train-data", "{csv}", "--model", "coder-tiny"],
+        ["--loss", "coder", "--train-data", "{csv}", "--model", "coder-tiny", "--batch-size", "1"],
         "needs a concept vocabulary: --concepts FILE, written by coder-plugin concepts",
     ),
     "vocabulary that is not there": (["--loss", "coder", "--concepts", "none.safetensors"], "none.safetensors"),
-    "vocabulary for nothing": (["--loss", "dcl", "--concepts", "words.safetensors"], "no term of --loss \"dcl\" reads"),
+    "vocabulary for nothing": (["--loss", "dcl", "--concepts", "{csv}"], "no term of --loss \"dcl\" reads"),
     "banks of other features": (
         ["--loss", "m_dcl@concepts"],
         "the momentum banks and the generated texts have only the backbone's own features",
@@ -342,7 +366,7 @@ def test_mistakes_are_told_in_one_line(mistake, capsys, tmp_path):
 
 
 def test_options_may_be_set_by_several_flags(tmp_path, capsys):
-    arguments = ["train", "--dry-run", "--logs", str(tmp_path), "--set", "dcl.mu=0.07", "--set", "dcl.gamma=0.2"]
+    arguments = ["train", "--dry-run", "--json", "--logs", str(tmp_path), "--set", "dcl.mu=0.07", "--set", "dcl.gamma=0.2"]
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["objective"] == "dcl(mu=0.07,gamma=0.2)"
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from coder_plugin.data.bad_samples import BadSample, allowed
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import DERIVATIONS, RegionFile, Regions, names_of
-from coder_plugin.data.source import ItemSource, Plan, Source, lazy_chunks, prepare
+from coder_plugin.data.source import ItemSource, Plan, Source, by_shards, lazy_chunks, prepare
 from coder_plugin.errors import CoderError
 
 #: How many images at the start of a stream decide how its images are named in a file of regions.
@@ -94,6 +94,11 @@ class RegionSource:
     def prepare(self) -> None:
         """As of the source of captions, if it has one."""
         prepare(self.captions)
+
+    @property
+    def by_shards(self) -> bool:
+        """As of the source of captions."""
+        return by_shards(self.captions)
 
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         for index, item in self.captions.items(rank, world_size, block=block):

@@ -1,0 +1,96 @@
+"""What can be checked of a command's arguments before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.backbones.names import check_model_name
+from coder_plugin.config import merge
+from coder_plugin.data import check_location, guess_kind
+from coder_plugin.errors import CoderError, did_you_mean
+from coder_plugin.objective import check_names
+from coder_plugin.registry import names
+
+#: Files of weights; anything else that ``--pretrained`` names may be a tag of open_clip.
+_WEIGHTS = re.compile(r"\.(pt|pth|bin|safetensors|npz)$")
+
+
+def check_options(layers: Mapping[str, Any]) -> None:
+    """Check the options of a command as far as that is possible without torch.
+
+    Args:
+        layers: options by flat name, of ``--config`` and flags.
+
+    Raises:
+        CoderError: an option of the wrong type, a name that does not exist, a loss that is not of the grammar, or a file that
+            is missing.
+    """
+    options, _ = merge([("flag", layers)])
+    kind = options.get("dataset_type", "auto")
+    if kind not in ("auto", *names("readers")):
+        raise CoderError(f"--dataset-type {kind}: unknown reader{did_you_mean(kind, names('readers')) or ';'} "
+                         f"known: {', '.join(names('readers'))}")
+    if "loss" in options:
+        check_names(options["loss"])
+    if "model" in options:
+        check_model_name(options["model"])
+    for name in ("train_data", "val_data"):
+        if name in options:
+            check_data(options[name], flag=f"--{name.replace('_', '-')}", kind=kind)
+    for name in ("image_root", "concepts", "pretrained_image_path"):
+        if name in options:
+            check_exists(options[name], flag=f"--{name.replace('_', '-')}")
+    weights = options.get("pretrained")
+    if weights is not None and (os.sep in weights or _WEIGHTS.search(weights)):
+        check_exists(weights, flag="--pretrained")
+
+
+def check_data(spec: str, *, flag: str, kind: str = "auto") -> None:
+    """Check that data exist, if they are on this machine, and that some reader knows them.
+
+    Raises:
+        CoderError: there is no such file or folder, or no reader fits; names the flag.
+    """
+    try:
+        check_location(spec)
+        if kind == "auto" and not spec.startswith("<"):
+            guess_kind(spec)
+    except CoderError as error:
+        raise CoderError(f"{flag} {error}") from error
+
+
+def check_exists(path: str, *, flag: str) -> None:
+    """Check that a file or folder exists.
+
+    Raises:
+        CoderError: it does not; names the flag, and the most similar name beside it.
+    """
+    try:
+        check_location(path)
+    except CoderError as error:
+        raise CoderError(f"{flag} {error}") from error
+
+
+def check_folder(folder: str, what: str, *, command: str) -> None:
+    """Check that a run's, an export's or an index's folder exists; a repository of the hub is not looked up.
+
+    Args:
+        folder: as the user gave it.
+        what: what it should be, such as "run or export".
+        command: makes one.
+
+    Raises:
+        CoderError: there is no such folder.
+    """
+    if folder.startswith("hf-hub:") or Path(folder).is_dir():
+        return
+    if Path(folder).exists():
+        raise CoderError(f"{folder} is a file: give the folder of a {what} ({command} makes one)")
+    try:
+        check_location(folder)
+    except CoderError as error:
+        raise CoderError(f"{error} (a {what}; {command} makes one)") from error

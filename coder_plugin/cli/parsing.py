@@ -1,0 +1,128 @@
+"""The argument parser of all commands: errors of one line, and help in two lengths."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from coder_plugin.errors import did_you_mean
+from coder_plugin.terminal import echo
+
+_KINDS = {int: "a whole number", float: "a number"}
+#: What other tools call our options.
+_ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--weight-decay": "--wd",
+    "--optimizer": "--opt",
+    "--num-epochs": "--epochs",
+    "--max-epochs": "--epochs",
+    "--num-workers": "--workers",
+    "--bs": "--batch-size",
+    "--data": "--train-data",
+    "--output": "--logs",
+    "--output-dir": "--logs",
+    "--checkpoint": "--resume",
+    "--wandb": "--report-to",
+    "--tokenizer": "--model",
+}
+
+
+class Help(argparse.HelpFormatter):
+    """Help without the rare options, and with a usage line that names only what a command must be given."""
+
+    show_rare = False
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        columns = shutil.get_terminal_size().columns - 2
+        super().__init__(prog, **{"max_help_position": 26, "width": min(max(columns, 40), 110), **options})
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
+    ) -> None:
+        needed = [action for action in actions if action.required or not action.option_strings]
+        if prefix is None:  # else it becomes the name of a subcommand, as in "coder-plugin train"
+            needed.append(argparse.Action([], "options", metavar="[options]"))
+        super().add_usage(usage, needed, (), prefix)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if self.show_rare or not is_rare(action):
+            super().add_argument(action)
+
+
+class FullHelp(Help):
+    """Help with all options."""
+
+    show_rare = True
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.formatter_class = FullHelp
+        parser.print_help()
+        parser.exit()
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, which names what is wrong and what is allowed. Options cannot be abbreviated."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
+        self.set_defaults(parser=self)  # the parser of the command that was given, for its own errors
+
+    def add_help_all(self) -> None:
+        """Add ``--help-all``, which also shows the options that :func:`mark_rare` has marked."""
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all options and exit")
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        rare = sum(map(is_rare, self._actions))
+        if rare and self.formatter_class is not FullHelp:
+            text += f"\n{rare} more options: {self.prog} --help-all\n"
+        return text
+
+    def error(self, message: str) -> NoReturn:
+        has_rare = any(map(is_rare, self._actions))
+        advice = f"all options: {self.prog} {'--help-all' if has_rare else '--help'}"
+        echo(f"{self.prog}: error: {' '.join(message.removeprefix('argument ').split())}; {advice}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def report_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """End with an error for arguments that the command does not have."""
+        first = unknown[0].partition("=")[0]
+        if not first.startswith("-"):
+            self.error(f"unexpected {' '.join(map(repr, unknown))}: every value follows its option")
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        near = _ELSEWHERE.get(first)
+        if near not in flags:
+            near = next(iter(difflib.get_close_matches(first.lower().replace("_", "-"), flags, n=1)), None)
+        self.error(f"unknown option {first}" + (f"; did you mean {near}?" if near else ""))
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            kind = _KINDS.get(action.type)  # type: ignore[arg-type]
+            raise error if kind is None else argparse.ArgumentError(action, f"{arg_string!r} is not {kind}") from None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = list(map(str, action.choices))
+        hint = did_you_mean(str(value), names) or ";"
+        if isinstance(action, argparse._SubParsersAction):
+            raise argparse.ArgumentError(None, f"unknown command {value!r}{hint} commands: {', '.join(names)}")
+        raise argparse.ArgumentError(action, f"{str(value)!r} is not allowed{hint} allowed: {', '.join(names)}")
+
+
+def mark_rare(action: argparse.Action) -> None:
+    """Show an option with ``--help-all`` only."""
+    action.rare = True  # type: ignore[attr-defined]
+
+
+def is_rare(action: argparse.Action) -> bool:
+    """Whether :func:`mark_rare` has marked an option."""
+    return getattr(action, "rare", False)

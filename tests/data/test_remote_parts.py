@@ -1,0 +1,247 @@
+"""Remote shards are divided between the parts of an evaluation, an index and an extraction: each is fetched once over all."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from coder_plugin import distributed
+from coder_plugin.data import open_source
+from coder_plugin.data.loader import evaluation_batches
+from coder_plugin.data.regions.base import Record
+from coder_plugin.data.regions.shards import write_shard
+from coder_plugin.data.source import SHARD
+from coder_plugin.detectors.extract import Job, extract
+from coder_plugin.errors import CoderError
+from coder_plugin.index import build, parts
+from coder_plugin.index.build import build_index
+from coder_plugin.index.search import Index
+from tests import gloo
+from tests.data.test_remote_shards import write_shards
+from tests.detectors.test_extract import Means, contents
+from tests.evaluation.test_evaluate import make_encoder
+from tests.training import region_data
+
+MODEL = {"name": "x", "fingerprint": "f" * 64}
+
+
+def spec(folder: Path, shards: int) -> str:
+    return "::".join(f"pipe:echo {n} >> {folder}/fetched; cat {folder}/s{n}.tar" for n in range(shards))
+
+
+def fetched(folder: Path) -> Counter[int]:
+    """How often each shard has been fetched since the last call."""
+    notes = folder / "fetched"
+    numbers = Counter(map(int, notes.read_text().split())) if notes.exists() else Counter()
+    notes.unlink(missing_ok=True)
+    return numbers
+
+
+# the parts of an evaluation
+
+
+@pytest.mark.parametrize("shards", [16, 20, 35])
+def test_sixteen_parts_fetch_every_shard_once(tmp_path, shards):
+    write_shards(tmp_path, shards=shards, size=5)
+    source = open_source(spec(tmp_path, shards))
+    whole = [(position, item.key) for position, item in source.items(block=2)]
+    assert [position for position, _ in whole] == [shard * SHARD + n for shard in range(shards) for n in range(5)]
+    assert fetched(tmp_path) == Counter(range(shards))
+    of_parts = [[(position, item.key) for position, item in source.items(part, 16, block=2)] for part in range(16)]
+    assert fetched(tmp_path) == Counter(range(shards))  # 1.0 times, all parts together
+    assert sorted(itertools.chain(*of_parts)) == whole
+    assert {len(part) for part in of_parts} <= {shards // 16 * 5, (shards // 16 + 1) * 5}  # balanced
+
+
+@pytest.mark.parametrize(("shards", "ranks"), [(1, 16), (3, 16), (10, 16), (3, 2)])
+def test_fewer_shards_than_parts_are_shared_by_blocks(tmp_path, shards, ranks):
+    write_shards(tmp_path, shards=shards, size=37)
+    source = open_source(spec(tmp_path, shards))
+    whole = [(position, item.key) for position, item in source.items()]
+    fetched(tmp_path)
+    of_parts = [[(position, item.key) for position, item in source.items(part, ranks, block=2)] for part in range(ranks)]
+    assert fetched(tmp_path).total() == max(ranks, shards)
+    assert sorted(itertools.chain(*of_parts)) == whole and all(of_parts)
+    for part in of_parts:  # blocks stay whole
+        assert all(position ^ 1 in dict(part) or position % SHARD == 36 for position, _ in part)
+
+
+def test_batches_are_those_of_one_part_whatever_the_number_of_ranks_and_workers(tmp_path):
+    write_shards(tmp_path, shards=9, size=5)
+
+    def batches(rank: int, world_size: int, workers: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+        options: Any = {"batch_size": 2, "transform": lambda _: torch.zeros(1), "workers": workers}
+        found = evaluation_batches(open_source(spec(tmp_path, 9)), rank=rank, world_size=world_size, **options)
+        return [(tuple(batch["index"].tolist()), tuple(batch["keys"])) for batch in found]
+
+    one = batches(0, 1, 0)
+    assert [len(index) for index, _ in one] == [2, 2, 1] * 9  # a batch has samples of one shard
+    fetched(tmp_path)
+    for world_size, workers in ((3, 0), (2, 2), (4, 2)):
+        shares = [batches(rank, world_size, workers) for rank in range(world_size)]
+        assert sorted(itertools.chain(*shares)) == one and all(shares)
+        assert fetched(tmp_path) == Counter(range(9)), (world_size, workers)
+
+
+def test_a_local_shard_among_remote_ones_is_dealt_with_them(tmp_path):
+    write_shards(tmp_path, shards=3, size=4)
+    source = open_source(f"pipe:echo 0 >> {tmp_path}/fetched; cat {tmp_path}/s0.tar::{tmp_path}/s1.tar::{tmp_path}/s2.tar")
+    found = [[item.captions[0] for _, item in source.items(part, 2)] for part in range(2)]
+    assert found == [[f"caption {n}" for n in (*range(4), *range(8, 12))], [f"caption {n}" for n in range(4, 8)]]
+    assert fetched(tmp_path) == Counter([0])
+
+
+# an index
+
+
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Region features of 24 images in five shards, and the table that a vocabulary is built from."""
+    folder = tmp_path_factory.mktemp("shards")
+    _, source = make_encoder(region_data.write_precomp(folder))
+    records = [Record(item.key, item.load(), item.captions) for _, item in source.items()]
+    for number, start in enumerate(range(0, 24, 5)):
+        write_shard(str(folder / f"s{number}.tar"), records[start : start + 5])
+    return folder
+
+
+def encoder_of(folder: Path, workers: int = 0) -> Any:
+    encoder, _ = make_encoder(str(folder), batch_size=2)
+    encoder.workers = workers
+    return encoder
+
+
+def read(folder: Path) -> list[Any]:
+    index = Index(folder)
+    rows = {kind: index.manifest["vectors"][kind]["items"] for kind in ("images", "captions")}
+    vectors = [index.vector(row, kind=kind).tolist() for kind in rows for row in range(rows[kind])]
+    return [index.records.images(range(rows["images"])), index.records.captions(range(rows["captions"])), vectors]
+
+
+@pytest.fixture(scope="module")
+def whole(regions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "index"
+    build_index(folder, encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)
+    return folder
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """Of all files but the records, whose rows are written in the order in which processes encoded them."""
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {name: value for name, value in files.items() if name != "records.sqlite"}
+
+
+def test_workers_of_an_index_fetch_every_shard_once_and_keep_the_order(regions, whole, tmp_path):
+    fetched(regions)
+    build_index(tmp_path / "index", encoder_of(regions, workers=2), open_source(spec(regions, 5)), model=MODEL)
+    assert fetched(regions) == Counter(range(5))
+    assert sums(tmp_path / "index") == sums(whole) and read(tmp_path / "index") == read(whole)
+
+
+def on_a_rank(shards: str, folder: str) -> int:
+    build_index(folder, encoder_of(Path(shards)), open_source(spec(Path(shards), 5)), model=MODEL)
+    return distributed.rank()
+
+
+def test_ranks_of_an_index_fetch_every_shard_once_and_keep_the_order(regions, whole, tmp_path):
+    fetched(regions)
+    assert gloo.run(on_a_rank, str(regions), str(tmp_path / "index")) == [0, 1]
+    assert fetched(regions) == Counter(range(5))
+    assert sums(tmp_path / "index") == sums(whole) and read(tmp_path / "index") == read(whole)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [0, 2, 4])
+def test_a_stopped_index_of_remote_shards_continues(regions, whole, tmp_path, monkeypatch, workers, done):
+    monkeypatch.setattr(build, "PART_SIZE", 6)  # three batches of at most two
+    real, written = parts.write, []
+
+    def stopping(path: Path, part: parts.Part) -> None:
+        if len(written) == done:
+            raise Killed
+        written.append(part.positions.tolist())
+        real(path, part)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(parts, "write", stopping)
+        build_index(tmp_path / "index", encoder_of(regions, workers), open_source(spec(regions, 5)), model=MODEL)
+    with pytest.raises(CoderError, match=f"workers was {workers}, is 3"):
+        build_index(tmp_path / "index", encoder_of(regions, 3), open_source(spec(regions, 5)), model=MODEL)
+    encoder, seen = encoder_of(regions, workers), []
+    real_batches = encoder.batches
+    monkeypatch.setattr(
+        encoder, "batches", lambda *a, **o: (seen.extend(b.positions.tolist()) or b for b in real_batches(*a, **o))
+    )
+    made = build_index(tmp_path / "index", encoder, open_source(spec(regions, 5)), model=MODEL)
+    assert sums(tmp_path / "index") == sums(whole) and read(tmp_path / "index") == read(whole)
+    assert sorted([*seen, *itertools.chain(*written)]) == [n // 5 * SHARD + n % 5 for n in range(24)]  # nothing twice
+    assert made["images"] == 24
+
+
+def test_a_rank_whose_parts_are_complete_fetches_nothing_again(regions, tmp_path, monkeypatch):
+    fetched(regions)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(parts, "assemble", lambda *a, **o: (_ for _ in ()).throw(Killed))
+        build_index(tmp_path / "index", encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)
+    assert fetched(regions) == Counter(range(5))
+    assert build_index(tmp_path / "index", encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)["images"] == 24
+    assert fetched(regions) == Counter()
+
+
+def test_thumbnails_of_pictures_in_remote_shards_under_regions(regions, tmp_path):
+    """Red by number; of the sixth there is none, and the last shard's are of other keys."""
+    keys = [item.key for _, item in open_source(str(regions / "s{0..4}.tar")).items()]
+    for shard in range(5):
+        with tarfile.open(tmp_path / f"s{shard}.tar", "w") as tar:
+            for n in range(shard * 5, min(24, shard * 5 + 5)):
+                picture = io.BytesIO()
+                Image.new("RGB", (8, 8), (10 * n, 0, 0)).save(picture, "PNG")
+                note = json.dumps({"image_id": keys[n] if shard < 4 else "other", "captions": ["a"]})
+                for ending, content in (("png", picture.getvalue()), ("json", note.encode())):
+                    info = tarfile.TarInfo(f"{n:03d}.{ending}")
+                    info.size = len(content) if (n, ending) != (6, "png") else 0
+                    tar.addfile(info, io.BytesIO(content))
+    options: Any = {"model": MODEL, "pictures": open_source(spec(tmp_path, 5))}
+    build_index(tmp_path / "index", encoder_of(regions, workers=2), open_source(spec(regions, 5)), **options)
+    thumbnails = [Index(tmp_path / "index").records.thumbnail(row) for row in range(24)]
+    assert [file is not None for file in thumbnails] == [n != 6 and n < 20 for n in range(24)]
+    reds = [Image.open(io.BytesIO(file)).getpixel((4, 4))[0] for file in thumbnails if file]
+    assert reds == pytest.approx([10 * n for n in range(20) if n != 6], abs=3)
+    assert fetched(tmp_path) == Counter(range(5))
+
+
+# an extraction
+
+
+def test_a_process_without_a_shard_of_its_own_fetches_none(tmp_path):
+    write_shards(tmp_path, shards=1, size=7, side=40)
+    options: Any = {"detector": Means, "batch_size": 3, "workers": 0}
+    assert extract(Job(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), processes=2).images == 7
+    assert fetched(tmp_path) == Counter([0])
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 2)])
+def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path, processes, workers):
+    write_shards(tmp_path, shards=3, size=7, side=40)
+    options: Any = {"detector": Means, "batch_size": 3, "workers": workers}
+    local = Job(source=open_source(str(tmp_path / "s{0..2}.tar")), folder=tmp_path / "local", shard_size=7, **options)
+    remote = Job(source=open_source(spec(tmp_path, 3)), folder=tmp_path / "remote", shard_size=1, **options)
+    assert extract(local).images == 21 == extract(remote, processes=processes).images
+    assert fetched(tmp_path) == Counter(range(3))
+    shards = [{name: value for name, value in contents(out).items() if re.search("[0-9].tar", name)}
+              for out in (local.folder, remote.folder)]  # fmt: skip
+    assert len(shards[0]) == 3 and shards[0] == shards[1]

@@ -19,16 +19,23 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
+from tests import fresh
+
 
 def run(function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
     """``function(*args)`` on every rank -> its results in rank order.
 
     ``function`` is a module's top-level function; it and its results travel by pickle. An exception on any rank, or
-    ``timeout`` seconds, ends all processes and raises here. Each start costs an import of torch, so group the checks.
+    ``timeout`` seconds, ends all processes and raises here.
     """
+    fresh.context()
     with tempfile.TemporaryDirectory() as folder:  # a file as the meeting point: no port to be taken by somebody else
         started = multiprocessing.start_processes(
-            _work, (function, args, ranks, folder, timeout), nprocs=ranks, join=False, start_method="spawn"
+            _work,
+            (function, args, ranks, folder, timeout, dict(os.environ)),
+            nprocs=ranks,
+            join=False,
+            start_method="forkserver",
         )
         deadline = time.monotonic() + timeout
         try:
@@ -48,8 +55,15 @@ def run(function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float
 
 
 def _work(
-    rank: int, function: Callable[..., Any], args: tuple[Any, ...], ranks: int, folder: str, timeout: float
+    rank: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    ranks: int,
+    folder: str,
+    timeout: float,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.update(environment)  # it may be another than when the server of processes began
     warnings.filterwarnings("ignore", category=FutureWarning, module="open_clip")
     torch.set_num_threads(1)
     if sys.platform == "linux":

@@ -20,20 +20,18 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation.evaluate import evaluate
 from coder_plugin.pretrained.export_manifest import seal_again
 from coder_plugin.pretrained.open import open_pretrained, saved_data_config
+from tests import fresh
 from tests.integrations import hub_runs
 
-ROOT = Path(__file__).parents[2]
 
-
-def fresh(kind: str, names: list[str], shared: Path, pictures: Path, out: Path) -> subprocess.Popen[str]:
-    """A process of its own that writes the vectors of shared models to ``out``."""
-    call = [sys.executable, "-m", "tests.integrations.hub_runs", kind, ",".join(names), str(shared), str(pictures), str(out)]
-    return subprocess.Popen(call, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def finished(process: subprocess.Popen[str], out: Path) -> dict[str, dict[str, torch.Tensor]]:
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said[-2000:]
+def vectors_elsewhere(kind: str, names: list[str], shared: Path, pictures: Path, out: Path) -> dict[str, dict[str, Any]]:
+    """The vectors of shared models in a process of its own, which leaves them in ``out``. A plain one has never seen us."""
+    arguments = ["-m", "tests.integrations.hub_runs", kind, ",".join(names), str(shared), str(pictures), str(out)]
+    if kind == "plain":
+        done = subprocess.run([sys.executable, *arguments], cwd=fresh.ROOT, capture_output=True, text=True, timeout=240)
+    else:
+        done = fresh.run(arguments, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(out)
 
 
@@ -46,9 +44,8 @@ def test_a_fresh_process_has_the_same_vectors_to_the_bit(
     try:
         elsewhere = shutil.copytree(shared, tmp_path / "elsewhere")
         names = sorted(known["vectors"])
-        ours = fresh("ours", names, elsewhere, known["pictures"], tmp_path / "ours.pt")
-        theirs = fresh("plain", sorted(known["towers"]), elsewhere, known["pictures"], tmp_path / "plain.pt")
-        found, plain = finished(ours, tmp_path / "ours.pt"), finished(theirs, tmp_path / "plain.pt")
+        found = vectors_elsewhere("ours", names, elsewhere, known["pictures"], tmp_path / "ours.pt")
+        plain = vectors_elsewhere("plain", sorted(known["towers"]), elsewhere, known["pictures"], tmp_path / "plain.pt")
     finally:
         moved.rename(home)
     for name in names:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from tests import fresh
 from tests.backbones import tiny_bert
 
 _VIT = {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16, "layers": 2}
@@ -293,7 +294,7 @@ class Pair:
         return [results[rank] for rank in range(self.ranks)]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn") if self.path else fresh.context()
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.ranks, theirs), daemon=True)

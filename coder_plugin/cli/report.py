@@ -36,9 +36,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_folder, check_options
     from coder_plugin.cli.flags import read_options
 
     options = read_options(arguments)
+    for folder in arguments.run_folder:
+        check_folder(folder, "a run", command="coder-plugin train")
     shown = {name: getattr(arguments, name) for name in ("split", "images") if getattr(arguments, name) is not None}
     where = {"export": arguments.export, "output": arguments.output}
     if len(arguments.run_folder) > 1:
@@ -51,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         echo(compare_runs(arguments.run_folder, **where))
         return 0
+    check_options(options)
     from coder_plugin.report.run import report_run
 
     echo(report_run(arguments.run_folder[0], options, **shown, **where))

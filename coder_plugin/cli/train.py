@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     flags = read_flags(arguments)
     if arguments.json and not flags.get("dry_run"):
         raise CoderError("--json prints the plan: add --dry-run")
-    check_options({**(file or {}), **flags})
+    check_options(flags, file=file, file_name=str(arguments.config))
     config = resolve_config(flags, file=file, file_name=str(arguments.config))
 
     from coder_plugin.report.callback import WriteReport  # from here on torch is imported, which takes seconds

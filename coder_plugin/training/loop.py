@@ -27,8 +27,7 @@ from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import total
 from coder_plugin.data.loader import TrainLoader, count_steps
-from coder_plugin.data.pixels import EightBit
-from coder_plugin.data.source import map_tensors
+from coder_plugin.data.pixels import to_device
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
@@ -417,10 +416,7 @@ class Trainer:
         raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        batch = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
-        if isinstance(self.train_transform, EightBit) and batch["image"].dtype == torch.uint8:
-            batch["image"] = self.train_transform.normalize(batch["image"])
-        return batch
+        return to_device(batch, self.device, self.train_transform)
 
     def _log_caption_stats(self) -> None:
         """After the first epoch: counts of positive captions by kind and of tokens by word class, over all ranks."""

@@ -203,7 +203,8 @@ def test_the_command(runs: list[Path], tmp_path: Path, capsys: Any) -> None:
         (["--images", "3"], "leave out --images"),
         (["--val-data", "x.csv"], "leave out --val-data"),
         ([names[0]], "is named twice"),
-        ([str(tmp_path / "absent")], "absent is not a training run's folder"),
+        ([str(tmp_path / "absent")], "absent"),
+        ([str(tmp_path)], "not a training run's folder"),
     ):
         assert main(["report", *names, *flags]) == 2
         error = capsys.readouterr().err

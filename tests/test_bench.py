@@ -38,6 +38,12 @@ def test_a_limit_ends_the_repetitions_but_not_the_first(common) -> None:
     assert 1 <= len(times["slow"]) <= 2 and len(times["other"]) == len(times["slow"])
 
 
+def test_a_short_step_is_called_in_blocks_and_its_mean_counts(common) -> None:
+    calls = []
+    times = common.measure({"a": lambda: (calls.append(0), time.sleep(0.001))}, repeats=2, warm_up=1, block=0.02)
+    assert len(calls) >= 2 + 2 * 5 and all(0.001 <= each < 0.02 for each in times["a"])
+
+
 def test_cpu_time_does_not_count_waiting(common) -> None:
     assert common.seconds(lambda: time.sleep(0.1), clock="cpu") < 0.05 <= common.seconds(lambda: time.sleep(0.1))
 

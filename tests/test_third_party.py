@@ -67,7 +67,7 @@ def test_it_is_as_small_as_it_is_said_to_be() -> None:
 
 
 def test_it_is_listed_with_its_origin_and_changes_none_of_ours(run: Run) -> None:
-    command = ("-m", "coder_plugin.cli", "plugins")
+    command = ("-m", "coder_plugin.cli", "plugins", "--all")
     with_it, without = (
         {" ".join(line.split()) for line in run(*command, theirs=there).stdout.splitlines()} for there in (True, False)
     )

@@ -49,8 +49,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if told := index_command(arguments):
-        echo(told)
+    from coder_plugin.cli.checks import check_data, check_model, check_options
+    from coder_plugin.cli.flags import read_options
+
+    options = read_options(arguments)
+    check_model(arguments.run_folder)
+    check_options(options)
+    if arguments.run_folder is None and "model" not in options:
+        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
+    kind = options.get("dataset_type", "auto")
+    check_data(arguments.data, flag="--data", kind="pictures" if os.path.isdir(arguments.data) else kind)
+    try:
+        if summary := index_command(arguments):
+            echo(summary)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was encoded is kept in {arguments.output}; the same command continues") from None
     return 0
 
 
@@ -68,8 +81,6 @@ def index_command(arguments: argparse.Namespace) -> str:
 
     options = read_options(arguments)
     spec = arguments.run_folder
-    if spec is None and "model" not in options:
-        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     data = saved_data_config(spec, {**options, "train_data": arguments.data, "val_data": arguments.data})
     if data.dataset_type == "auto" and data.regions is None and is_pictures(arguments.data):
         source: Any = Pictures(arguments.data, max_pixels=data.max_image_pixels)

@@ -30,7 +30,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_folder, check_options
     from coder_plugin.cli.flags import read_options
+
+    check_folder(arguments.run_folder, "a run", command="coder-plugin train")
+    check_options(read_options(arguments))
     from coder_plugin.report.run import report_run
 
     options = {name: getattr(arguments, name) for name in ("export", "split", "output", "images")}

@@ -30,6 +30,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_model
+
+    check_model(arguments.run_folder)
     from coder_plugin.integrations.hub import share_command
 
     echo(share_command(arguments))

@@ -27,8 +27,7 @@ from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import total
 from coder_plugin.data.loader import TrainLoader, count_steps
-from coder_plugin.data.pixels import EightBit
-from coder_plugin.data.source import map_tensors
+from coder_plugin.data.pixels import to_device
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
@@ -403,15 +402,13 @@ class Trainer:
         name = next(filter(None, distributed.gather_objects(self.signals.received)), "a signal")
         if self.step and self.saved != (self.step, self.epoch):
             self._save_checkpoint()
+        kept = f"its checkpoint is kept in {self.folder / 'checkpoints'}" if self.step else "there is nothing to keep yet"
         advice = f"the same command with --name {self.folder.name} --resume latest continues it"
-        self.log.say(f"{name}: stopped after step {self.step}; {advice} (exit status {EXIT_STATUS})")
+        self.log.say(f"{name}: stopped after step {self.step}; {kept}; {advice} (exit status {EXIT_STATUS})")
         raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        batch = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
-        if isinstance(self.train_transform, EightBit) and batch["image"].dtype == torch.uint8:
-            batch["image"] = self.train_transform.normalize(batch["image"])
-        return batch
+        return to_device(batch, self.device, self.train_transform)
 
     def _log_caption_stats(self) -> None:
         """After the first epoch: counts of positive captions by kind and of tokens by word class, over all ranks."""

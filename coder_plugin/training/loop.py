@@ -411,8 +411,9 @@ class Trainer:
         name = next(filter(None, distributed.gather_objects(self.signals.received)), "a signal")
         if self.step and self.saved != (self.step, self.epoch):
             self._save_checkpoint()
+        kept = f"its checkpoint is kept in {self.folder / 'checkpoints'}" if self.step else "there is nothing to keep yet"
         advice = f"the same command with --name {self.folder.name} --resume latest continues it"
-        self.log.say(f"{name}: stopped after step {self.step}; {advice} (exit status {EXIT_STATUS})")
+        self.log.say(f"{name}: stopped after step {self.step}; {kept}; {advice} (exit status {EXIT_STATUS})")
         raise StoppedBySignal
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:

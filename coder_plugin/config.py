@@ -269,7 +269,7 @@ class RunConfig:
         0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
     )
     save_every_steps: int = _option(0, "also save every n steps within an epoch [0: never]", at_least=0)
-    log_every_n_steps: int = _option(20, "steps between log lines", at_least=1)
+    log_every_n_steps: int = _option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
     report: bool = _option(True, "write report.html into the run's folder at the end")
     report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
     wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")
@@ -493,7 +493,8 @@ def _unknown(name: str, names: Sequence[str], subject: str = "") -> CoderError:
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {nearest[0]}?)" if nearest else ""
     within = f" of {subject}" if subject else ""
-    return CoderError(f"unknown option {name}{hint}{within} in the configuration; known: {', '.join(sorted(names))}")
+    known = "" if nearest else f"; known: {', '.join(sorted(names))}"
+    return CoderError(f"unknown option {name}{hint}{within} in the configuration{known}")
 
 
 def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -545,7 +546,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
         options = tomllib.loads(text) if str(path).endswith(".toml") else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise CoderError(f"--config {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CoderError(f"--config {path}: {reason}") from error
     if not isinstance(options, dict):
         raise CoderError(f"--config {path}: it must hold an object of options, not a {type(options).__name__}")
     try:

@@ -7,6 +7,8 @@ run's ``config.json``, a file of ``--config`` or a recipe somebody else may have
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections.abc import Mapping
 from itertools import islice
@@ -52,6 +54,38 @@ def is_local(location: str) -> bool:
         if any(_SCHEME.match(each) and not _LOCAL.match(each) for each in patterns):
             return False
     return True
+
+
+def absolute(location: str) -> str:
+    """A location of data whose relative paths begin with the working directory, so that it means the same in another folder.
+
+    Parts that are not local, or of which there is no file, such as a name that a plugin's reader takes, stay as they are.
+
+    Example:
+        >>> absolute("https://example.org/{0..9}.tar"), absolute("scenes")
+        ('https://example.org/{0..9}.tar', 'scenes')
+        >>> absolute(".") == os.getcwd()
+        True
+    """
+    from braceexpand import braceexpand
+
+    if location == "scenes" or location.startswith(_MARK):
+        return location
+    folder, parts = os.getcwd(), []
+    for part in location.split("::"):
+        path = part
+        try:
+            patterns = list(braceexpand(part)) if is_local(part) and not _SCHEME.match(part) else []
+        except ValueError:
+            patterns = []
+        if patterns and not any(map(os.path.isabs, patterns)) and not re.search(r"[{},]|::", folder):
+            if os.path.exists(patterns[0]):
+                path = os.path.join(folder, part)
+                path = path if ".." in part else os.path.normpath(path)  # the folder above a link is that of its target
+            elif next(glob.iglob(patterns[0]), None) is not None:
+                path = os.path.join(glob.escape(folder), part)
+        parts.append(path if is_local(path) else part)
+    return "::".join(parts)
 
 
 def local_only(options: Mapping[str, Any]) -> dict[str, Any]:

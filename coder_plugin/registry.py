@@ -162,6 +162,18 @@ def format_plugins(plugins: Iterable[Plugin]) -> str:
     return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in table)
 
 
+def format_names(plugins: Iterable[Plugin]) -> str:
+    """The names of plugins, a line for each group. The package of a plugin that is not ours is named."""
+    groups: dict[str, list[str]] = {}
+    for plugin in plugins:
+        package = f"{plugin.distribution} {plugin.version}".strip()
+        origin = "" if plugin.distribution == "coder-plugin" else f" ({package})"
+        note = " [cannot be used: --all]" if plugin.error else ""
+        groups.setdefault(plugin.group, []).append(f"{plugin.name}{origin}{note}")
+    width = max(map(len, groups), default=0)
+    return "\n".join(f"{group:<{width}}  {', '.join(names)}" for group, names in groups.items()) or "no plugins found"
+
+
 def _short(group: str) -> str:
     """Groups may be written as in `pyproject.toml` ("coder_plugin.losses") or without the prefix."""
     short = group.removeprefix(PREFIX)

@@ -46,6 +46,16 @@ def echo(text: object = "", *, file: IO[str] | None = None) -> None:
     print(line, file=stream, flush=True)
 
 
+def plural(number: int, what: str) -> str:
+    """A number with its noun, in the plural unless it is one.
+
+    Example:
+        >>> plural(1, "epoch"), plural(2_000, "step"), plural(2, "process")
+        ('1 epoch', '2,000 steps', '2 processes')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('s') else 's'}"
+
+
 class PrintableFormatter(logging.Formatter):
     """A log record without characters that a terminal acts on; tracebacks included."""
 

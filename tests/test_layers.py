@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom to the top. A module may import from its own layer and from those before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "files", "distributed", "launchers", "terminal", "hub_access"),
-    ("registry", "expression", "options", "config", "html", "locations"),
+    ("registry", "expression", "options", "config", "html", "locations", "progress"),
     ("functional",),
     ("data",),
     ("backbones",),

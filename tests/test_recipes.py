@@ -396,6 +396,10 @@ def test_recipes_that_inherit_in_a_circle(register):
 def test_the_command_lists_and_prints(capsys, tmp_path):
     assert main(["recipes"]) == 0
     printed = capsys.readouterr().out
+    tables = [name for name in recipes.names() if "/" in name]
+    assert f"{len(tables)} more recipes" in printed and not any(f" {name} " in printed for name in tables)
+    assert main(["recipes", "--all"]) == 0
+    printed = capsys.readouterr().out
     assert printed.startswith("AsCL: ") and "\nCODER: " in printed and "\nSelfAlign: " in printed
     lines = printed.splitlines()
     for name in recipes.names():

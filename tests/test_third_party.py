@@ -17,6 +17,8 @@ import gloo
 import pytest
 import torch
 
+from tests import fresh
+
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10: what pytest brings along there
@@ -47,14 +49,7 @@ def run(site: Path, tmp_path: Path) -> Run:
     def python(*arguments: str, theirs: bool = True, status: int = 0) -> subprocess.CompletedProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(site)] if theirs else [])
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = fresh.run(arguments, env=environment, cwd=tmp_path, timeout=300)
         assert done.returncode == status, done.stderr + done.stdout
         return done
 
@@ -72,7 +67,7 @@ def test_it_is_as_small_as_it_is_said_to_be() -> None:
 
 
 def test_it_is_listed_with_its_origin_and_changes_none_of_ours(run: Run) -> None:
-    command = ("-m", "coder_plugin.cli", "plugins")
+    command = ("-m", "coder_plugin.cli", "plugins", "--all")
     with_it, without = (
         {" ".join(line.split()) for line in run(*command, theirs=there).stdout.splitlines()} for there in (True, False)
     )

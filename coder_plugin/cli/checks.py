@@ -19,17 +19,22 @@ from coder_plugin.registry import names
 _WEIGHTS = re.compile(r"\.(pt|pth|bin|safetensors|npz)$")
 
 
-def check_options(layers: Mapping[str, Any]) -> None:
+def check_options(flags: Mapping[str, Any], *, file: Mapping[str, Any] | None = None, file_name: str = "file") -> None:
     """Check the options of a command as far as that is possible without torch.
 
     Args:
-        layers: options by flat name, of ``--config`` and flags.
+        flags: options by flat name.
+        file: those of ``--config``, if they are not among ``flags``; None: none.
+        file_name: what messages call it.
 
     Raises:
         CoderError: an option of the wrong type, a name that does not exist, a loss that is not of the grammar, or a file that
             is missing.
     """
-    options, _ = merge([("flag", layers)])
+    options, _ = merge([(file_name, file or {}), ("flag", flags)])
+    for name, value in options.items():
+        if value == "" and name not in ("report_to",):
+            raise CoderError(f"--{name.replace('_', '-')} is empty")
     kind = options.get("dataset_type", "auto")
     if kind not in ("auto", *names("readers")):
         raise CoderError(f"--dataset-type {kind}: unknown reader{did_you_mean(kind, names('readers')) or ';'} "
@@ -75,22 +80,32 @@ def check_exists(path: str, *, flag: str) -> None:
         raise CoderError(f"{flag} {error}") from error
 
 
+def check_model(spec: str | None) -> None:
+    """Check the folder of a run, an export or a shared model; a repository of the hub is not looked up.
+
+    Raises:
+        CoderError: there is no such folder.
+    """
+    if spec is not None and not spec.startswith("hf-hub:"):
+        check_folder(spec, "a run or an export", command="coder-plugin train")
+
+
 def check_folder(folder: str, what: str, *, command: str) -> None:
-    """Check that a run's, an export's or an index's folder exists; a repository of the hub is not looked up.
+    """Check that a run's or an index's folder exists.
 
     Args:
         folder: as the user gave it.
-        what: what it should be, such as "run or export".
+        what: what it should be, such as "a run".
         command: makes one.
 
     Raises:
         CoderError: there is no such folder.
     """
-    if folder.startswith("hf-hub:") or Path(folder).is_dir():
+    path = Path(folder)
+    if path.is_dir():
         return
-    if Path(folder).exists():
-        raise CoderError(f"{folder} is a file: give the folder of a {what} ({command} makes one)")
-    try:
-        check_location(folder)
-    except CoderError as error:
-        raise CoderError(f"{error} (a {what}; {command} makes one)") from error
+    if path.exists():
+        raise CoderError(f"{folder} is a file: give the folder of {what}")
+    beside = sorted(each.name for each in path.absolute().parent.glob("*/")) if path.absolute().parent.is_dir() else []
+    hint = did_you_mean(path.name, beside) or f": give that of {what}, which {command} makes"
+    raise CoderError(f"{folder}: no such folder{hint}")

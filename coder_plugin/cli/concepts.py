@@ -85,6 +85,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_exists, check_options
+    from coder_plugin.cli.flags import read_options
+
+    check_options(read_options(arguments))
+    if arguments.max_captions is not None and arguments.max_captions < 1:
+        raise CoderError(f"--max-captions is {arguments.max_captions}; it must be 1 or more")
+    if arguments.vectors != "none" and not arguments.vectors.startswith(_MODEL):
+        check_exists(arguments.vectors, flag="--vectors")
     echo(concepts_command(arguments))
     return 0
 
@@ -104,8 +112,6 @@ def concepts_command(arguments: argparse.Namespace) -> str:
 
     flags = read_options(arguments)
     config = resolve([("flag", flags)])
-    if arguments.max_captions is not None and arguments.max_captions < 1:
-        raise CoderError(f"--max-captions is {arguments.max_captions}; it must be 1 or more")
     path = artefact_path(arguments.output)
     check_writable(path)
     vectors = _vectors(arguments.vectors, template=arguments.template, center=arguments.center)
@@ -154,8 +160,7 @@ def _vectors(spec: str, *, template: str | None, center: bool | None) -> VectorS
 
 def _captions(source: Any, limit: int | None) -> Iterator[str]:
     """The captions of a source, image by image; no picture is decoded."""
-    from tqdm import tqdm
-
     from coder_plugin.data.from_config import captions_of
+    from coder_plugin.progress import track
 
-    return iter(tqdm(islice(captions_of(source), limit), desc="captions", unit="", unit_scale=True, disable=None, leave=False))
+    return track(islice(captions_of(source), limit), limit, what="captions")

@@ -25,7 +25,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "run_folder", nargs="*",
         help="folder of a run (its options and best export), an export or a shared model; several: also their ensemble"
     )
-    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument(
+        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+    )
     parser.add_argument("--folds", type=int, default=0, help="also report the mean over N folds (COCO 1K: 5)")
     parser.add_argument(
         "--beta",
@@ -113,11 +115,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_exists, check_model, check_options
     from coder_plugin.cli.flags import read_options
 
+    for folder in arguments.run_folder:
+        check_model(folder)
+    options = read_options(arguments)
+    check_options(options)
+    if not arguments.run_folder and "model" not in options:
+        raise CoderError("say which model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
+    for flag in ("cxc", "zeroshot", "classnames"):
+        if vars(arguments)[flag] is not None:
+            check_exists(vars(arguments)[flag], flag=f"--{flag}")
     if arguments.json and arguments.json != "-" and not Path(arguments.json).absolute().parent.is_dir():
         raise CoderError(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
-    results = evaluate_command(arguments, read_options(arguments))
+    results = evaluate_command(arguments, options)
     if not results:
         return 0  # another rank prints
     if arguments.json:

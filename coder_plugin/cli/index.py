@@ -26,7 +26,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--data", required=True, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
     parser.add_argument("--output", required=True, metavar="INDEX", help="the folder to write")
-    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument(
+        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+    )
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     parser.add_argument(
         "--what", choices=("both", "images", "captions"), default="both",
@@ -49,8 +51,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if told := index_command(arguments):
-        echo(told)
+    from coder_plugin.cli.checks import check_data, check_model, check_options
+    from coder_plugin.cli.flags import read_options
+
+    options = read_options(arguments)
+    check_model(arguments.run_folder)
+    check_options(options)
+    if arguments.run_folder is None and "model" not in options:
+        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
+    kind = options.get("dataset_type", "auto")
+    check_data(arguments.data, flag="--data", kind="pictures" if os.path.isdir(arguments.data) else kind)
+    try:
+        if summary := index_command(arguments):
+            echo(summary)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was encoded is kept in {arguments.output}; the same command continues") from None
     return 0
 
 
@@ -64,19 +79,18 @@ def index_command(arguments: argparse.Namespace) -> str:
     from coder_plugin.data.pictures import Pictures, is_pictures
     from coder_plugin.index.build import absolute, build_index, model_record
     from coder_plugin.pretrained.build import check_data, first_image
-    from coder_plugin.pretrained.open import open_pretrained, saved_data_config
+    from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
 
     options = read_options(arguments)
     spec = arguments.run_folder
-    if spec is None and "model" not in options:
-        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     data = saved_data_config(spec, {**options, "train_data": arguments.data, "val_data": arguments.data})
     if data.dataset_type == "auto" and data.regions is None and is_pictures(arguments.data):
         source: Any = Pictures(arguments.data, max_pixels=data.max_image_pixels)
         pictures = None
     else:
         source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
-    model = open_pretrained(spec, options, export=arguments.export, name=spec)
+    export = arguments.export or default_export(spec)
+    model = open_pretrained(spec, options, export=export, name=spec)
     if arguments.what != "captions":
         example = first_image(source, reads_regions=isinstance(model.model, Backbone))
         check_data(model.model, example, source.name, max_regions=model.config.max_regions)
@@ -85,7 +99,7 @@ def index_command(arguments: argparse.Namespace) -> str:
         arguments.output,
         model.encoder(),
         source,
-        model=model_record(model, spec, export=arguments.export, options=overrides),
+        model=model_record(model, spec, export=export, options=overrides),
         what=arguments.what,
         factory=arguments.factory,
         thumbnails=arguments.thumbnails,

@@ -8,15 +8,29 @@ from coder_plugin.terminal import echo
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("plugins", help="list losses, heads, readers … and where they come from")
-    parser.add_argument("group", nargs="?", help="one group: losses, heads, readers, recipes …")
+    parser = commands.add_parser(
+        "plugins",
+        help="list losses, heads, readers, recipes … and where they come from",
+        description="List what can be named: losses, heads, readers, recipes …, of this package and of others.",
+    )
+    parser.add_argument("group", nargs="?", help="one group, with the origin of each: losses, heads, readers, recipes …")
+    parser.add_argument("--all", action="store_true", help="a row for each, with its package and where it is loaded from")
     parser.add_argument("--check", action="store_true", help="import each one and report failures")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.registry import format_plugins, list_plugins
+    from coder_plugin.cli.recipes import list_recipes
+    from coder_plugin.registry import format_names, format_plugins, list_plugins
 
     plugins = list_plugins(arguments.group, check=arguments.check)
-    echo(format_plugins(plugins))
+    if arguments.group == "recipes":
+        echo(list_recipes(tables=arguments.all))
+    elif arguments.group or arguments.all or arguments.check:
+        echo(format_plugins(plugins))
+        if arguments.all:
+            echo(f"\n{list_recipes(tables=True)}")
+    else:
+        echo(format_names(plugin for plugin in plugins if plugin.group != "recipes"))
+        echo(f"\n{list_recipes()}\n\nmore: coder-plugin plugins GROUP, or --all")
     return 1 if any(plugin.error for plugin in plugins) else 0

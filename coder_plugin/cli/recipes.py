@@ -15,29 +15,38 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "paper. With NAME, print it as TOML: a file to start your own from, for --recipe FILE.toml.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list, or a .toml file")
+    parser.add_argument("--all", action="store_true", help="also list the rows of the papers' tables and figures")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    echo(list_recipes() if arguments.name is None else print_recipe(arguments.name))
+    echo(list_recipes(tables=arguments.all) if arguments.name is None else print_recipe(arguments.name))
     return 0
 
 
-def list_recipes() -> str:
-    """Rows of kind, name and description, grouped by paper; those of other packages come last."""
+def list_recipes(*, tables: bool = False) -> str:
+    """Rows of kind, name and description, grouped by paper; those of other packages come last.
+
+    Args:
+        tables: also the recipes of single rows of the papers' tables and figures, whose names hold a slash.
+    """
     from coder_plugin import recipes, registry
 
-    width = max(map(len, {*recipes.names(), *recipes.objectives()}))
-    blocks = []
+    names = [name for name in (*recipes.names(), *recipes.objectives()) if tables or "/" not in name]
+    width = max(map(len, names))
+    blocks, hidden = [], 0
     for file in recipes.files():
         rows = [("objective", name, table) for name, table in file.objectives.items()]
-        rows += [("recipe", name, table) for name, table in file.recipes.items()]
+        rows += [("recipe", name, table) for name, table in file.recipes.items() if tables or "/" not in name]
+        hidden += len(file.recipes) + len(file.objectives) - len(rows)
         lines = [f"  {kind:<9}  {name:<{width}}  {table.get('description', '')}" for kind, name, table in rows]
         blocks.append("\n".join([file.paper, *lines]))
     plugins = registry.list_plugins("recipes")
     if plugins:
         lines = [f"  {'':<9}  {p.name:<{width}}  {p.distribution} {p.version}".rstrip() for p in plugins]
         blocks.append("\n".join(["Other packages", *lines]))
+    if hidden:
+        blocks.append(f"{hidden} more recipes, one for each row of the papers' tables and figures: coder-plugin recipes --all")
     return "\n\n".join(blocks)
 
 

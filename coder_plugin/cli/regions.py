@@ -92,6 +92,9 @@ def add_extract_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _extract(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_exists
+
+    check_exists(arguments.images, flag="IMAGES")
     from coder_plugin.data.from_config import reading_options
     from coder_plugin.data.pictures import is_pictures
 
@@ -99,7 +102,10 @@ def _extract(arguments: argparse.Namespace) -> int:
     bare = config.data.dataset_type == "auto" and is_pictures(arguments.images)
     pixels: dict[str, Any] = {"max_pixels": config.data.max_image_pixels}
     reading = pixels if bare else reading_options(config.data, arguments.images)
-    echo(extract_command(arguments, **reading))
+    try:
+        echo(extract_command(arguments, **reading))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was extracted is kept in {arguments.output}; the same command continues") from None
     return 0
 
 
@@ -160,6 +166,9 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_exists
+
+    check_exists(arguments.source, flag="SOURCE")
     from coder_plugin.data.from_config import make_captions
     from coder_plugin.data.regions.convert import convert
 

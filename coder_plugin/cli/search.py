@@ -50,6 +50,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_exists, check_folder
+
+    check_folder(arguments.index, "an index", command="coder-plugin index")
+    if not (arguments.text or arguments.image or arguments.key):
+        raise CoderError("nothing to search for: give --text, --image or --key")
+    for path in arguments.image or ():
+        check_exists(path, flag="--image")
+    if arguments.k < 1:
+        raise CoderError(f"k must be at least 1, got {arguments.k}")
     echo(search_command(arguments))
     return 0
 

@@ -7,9 +7,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coder_plugin.data.pixels import to_device
     from coder_plugin.data.source import Source
 
-__all__ = ["check_location", "guess_kind", "open_source"]
+__all__ = ["check_location", "guess_kind", "open_source", "to_device"]
 
 #: Endings of picture files.
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -158,3 +159,12 @@ def _check_options(kind: str, reader: Any, options: dict[str, Any]) -> None:
     for name in options:
         if name not in allowed:
             raise CoderError(f"reader {kind!r} has no option {name!r}; it has: {', '.join(allowed) or 'none'}")
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch where it is first used."""
+    if name == "to_device":
+        from coder_plugin.data.pixels import to_device
+
+        return to_device
+    raise AttributeError(f"module 'coder_plugin.data' has no attribute {name!r}")

@@ -14,7 +14,8 @@ from coder_plugin.errors import CoderError
 KINDS = {
     "picture": "a picture that is damaged or of a format that is not read",
     "picture_size": "a picture of more pixels than --max-image-pixels",
-    "file": "a file that is missing or cannot be opened, or a sample without an image",
+    "missing": "a picture's file that does not exist",
+    "file": "a file that cannot be opened, or a sample without an image",
     "file_size": "a file in a shard, or an array, that is larger than any sample's should be",
     "json": "JSON that is broken or nested too deep",
     "caption": "no caption, an empty one, or one that is not text",
@@ -58,7 +59,14 @@ Bad = tuple[str, str, str]
 
 
 def describe(key: str, error: BaseException) -> Bad:
-    """The entry of a sample whose reading raised ``error``."""
+    """The entry of a sample whose reading raised ``error``.
+
+    Example:
+        >>> describe("a.jpg", FileNotFoundError(2, "No such file or directory", "pictures/a.jpg"))
+        ('missing', 'a.jpg', "not found: 'pictures/a.jpg'")
+    """
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.filename is not None:
+        return "missing", key, shorten(f"not found: {str(error.filename)!r}")
     kind = error.kind if isinstance(error, BadSample) else "file" if isinstance(error, OSError) else "image"
     return kind, key, shorten(" ".join(str(error).split()) or type(error).__name__)
 

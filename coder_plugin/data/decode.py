@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
+import warnings
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
@@ -20,6 +22,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 89_478_485
 #: Most pixels that an option may allow: beyond, Pillow itself refuses to open a picture.
 MOST_PIXELS = 2 * MAX_PIXELS
+# Pillow's own warning would come first, once for each picture on a terminal and without its name. (Suppressing it for each
+# picture alone is not possible in threads.)
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 #: The key of a picture's ``info`` for the mode of its file, such as CMYK.
 STORED = "stored mode"
 
@@ -50,11 +55,11 @@ def decode_image(data: bytes | str, *, max_pixels: int | None = None) -> Image.I
             ...
         coder_plugin.data.bad_samples.BadSample: 4 x 2 pixels are more than the 7 that --max-image-pixels allows
     """
+    limit = MAX_PIXELS if max_pixels is None else max_pixels
     with io.BytesIO(data) if isinstance(data, bytes) else _open(data) as file:
         try:
             with Image.open(file, formats=FORMATS) as picture:
                 width, height = picture.size
-                limit = MAX_PIXELS if max_pixels is None else max_pixels
                 if width * height > limit:
                     raise BadSample(
                         "picture_size",
@@ -72,7 +77,11 @@ def decode_image(data: bytes | str, *, max_pixels: int | None = None) -> Image.I
         except UnidentifiedImageError:  # its message shows the address of a buffer
             raise BadSample("picture", f"not an image that is read ({', '.join(FORMATS)})") from None
         except Image.DecompressionBombError as exc:
-            raise BadSample("picture_size", str(exc)) from None
+            pixels = re.search(r"\d+", str(exc))
+            count = f"{int(pixels[0]):,}" if pixels else "its"
+            raise BadSample(
+                "picture_size", f"{count} pixels are more than the {limit:,} that --max-image-pixels allows"
+            ) from None
         except Exception as exc:  # Pillow raises many kinds of errors on damaged files
             name = "" if type(exc) in (OSError, ValueError) else f"{type(exc).__name__}: "
             raise BadSample("picture", f"{name}{exc}") from exc

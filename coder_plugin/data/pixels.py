@@ -3,12 +3,53 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
+
+from coder_plugin.errors import CoderError
+
+
+def to_device(
+    batch: Mapping[str, Any], device: torch.device | str, transform: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """A loader's batch on a device, its 8-bit pictures normalised there: what a training loop of your own gives the model.
+
+    Args:
+        batch: of :class:`~coder_plugin.data.loader.TrainLoader` or :func:`~coder_plugin.data.loader.evaluation_batches`.
+        device: where its tensors go.
+        transform: the loader's. An :class:`EightBit` normalises its pictures, uint8 [B, 3, H, W] from 0 to 255, to float32.
+
+    Returns:
+        The batch with its tensors, also those in dicts such as regions, on the device, and other values as they are.
+
+    Raises:
+        CoderError: 8-bit pictures without the transform that normalises them.
+
+    Example:
+        >>> pixels = EightBit(lambda picture: picture, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+        >>> batch = {"image": torch.full((2, 3, 4, 4), 255, dtype=torch.uint8), "keys": ["a.jpg", "b.jpg"]}
+        >>> moved = to_device(batch, "cpu", pixels)
+        >>> moved["image"].dtype, moved["image"].max().item(), moved["keys"]
+        (torch.float32, 1.0, ['a.jpg', 'b.jpg'])
+    """
+    moved = {name: _moved(value, device) for name, value in batch.items()}
+    image = moved.get("image")
+    if isinstance(image, Tensor) and image.dtype == torch.uint8:
+        if transform is None:
+            raise CoderError("the batch has 8-bit pictures: pass the loader's transform, which normalises them")
+        if isinstance(transform, EightBit):
+            moved["image"] = transform.normalize(image)
+    return moved
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _moved(each, device) for name, each in value.items()}
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def eight_bit(transform: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -23,11 +23,18 @@ _LARGEST_SIZES = 1 << 26
 
 
 def shard_labels(shards: Sequence[str]) -> dict[str, str]:
-    """The names of shards in their images' keys: the stem, so that keys survive moving the data, unless stems are not
-    unique."""
+    """The names of shards in their images' keys, which survive moving the data: the stem or, where stems are not unique, the
+    path below the folder that all are in.
+
+    Example:
+        >>> shard_labels(["data/a/0.tar", "data/b/0.tar"])
+        {'data/a/0.tar': 'a/0', 'data/b/0.tar': 'b/0'}
+    """
     stems = {shard: os.path.basename(shard).split(".tar")[0] for shard in shards}
-    unique = len(set(stems.values())) == len(stems)
-    return stems if unique else {shard: shard.split(".tar")[0] for shard in shards}
+    if len(set(stems.values())) == len(stems):
+        return stems
+    common = len(os.path.commonprefix([shard.split("/")[:-1] for shard in shards]))
+    return {shard: "/".join(shard.split("/")[common:]).split(".tar")[0] for shard in shards}
 
 
 def expand(spec: str) -> list[str]:

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from tqdm import tqdm
 
 from coder_plugin import files
 from coder_plugin.data.bad_samples import DEFAULT_RATE, Bad, BadSamples, check_rate, describe
@@ -39,6 +38,7 @@ from coder_plugin.detectors.base import Detector, Prepared
 from coder_plugin.detectors.global_features import make_detector_with_global
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_write
+from coder_plugin.progress import Progress, track
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -277,7 +277,7 @@ def work(job: Job, part: int, parts: int) -> None:
 
     with (
         closing(run_ahead(partial(_detect, detector), batches, size=4, initializer=start_thread)) as detected,
-        tqdm(total=total, desc="regions", unit=" images", position=part, disable=None) as bar,
+        Progress(total, what="images", position=part) as bar,
     ):
 
         def records(unit_batches: Iterable[Batch], bad_of_unit: list[Bad]) -> Iterator[Record]:
@@ -445,8 +445,7 @@ def _finish(job: Job, notes: dict[int, dict[str, Any]]) -> None:
         write_json(job.settings_file, {**read_json(job.settings_file), "captions_per_image": job.captions_per_image})
         file = ShardFile(str(job.shards), split=job.split)
         records = (Record(name, file[name], file.captions.get(name, ())[: job.captions_per_image]) for name in file)
-        bar = tqdm(records, total=len(file), desc="precomp", disable=None)
-        write_precomp(str(job.folder), bar, split=job.split)
+        write_precomp(str(job.folder), track(records, len(file), what="images written"), split=job.split)
     for unit in notes:
         job.shard(unit).unlink(missing_ok=True)
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from coder_plugin.data.bad_samples import allowed
+from coder_plugin.data.bad_samples import allowed, describe
 from coder_plugin.data.decode import STORED
 from coder_plugin.data.item import Item
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.doctor.findings import Finding, bytes_text, listed, note, ok, one_line, problem, share, some, warning
+from coder_plugin.doctor.findings import Finding, bytes_text, listed, note, ok, problem, share, some, warning
 from coder_plugin.doctor.machine import usable_cores
 
 TINY = 32  # pixels: the shorter side
@@ -66,7 +66,7 @@ def _look(item: Item) -> Look | Regions:
     try:
         loaded = item.load()
     except (OSError, ValueError) as error:
-        return Look(item.key, one_line(error) or type(error).__name__)
+        return Look(item.key, describe(item.key, error)[2])
     if isinstance(loaded, Regions):
         return loaded
     digest = hashlib.blake2b(repr(loaded.size).encode() + loaded.tobytes(), digest_size=16)

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, parts, vectors
 from coder_plugin.locations import is_local
+from coder_plugin.progress import Progress
 from coder_plugin.terminal import echo
 
 PARTS = "parts"
@@ -116,7 +116,7 @@ def build_index(
 
 
 def model_record(
-    model: Any, spec: str | None, *, export: str = "best", options: Mapping[str, Any] | None = None
+    model: Any, spec: str | None, *, export: str, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The manifest's fields about a model, from which a search opens it again.
 
@@ -278,7 +278,7 @@ def _encode(folder: Path, job: _Job) -> None:
         pictures = PictureThumbnails(job.pictures.items(rank, ranks, block=size))
     pending: list[tuple[Any, list[bytes]]] = []
     pending_blocks: list[int] = []
-    progress = _Progress(job.source.num_images, bad.read * ranks, shown=rank == 0)
+    progress = Progress(job.source.num_images, bad.read * ranks, what="images", shown=rank == 0)
 
     def write(*, last: bool) -> None:
         nonlocal number, reported
@@ -288,7 +288,7 @@ def _encode(folder: Path, job: _Job) -> None:
         pending.clear()
         pending_blocks.clear()
 
-    with contextlib.closing(progress):
+    with progress:
         for batch in _batches(job, remaining, bad):
             if len(pending_blocks) >= batches_per_part:
                 write(last=False)
@@ -298,38 +298,10 @@ def _encode(folder: Path, job: _Job) -> None:
             pending.append((batch, thumbnails))
             pending_blocks += batch.blocks
             counted = len(kept)  # those of the blocks so far
-            progress.update(bad.read * ranks)
+            progress.advance(bad.read * ranks)
         counted = len(kept)
         write(last=True)
     bad.finish()
-
-
-class _Progress:
-    """The number of images done: a progress bar on a terminal, elsewhere a line every ten seconds."""
-
-    def __init__(self, total: int | None, done: int, *, shown: bool) -> None:
-        from tqdm import tqdm
-
-        self.total, self.lines = total, shown and not sys.stderr.isatty()
-        self.done = min(done, total or done)
-        self.bar = tqdm(total=total, initial=self.done, unit="img", disable=not shown or self.lines)
-        self.printed_at = time.monotonic()
-        if done and self.lines:
-            self._print("continuing after ")
-
-    def update(self, done: int) -> None:
-        before, self.done = self.done, min(done, self.total or done)
-        self.bar.update(self.done - before)
-        if self.lines and time.monotonic() - self.printed_at > 10:
-            self._print("")
-
-    def _print(self, start: str) -> None:
-        self.printed_at = time.monotonic()
-        total = f" of {self.total:,}" if self.total else ""
-        echo(f"{start}{self.done:,}{total} images", file=sys.stderr)
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 def _consecutive_parts(folder: Path, rank: int) -> list[Path]:

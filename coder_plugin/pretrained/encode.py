@@ -23,6 +23,7 @@ from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import block_of, map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.capabilities import Reranks, heads_with
+from coder_plugin.progress import Progress
 
 Item = dict[str, Tensor]
 log = logging.getLogger(__name__)
@@ -184,7 +185,10 @@ class Encoder:
         images, texts, index, ids = [], [], [], []  # type: list, list, list, list
         counts: list[int] = []
         captions: list[str] = []
+        ranks = distributed.world_size()
+        progress = Progress(getattr(source, "num_images", None), what="images", shown=distributed.rank() == 0)
         for batch in self.batches(source, head, bad=bad):
+            progress.advance(bad.read * ranks)
             images.append(batch.images)
             texts += batch.texts
             index.append(batch.positions)
@@ -194,6 +198,7 @@ class Encoder:
             if batch.image_item is not None:
                 image_items.append(batch.image_item)
             text_items += batch.text_items
+        progress.close()
         if not images:
             return None
         return {

@@ -231,7 +231,7 @@ def _read(path: Path, *, single: bool = False) -> RecipeFile:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CoderError(f"{origin}: {error}") from error
+        raise CoderError(f"{origin}: {error.strerror if isinstance(error, OSError) and error.strerror else error}") from error
     if single and not set(data) & {*_TABLES, "paper"}:
         data = {"recipes": {path.stem: data}}
     if single and "objectives" in data:

@@ -21,7 +21,8 @@ from coder_plugin import distributed
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.files import atomic_write
-from coder_plugin.terminal import echo
+from coder_plugin.progress import duration
+from coder_plugin.terminal import echo, plural
 from coder_plugin.training.metrics_file import append_line
 
 _log = logging.getLogger(__name__)
@@ -64,12 +65,12 @@ class RunLog:
 
     def start(self, plan: Mapping[str, Any]) -> None:
         if self.main:
-            processes = "1 process" if plan["ranks"] == 1 else f"{plan['ranks']} processes"
             machine_name = "CPU" if plan["device"] == "cpu" else plan["machine"]
             self.say(
                 f"run {plan['run']}: {plan['objective']} on {plan['model']}, {plan['trainable']:,} of "
-                f"{plan['parameters']:,} parameters are trained; {plan['epochs']} epochs of {plan['steps per epoch']} steps, "
-                f"{plan['batch']['global per step']} pairs per step; {plan['precision']}, {processes}, {machine_name}"
+                f"{plan['parameters']:,} parameters are trained; {plural(plan['epochs'], 'epoch')} of "
+                f"{plural(plan['steps per epoch'], 'step')}, {plan['batch']['global per step']} pairs per step; "
+                f"{plan['precision']}, {plural(plan['ranks'], 'process')}, {machine_name}"
             )
             for head, notes in plan["notes"].items():
                 for note in notes:
@@ -124,7 +125,17 @@ class RunLog:
 
     @contextlib.contextmanager
     def progress(self, epoch: int, done: int, total: int) -> Iterator[Progress]:
-        bar = Progress(epoch, done, total, enabled=self.main, every=self.config.run.log_every_n_steps, say=self.say)
+        run = self.config.run
+        bar = Progress(
+            epoch,
+            done,
+            total,
+            epochs=self.config.optim.epochs,
+            enabled=self.main,
+            every=run.log_every_n_steps,
+            say=self.say,
+            explained=self.warned,
+        )
         try:
             yield bar
         finally:
@@ -132,17 +143,31 @@ class RunLog:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line every ``every`` steps. ``epoch`` counts from 0, what is printed from 1."""
+    """A progress bar on a terminal; elsewhere a line every ``every`` steps. ``epoch`` counts from 0, what is printed from 1.
+
+    Both say how long the training steps of the whole run still take, evaluations left out.
+    """
 
     def __init__(
-        self, epoch: int, done: int, total: int, *, enabled: bool, every: int, say: Callable[[str], None] = echo
+        self,
+        epoch: int,
+        done: int,
+        total: int,
+        *,
+        epochs: int,
+        enabled: bool,
+        every: int,
+        say: Callable[[str], None] = echo,
+        explained: set[str] | None = None,
     ) -> None:
         from tqdm import tqdm
 
-        self.say = say
+        self.say, self.explained = say, set() if explained is None else explained
         self.terminal = enabled and sys.stderr.isatty()
-        self.enabled, self.every, self.epoch, self.done, self.total = enabled, every, epoch, done, total
-        self.bar = tqdm(total=total, initial=done, desc=f"epoch {epoch + 1}", unit="step", disable=not self.terminal)
+        self.enabled, self.every, self.done, self.total = enabled, every, done, total
+        self.later = (epochs - epoch - 1) * total
+        self.name = f"epoch {epoch + 1}/{epochs}"
+        self.bar = tqdm(total=total, initial=done, desc=self.name, unit="step", disable=not self.terminal)
         self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
     def update(self, metrics: Mapping[str, float], waited: float) -> None:
@@ -150,17 +175,29 @@ class Progress:
         self.bar.update()
         if self.done % self.every and self.done != self.total:
             return
-        losses = {key: value for key, value in metrics.items() if key == "loss" or key.endswith("_loss")}
+        losses = {key: value for key, value in metrics.items() if key.endswith("loss") and not key.startswith("share/")}
         text = ", ".join(f"{key} {value:.4f}" for key, value in losses.items())
+        seconds = max(time.perf_counter() - self.since, 1e-9)
+        left = duration((self.total - self.done + self.later) * seconds / self.steps)
         if self.terminal:
-            self.bar.set_postfix_str(text)
+            self.bar.set_postfix_str(f"{text}, {left} left in the run")
         elif self.enabled:
-            seconds = max(time.perf_counter() - self.since, 1e-9)
             self.say(
-                f"epoch {self.epoch + 1} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
-                f"{100 * self.waited / seconds:.0f} % waiting for data"
+                f"{self.name} step {self.done}/{self.total}: {text}; {self.steps / seconds:.2f} steps/s, "
+                f"{100 * self.waited / seconds:.0f} % waiting for data, {left} left"
             )
-            self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
+        self._explain(losses)
+        self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
+
+    def _explain(self, losses: Mapping[str, float]) -> None:
+        """Say once that a loss below zero is no fault."""
+        below = [name for name, value in losses.items() if value < 0 and "dcl" in name]
+        if self.enabled and below and "below zero" not in self.explained:
+            self.explained.add("below zero")
+            self.say(
+                f"{' and '.join(below)} below zero: this is not a fault. DCL's term of the positive, -log(1 + S), falls to "
+                "-0.69 as pairs match, so the loss is not bounded by zero as InfoNCE is"
+            )
 
     def close(self) -> None:
         self.bar.close()

@@ -9,6 +9,7 @@ import torch
 
 from coder_plugin import distributed
 from coder_plugin.config import TrainConfig, get_option, options_by_name
+from coder_plugin.terminal import plural
 from coder_plugin.training import prepare
 from coder_plugin.training.log import machine, versions
 from coder_plugin.training.step import restored_buffers
@@ -92,8 +93,8 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         "training data": f"{data['name']}: {images}{data['samples per epoch']:,} samples per epoch ({captions})",
         "validation data": "none" if validation is None else _name_data(validation),
         "batch": f"{pairs} pairs per step" + (f" ({per_forward} per process and forward)" if pairs != per_forward else ""),
-        "length": f"{count(epochs, 'epoch')} of {count(steps, 'step')}, {count(epochs * steps, 'step')} in all",
-        "machine": f"{plan['precision']}, {count(ranks, 'process')}, {'CPU' if plan['device'] == 'cpu' else plan['machine']}",
+        "length": f"{plural(epochs, 'epoch')} of {plural(steps, 'step')}, {plural(epochs * steps, 'step')} in all",
+        "machine": f"{plan['precision']}, {plural(ranks, 'process')}, {'CPU' if plan['device'] == 'cpu' else plan['machine']}",
         "notes": "; ".join(f"{head}: {note}" for head, notes in plan["notes"].items() for note in notes),
     }
     width = max(map(len, rows))
@@ -105,16 +106,6 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         lines += ["", "options that are not defaults, and where they come from:"]
         lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
     return "\n".join([*lines, "", "nothing was written; without --dry-run the run starts"])
-
-
-def count(number: int, what: str) -> str:
-    """A number with its noun, in the plural unless it is one.
-
-    Example:
-        >>> count(1, "epoch"), count(2_000, "step"), count(2, "process")
-        ('1 epoch', '2,000 steps', '2 processes')
-    """
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('s') else 's'}"
 
 
 def _name_data(data: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts, heads_with
+from coder_plugin.locations import absolute
 from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
@@ -38,6 +39,8 @@ def config_of_objects(
     config: TrainConfig | Mapping[str, Any] | None, *, model: Any, loss: Any, train: Any, val: Any
 ) -> TrainConfig:
     """The configuration that a trainer's arguments describe. It holds names as options, and of objects their names.
+
+    Paths of data are absolute in it, so that the run can be evaluated and resumed from another folder.
 
     Args:
         config: a configuration, options (flat or nested), or None.
@@ -64,8 +67,12 @@ def config_of_objects(
         if "loss" in changed:  # a recipe's options are for the recipe's loss
             of_recipe = [name for name in LOSS_OPTIONS if config.origins.get(name, "").startswith("recipe ")]
             changed.update({name: get_option(name).default for name in of_recipe})
-        return config.with_options(**changed) if changed else config
-    return resolve_config({**flatten(config or {}), **options}, flags_name="argument")
+        config = config.with_options(**changed) if changed else config
+    else:
+        config = resolve_config({**flatten(config or {}), **options}, flags_name="argument")
+    paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions")}
+    paths = {name: absolute(path) for name, path in paths.items() if path is not None}
+    return replace(config, data=replace(config.data, **paths))
 
 
 def _data_name(data: Any) -> str | None:

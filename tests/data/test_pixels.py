@@ -12,11 +12,12 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
 from coder_plugin import Trainer
-from coder_plugin.data import open_source
+from coder_plugin.data import open_source, to_device
 from coder_plugin.data.item import Item
 from coder_plugin.data.loader import TrainLoader
 from coder_plugin.data.pixels import EightBit, eight_bit
 from coder_plugin.data.source import ItemSource, isolated_rng
+from coder_plugin.errors import CoderError
 
 
 def picture(seed: int = 0, width: int = 60, height: int = 45) -> Image.Image:
@@ -74,6 +75,21 @@ def test_the_loader_gives_8_bit_batches_with_the_rows_of_the_float_transform(wor
     for ours, theirs in zip(batches(pixels), batches(transform), strict=True):
         assert ours.dtype == torch.uint8 and ours.shape == (4, 3, 32, 32)
         assert torch.equal(pixels.normalize(ours), theirs)
+
+
+def test_a_batch_is_moved_with_all_its_tensors_and_normalised():
+    pixels = eight_bit(transform_of(**JITTER))
+    image = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    regions = {"features": torch.ones(2, 3), "mask": torch.ones(2, 3, dtype=torch.bool)}
+    batch: dict[str, Any] = {"image": image, "image_id": torch.arange(2), "captions": [("a",), ("b",)]}
+    moved = to_device(batch, "meta", lambda picture: picture)  # a transform whose 8-bit pictures are meant
+    assert moved["image"].dtype == torch.uint8 and moved["image"].device.type == moved["image_id"].device.type == "meta"
+    assert moved["captions"] == [("a",), ("b",)] and batch["image"] is image
+    assert torch.equal(to_device(batch, torch.device("cpu"), pixels)["image"], pixels.normalize(image))
+    moved = to_device({"image": regions}, "meta")["image"]
+    assert {name: (each.device.type, each.shape) for name, each in moved.items()} == dict.fromkeys(regions, ("meta", (2, 3)))
+    with pytest.raises(CoderError, match="pass the loader's transform"):
+        to_device(batch, "cpu")
 
 
 def test_the_trainer_normalises_on_the_device(tmp_path):

@@ -227,6 +227,13 @@ def test_thumbnails_of_pictures_in_remote_shards_under_regions(regions, tmp_path
 # an extraction
 
 
+def test_a_process_without_a_shard_of_its_own_fetches_none(tmp_path):
+    write_shards(tmp_path, shards=1, size=7, side=40)
+    options: Any = {"detector": Means, "batch_size": 3, "workers": 0}
+    assert extract(Job(source=open_source(spec(tmp_path, 1)), folder=tmp_path / "out", **options), processes=2).images == 7
+    assert fetched(tmp_path) == Counter([0])
+
+
 @pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 2)])
 def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path, processes, workers):
     write_shards(tmp_path, shards=3, size=7, side=40)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from coder_plugin import distributed, files
+from coder_plugin import distributed, files, progress
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
@@ -301,14 +301,20 @@ def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monke
 
 def test_progress_without_a_terminal_is_printed(capsys, monkeypatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(build.time, "monotonic", lambda: now[0])
-    progress = build._Progress(1000, 512, shown=True)
-    for done in (600, 700, 1024):
-        now[0] += 6
-        progress.update(done)
-    progress.close()
-    assert capsys.readouterr().err.splitlines() == ["continuing after 512 of 1,000 images", "700 of 1,000 images"]
-    build._Progress(None, 0, shown=False).update(5)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Progress(1000, 512, what="images") as shown:
+        for done in (600, 700, 1024):
+            now[0] += 6
+            shown.advance(done)
+    lines = ["continuing after 512 of 1,000 images", "700 of 1,000 images, 16 per second, 0:19 left"]
+    assert capsys.readouterr().err.splitlines() == lines
+    with progress.Progress(None, what="captions") as shown:
+        now[0] += 11
+        shown.update(33)
+    assert capsys.readouterr().err == "33 captions, 3.0 per second\n"
+    with progress.Progress(None, what="images", shown=False) as shown:
+        now[0] += 11
+        shown.update(5)
     assert capsys.readouterr().err == ""
 
 

@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from coder_plugin.cli import main
+from coder_plugin.config import flatten
 from coder_plugin.errors import CoderError
 from coder_plugin.report.callback import WriteReport
+from coder_plugin.training import resume
 from coder_plugin.training.loop import Trainer
 from coder_plugin.training.step import NonFiniteError
+from tests.data.test_remote_shards import write_shards
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +210,27 @@ def test_eval_of_a_run_repeats_its_recall(tmp_path, capsys):
     measured = json.loads(target.read_text())
     assert measured["rsum"] == pytest.approx(result["last"]["rsum"], abs=0.2)
     assert "i2t R@1" in capsys.readouterr().out
+
+
+def test_a_run_on_relative_paths_is_evaluated_and_resumed_from_another_folder(tmp_path, capsys, monkeypatch):
+    for folder in ("data", "other"):
+        (tmp_path / folder).mkdir()
+    write_shards(tmp_path / "data", size=8, side=32)
+    monkeypatch.chdir(tmp_path)
+    data = {"train_data": "data/s{0..1}.tar", "val_data": "./data/s1.tar", "train_num_samples": None}
+    Trainer.from_config(config(tmp_path, **data, epochs=1, val_frequency=1)).run()
+    saved = flatten(json.loads((tmp_path / "run" / "config.json").read_text()))
+    assert saved["train_data"] == f"{tmp_path}/data/s{{0..1}}.tar" and saved["val_data"] == f"{tmp_path}/data/s1.tar"
+    monkeypatch.chdir(tmp_path / "other")
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    flags = ["--config", str(tmp_path / "run" / "config.json"), "--resume", "latest", "--epochs", "2", "--no-report"]
+    assert main(["train", *flags]) == 0
+    changed = json.loads((tmp_path / "run" / "plan.json").read_text())["changed on resume"]
+    assert {each["option"] for each in changed} == {"epochs"}
+    monkeypatch.chdir(tmp_path)  # the same data as at first: no option has changed
+    trainer = Trainer.from_config(config(tmp_path, **data, epochs=3, val_frequency=1, resume="latest"))
+    manifest = {"step": 4, "config": saved}
+    assert {each["option"] for each in resume.changed_options(trainer.config, manifest)} == {"epochs"}
 
 
 def test_weight_average_is_what_is_exported(tmp_path):

@@ -11,6 +11,7 @@ from coder_plugin.data.regions import guess_format
 from coder_plugin.data.regions.base import Record, RegionFile, RegionFormat, Regions
 from coder_plugin.data.regions.join import examples, find_rule, match, without_image
 from coder_plugin.errors import CoderError
+from coder_plugin.progress import track
 from coder_plugin.registry import load, names
 
 if TYPE_CHECKING:
@@ -99,10 +100,8 @@ def convert(
     count = 0
 
     def records() -> Iterator[Record]:
-        from tqdm import tqdm
-
         nonlocal count
-        for name, place, texts in tqdm(rows, unit="image", disable=not progress):
+        for name, place, texts in track(rows, len(rows), what="images", shown=progress):
             try:
                 entry = regions[place]
             except ValueError as exc:

@@ -1,0 +1,48 @@
+"""Hooks of mkdocs.yml: pages from the repository's top folder, and what docstrings look like on the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from posixpath import relpath
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+#: Pages of the repository's top folder that the site has, too.
+TOP_PAGES = ("SECURITY.md", "CHANGELOG.md")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of the top folder, whose links into ``docs/`` lose that prefix."""
+    top = Path(config["config_file_path"]).parent
+    for name in TOP_PAGES:
+        text = (top / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to pages of the top folder, ``../NAME``, find them in the site."""
+    return re.sub(rf"\]\(\.\./({'|'.join(map(re.escape, TOP_PAGES))})", r"](\1", markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Docstrings refer to names as Sphinx does and to pages by their path; show the name, and link the page."""
+    html = re.sub(r":(?:func|class|meth|mod|attr):<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)
+    here = page.file.dest_uri.rpartition("/")[0] or "."
+    return re.sub(
+        r"(?<![\w/\"])docs/(\w+)\.md(#[\w-]+)?",
+        lambda match: f'<a href="{relpath(match[1] + ".html", here)}{match[2] or ""}">{match[1]}.md{match[2] or ""}</a>',
+        html,
+    )
+
+
+class Docstrings(griffe.Extension):
+    """Docstrings call doctests ``Example:``, griffe ``Examples:``; a bound such as ``n: >= 1`` is no quotation."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.M)
+            obj.docstring.value = re.sub(r"^( +[\w, ]+: )>", r"\1\\>", text, flags=re.M)

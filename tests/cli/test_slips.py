@@ -1,0 +1,235 @@
+"""What people get wrong on the command line: each slip is one line that names it and says what to do, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from coder_plugin.cli import main
+
+#: Command, words of its message. These are found before torch is imported.
+LIGHT: list[tuple[str, list[str]]] = [
+    ("", ["required: COMMAND", "coder-plugin --help"]),
+    ("trian", ["unknown command 'trian'", "did you mean 'train'?", "eval, report, index"]),
+    ("--loss=dcl train", ["unknown option --loss", "coder-plugin train --help-all"]),
+    ("train --bach-size 8", ["coder-plugin train", "unknown option --bach-size", "did you mean --batch-size?"]),
+    ("train --batch_size 8", ["unknown option --batch_size", "did you mean --batch-size?"]),
+    ("train --learning-rate 1e-3", ["unknown option --learning-rate", "did you mean --lr?"]),
+    ("train --num-epochs 3", ["unknown option --num-epochs", "did you mean --epochs?"]),
+    ("train --output runs", ["unknown option --output", "did you mean --logs?"]),
+    ("train --nonsense", ["unknown option --nonsense", "coder-plugin train --help-all"]),
+    ("train --help-al", ["did you mean --help-all?"]),
+    ("train --batch-size abc", ["--batch-size: 'abc' is not a whole number", "--help-all"]),
+    ("train --batch-size 1.5", ["--batch-size: '1.5' is not a whole number"]),
+    ("train --lr fast", ["--lr: 'fast' is not a number"]),
+    ("train --lr", ["--lr: expected one argument"]),
+    ("train --lr -1", ["--lr must be > 0, got -1"]),
+    ("train --lr nan", ["--lr must be > 0, got nan"]),
+    ("train --epochs 0", ["--epochs must be at least 1, got 0"]),
+    ("train --workers -1", ["--workers must be at least 0, got -1"]),
+    ("train --ema-decay 2", ["--ema-decay must be in (0, 1), got 2"]),
+    ("train --precision fp8", ["--precision: 'fp8' is not allowed", "auto, fp32, amp"]),
+    ("train --precision fp23", ["did you mean 'fp32'?"]),
+    ("train --captions one", ["--captions: 'one' is not allowed", "draw, all"]),
+    ("train --warmup 3 --warmup-epochs 1", ["--warmup and --warmup-epochs both set", "give one"]),
+    ("train pairs.csv", ["unexpected 'pairs.csv'", "follows its option"]),
+    ("train --json", ["--json prints the plan", "add --dry-run"]),
+    ("train --resume latest", ["--resume latest needs --name"]),
+    ("train --loss 'dcl + '", ['loss "dcl + "', "a loss or an objective is missing after '+'"]),
+    ("train --loss ''", ["--loss is empty"]),
+    ("train --loss '3*dlc'", ["column 3", "unknown loss or objective 'dlc'", "did you mean 'dcl'?"]),
+    ("train --loss 'dcl + + clip'", ["column 7", "expected a loss or an objective, found '+'"]),
+    ("train --loss 'dcl(mu='", ["column 8", "a value is missing after '='"]),
+    ("train --loss 'dcl(mu=0.1'", ["column 11", "',' or ')' is missing after '0.1'"]),
+    ("train --loss 'dcl clip'", ["column 5", "expected '+', found 'clip'"]),
+    ("train --set dcl.mu", ["--set dcl.mu", "write OWNER.OPTION=VALUE, such as dcl.mu=0.07"]),
+    ("train --recipe codr-f30k", ["unknown recipe 'codr-f30k'", "did you mean 'coder-f30k'?"]),
+    ("train --recipe coder", ["'coder' is an objective, not a recipe", "use --loss coder"]),
+    ("train --recipe mine.toml", ["mine.toml", "No such file"]),
+    ("train --config mine.json", ["--config mine.json", "No such file"]),
+    ("train --config broken.json", ["--config broken.json", "line 1 column 2"]),
+    ("train --config unknown.json", ["--config unknown.json", "unknown option batchsize", "did you mean batch_size?"]),
+    ("train --config wrong.json", ["--epochs is 'ten'", "it must be a whole number", "wrong.json"]),
+    ("train --model ViT-B32", ["unknown model 'ViT-B32'", "did you mean ViT-B-32"]),
+    ("train --model mine.json", ["model configuration mine.json does not exist"]),
+    ("train --train-data pairs.csv", ["--model is needed with --train-data", "such as --model ViT-B-32"]),
+    ("train --dataset-type csv", ["--dataset-type csv needs --train-data"]),
+    ("train --dataset-type cvs", ["--dataset-type cvs: unknown reader", "did you mean 'csv'?", "webdataset"]),
+    ("train --train-data nope.csv --model coder-tiny", ["--train-data nope.csv: no such file or folder"]),
+    ("train --train-data pair.csv --model coder-tiny", ["--train-data pair.csv: no such file", "did you mean 'pairs.csv'?"]),
+    ("train --train-data away/x.csv --model coder-tiny", ["no such file", "there is no folder"]),
+    ("train --train-data pictures --model coder-tiny", ["pictures without captions", "a .csv", ".json with --image-root"]),
+    ("train --train-data notes.md --model coder-tiny", ["cannot tell what kind of data 'notes.md' is", "--dataset-type"]),
+    ("train --train-data pairs.csv --val-data vall.csv --model coder-tiny", ["--val-data vall.csv: no such file"]),
+    ("train --image-root picturs", ["--image-root picturs: no such file or folder", "did you mean 'pictures'?"]),
+    ("train --concepts words.safetensors --loss coder", ["--concepts words.safetensors: no such file"]),
+    ("train --pretrained weights.pt", ["--pretrained weights.pt: no such file"]),
+    ("eval logs/run", ["logs/run: no such folder", "a run or an export", "coder-plugin train makes"]),
+    ("eval picture --val-data scenes", ["picture: no such folder", "did you mean 'pictures'?"]),
+    ("eval pairs.csv", ["pairs.csv is a file", "give the folder of a run or an export"]),
+    ("eval pictures --zeroshot classes", ["--zeroshot classes: no such file or folder"]),
+    ("index nope --data pictures --output found", ["nope: no such folder", "coder-plugin train makes"]),
+    ("index pictures --data photos --output found", ["--data photos: no such file or folder"]),
+    ("index pictures --data pictures", ["required: --output", "coder-plugin index --help-all"]),
+    ("eval", ["say which model", "a run's or export's folder", "--model"]),
+    ("index --data pictures --output found", ["say which model encodes", "a run's or export's folder", "--pretrained"]),
+    ("search nope --text 'a dog'", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
+    ("search pictures", ["nothing to search for", "give --text, --image or --key"]),
+    ("search pictures --image nope.png", ["--image nope.png: no such file"]),
+    ("search pictures --text x -k 0", ["k must be at least 1, got 0"]),
+    ("search x --imgae y", ["coder-plugin search", "unknown option --imgae", "did you mean --image?"]),
+    ("report nope", ["nope: no such folder", "a run, which coder-plugin train makes"]),
+    ("share nope --to x", ["nope: no such folder"]),
+    ("share pictures", ["one of the arguments --to --repo is required"]),
+    ("concepts --output a.safetensors", ["required: --vectors"]),
+    ("concepts --output a.safetensors --vectors glove.txt", ["--vectors glove.txt: no such file"]),
+    ("concepts --output a.safetensors --vectors none --max-captions 0", ["--max-captions is 0; it must be 1 or more"]),
+    ("regions", ["required: extract|convert"]),
+    ("regions extrat pictures out", ["unknown command 'extrat'", "did you mean 'extract'?"]),
+    ("regions extract nope out", ["IMAGES nope: no such file or folder"]),
+    ("regions extract a b --detecter=c", ["coder-plugin regions extract", "did you mean --detector?"]),
+    ("regions convert nope.tsv out", ["SOURCE nope.tsv: no such file or folder"]),
+    ("recipes codr-clip", ["unknown recipe 'codr-clip'", "did you mean 'coder-clip'?"]),
+    ("plugins lossses", ["unknown plugin group: 'lossses'", "did you mean 'losses'?"]),
+    ("plugins --nonsense", ["coder-plugin plugins", "unknown option --nonsense"]),
+    ("doctor --strct", ["did you mean --strict?"]),
+]
+#: These need the data, the terms or a model.
+HEAVY: list[tuple[str, list[str]]] = [
+    ("train --loss='-1*dcl'", ["column 1", "a weight must be > 0", "leave the term out"]),
+    ("train --loss 'dcl(my=1)'", ["column 5", "'dcl' has no option 'my'", "it has: mu"]),
+    ("train --loss 'dcl(mu=big)'", ["column 5", "option mu=big must be float"]),
+    ("train --loss coder-f30k", ["is a recipe", "use --recipe coder-f30k"]),
+    ("train --set dlc.mu=1", ["option 'dlc.mu'", "no term and no head 'dlc'", "known: "]),
+    ("train --batch-size 7000", ["--batch-size 7000 is larger than the data (6000 samples)", "a smaller --batch-size"]),
+    ("train --report-to tensorbord", ["unknown tracker tensorbord"]),
+    ("train --loss triplet --concepts pairs.csv", ["--concepts: no term of --loss", "reads concepts"]),
+    ("train --train-data none-{0..1}.tar --model coder-tiny", ["none-0.tar"]),
+    ("train --train-data none-*.tar --model coder-tiny", ["none-*.tar"]),
+    ("train --train-data other.csv --model coder-tiny", [
+        "other.csv: no column 'filepath' for the pictures (--csv-img-key) and 'title' for the captions (--csv-caption-key)",
+        "separated by ',' (--csv-separator), are: 'image', 'caption'",
+    ]),
+    ("train --train-data other.csv --csv-img-key image --model coder-tiny", ["no column 'title' for the captions"]),
+    ("train --train-data pairs.csv --csv-separator , --model coder-tiny", ["separated by ','", "are: 'filepath\\ttitle'"]),
+    ("train --train-data pairs.csv --csv-separator ;; --model coder-tiny", ["--csv-separator is ';;'", "one character"]),
+    ("train --train-data latin.csv --model coder-tiny", ["line 3, byte 17 (0xe9) is not UTF-8", "iconv -f latin1 -t utf-8"]),
+    ("train --train-data utf16.csv --model coder-tiny", ["line 1, byte 1 (0xff) is not UTF-8", "iconv -f utf-16 -t utf-8"]),
+    ("train --train-data empty.csv --model coder-tiny", ["empty.csv: no column 'filepath'", "none, since it is empty"]),
+    ("train --train-data header.csv --model coder-tiny", ["header.csv", "no images"]),
+    ("train --train-data broken.json --model coder-tiny", ["broken.json"]),
+    ("train --train-data pairs.csv --model coder-tiny", ["--batch-size 64 is larger than the data (2 samples)"]),
+    ("train --train-data pairs.csv --dataset-type coco --model coder-tiny", ["pairs.csv"]),
+    ("train --pretrained openai", ["--pretrained 'openai' is neither a file nor a tag of coder-tiny"]),
+    ("train --model ViT-B-32 --pretrained laion2b_s34b_b79k", [
+        "its weights 'laion2b_s34b_b79k' would have to be downloaded",
+        "the Hugging Face Hub cannot be reached", "--pretrained FILE",
+    ]),
+    ("eval hf-hub:owner/name", ["owner/name: not in the cache", "name a folder instead", "hf download"]),
+    ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
+    ("search pictures --text x", ["pictures"]),
+]  # fmt: skip
+SLIPS = {command: parts for command, parts in [*LIGHT, *HEAVY]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slips")
+    (folder / "pictures").mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8)).save(folder / "pictures" / f"{name}.png")
+    rows = "pictures/a.png\ta dog\npictures/b.png\ta cat\n"
+    (folder / "pairs.csv").write_text(f"filepath\ttitle\n{rows}")
+    (folder / "other.csv").write_text(f"image,caption\n{rows}".replace("\t", ","))
+    (folder / "latin.csv").write_bytes("filepath\ttitle\na.png\ta dog\nb.png\ta blue café\n".encode("latin1"))
+    (folder / "utf16.csv").write_bytes(f"filepath\ttitle\n{rows}".encode("utf-16"))
+    (folder / "header.csv").write_text("filepath\ttitle\n")
+    (folder / "empty.csv").touch()
+    (folder / "notes.md").write_text("notes")
+    (folder / "broken.json").write_text("{")
+    (folder / "unknown.json").write_text(json.dumps({"batchsize": 3}))
+    (folder / "wrong.json").write_text(json.dumps({"epochs": "ten"}))
+    return folder
+
+
+def content(folder: Path) -> dict[str, object]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def run(command: str) -> int:
+    import shlex
+
+    try:
+        return main(shlex.split(command))
+    except SystemExit as stopped:
+        assert isinstance(stopped.code, int)
+        return stopped.code
+
+
+@pytest.mark.parametrize("command", SLIPS)
+def test_a_slip_is_one_line_and_loses_nothing(command, folder, monkeypatch, capsys, caplog) -> None:
+    monkeypatch.chdir(folder)
+    before = content(folder)
+    assert run(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("coder-plugin") and ": error: " in error and error.count("\n") == 1 and len(error) < 1000, error
+    assert "Traceback" not in error
+    for part in SLIPS[command]:
+        assert part in error, (part, error)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert content(folder) == before
+
+
+def test_there_are_more_than_fifty() -> None:
+    assert len(SLIPS) == len(LIGHT) + len(HEAVY) > 90
+
+
+NO_TORCH = """
+import contextlib, io, json, shlex, sys
+from coder_plugin.cli import main
+slow = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(shlex.split(command))
+        except SystemExit:
+            pass
+    heavy = {name for name in ("torch", "numpy", "open_clip", "transformers", "PIL") if name in sys.modules}
+    if heavy:
+        slow.append([command, sorted(heavy)])
+        break
+print(json.dumps(slow))
+"""
+COMMANDS = "train|eval|report|index|search|concepts|regions|regions extract|regions convert|recipes|share|plugins|doctor"
+HELP = [f"{command} --help" for command in ("", *COMMANDS.split("|"))]
+
+
+def test_help_and_arguments_are_answered_without_torch(folder: Path) -> None:
+    commands = [*HELP, "train --help-all", "plugins", "recipes", "recipes coder-clip", *(command for command, _ in LIGHT)]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, json.dumps(commands)], capture_output=True, text=True, cwd=folder, check=True
+    )
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("command", ["train --help", "trian", "train --train-data nope.csv", "train --loss dcl+"])
+def test_half_a_second_of_cpu_is_enough(command: str, folder: Path) -> None:
+    code = (
+        "import resource, sys; from coder_plugin.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF); print('cpu', used.ru_utime + used.ru_stime)"
+    )
+    seconds = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command.split()], capture_output=True, text=True, cwd=folder, check=True
+        )
+        seconds.append(float(done.stdout.split()[-1]))
+    assert min(seconds) < 0.5

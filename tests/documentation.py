@@ -1,0 +1,39 @@
+"""What README and docs show: pages, their blocks, and which of them are not run.
+
+A block that cannot run is preceded by a line ``<!-- not run: REASON -->``, in the page.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    """A fenced block: its page, line, language, text, and why it is not run (None: it is)."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    reason: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    """The blocks of a page in these languages, in their order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text[: found.start("text")].count("\n"), found["language"], found["text"], found["reason"])
+        for found in _FENCE.finditer(text)
+        if found["language"] in languages
+    ]

@@ -56,7 +56,7 @@ class Progress:
         before, self.done = self.done, min(done, self.total or done)
         self.bar.update(self.done - before)
         now = time.monotonic()
-        if self.lines and now - self.printed > INTERVAL:
+        if self.lines and now - self.printed > INTERVAL and self.done != self.total:
             self.printed = now
             rate = (self.done - self.begun) / (now - self.started)
             left = "" if not self.total or rate <= 0 else f", {duration((self.total - self.done) / rate)} left"

@@ -52,6 +52,7 @@ def run(
 def _interpreter(arguments: list[str], environment: dict[str, str], cwd: str, folder: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(cwd)
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT)

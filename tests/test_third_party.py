@@ -17,6 +17,8 @@ import gloo
 import pytest
 import torch
 
+from tests import fresh
+
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10: what pytest brings along there
@@ -47,14 +49,7 @@ def run(site: Path, tmp_path: Path) -> Run:
     def python(*arguments: str, theirs: bool = True, status: int = 0) -> subprocess.CompletedProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(site)] if theirs else [])
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = fresh.run(arguments, env=environment, cwd=tmp_path, timeout=300)
         assert done.returncode == status, done.stderr + done.stdout
         return done
 

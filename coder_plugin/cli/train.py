@@ -63,12 +63,10 @@ def kept(folder: Path) -> str:
     from coder_plugin.training.checkpoint import checkpoints
 
     saved = checkpoints(folder / "checkpoints")
+    command = f"the same command with --name {shlex.quote(folder.name)} --resume latest"
     if not saved:
-        return f"no checkpoint was written yet; start the run again under another --name, or remove {folder}"
-    return (
-        f"checkpoint {saved[0].path} and the exports in {folder / 'export'} are kept; the same command with --name "
-        f"{shlex.quote(folder.name)} --resume latest continues from that checkpoint"
-    )
+        return f"no checkpoint was written yet; {command} begins again" if folder.exists() else "nothing was written"
+    return f"the checkpoint {saved[0].path} and the exports in {folder / 'export'} are kept; {command} continues from there"
 
 
 def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:

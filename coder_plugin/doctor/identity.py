@@ -72,11 +72,11 @@ def _close(
 
     Pictures with equal ``differ(look)`` are not compared; ``within`` one list a picture is compared with those before it.
     """
-    import faiss
+    from coder_plugin.index.vectors import import_faiss
 
     if not ours or not theirs:
         return
-    index = faiss.IndexBinaryFlat(64)
+    index = import_faiss().IndexBinaryFlat(64)
     index.add(_hashes(ours))
     hashes, small, other_small = _hashes(theirs), _small(ours), _small(theirs)
     numbers: dict[object, int] = {}

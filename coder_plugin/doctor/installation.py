@@ -141,19 +141,18 @@ def _extras(requirements: list[Requirement]) -> Iterator[Finding]:
     for each in incomplete:
         extra = each.partition(" ")[0]
         do = f'if you need it: pip install "{OURS}[{extra}]"'
-        if extra == "gpu":
-            do += ", then pip install --force-reinstall --no-deps faiss-gpu (in faiss-cpu's folder: the last one stays)"
         yield note("installation.extras.absent", f"extra not installed: {each}", do)
 
 
 def check_libraries() -> Iterator[Finding]:
     """Run the libraries: torchvision's operators, FAISS, open_clip's trainer, plugins."""
-    for name, check in (("torchvision", _torchvision), ("faiss", _faiss)):
+    faiss = "faiss-gpu" if "faiss-gpu" in _faiss_distributions() else "faiss-cpu"
+    for name, distribution, check in (("torchvision", "torchvision", _torchvision), ("faiss", faiss, _faiss)):
         try:
             yield from check()
         except Exception as error:
             text = f"{name} can be imported, but does not work: {type(error).__name__}: {one_line(error)}"
-            yield problem(f"installation.{name}", text, f"pip install --upgrade --force-reinstall {name}")
+            yield problem(f"installation.{name}", text, f"pip install --force-reinstall --no-deps {distribution}")
     yield from _trainer()
     yield from _plugins()
 
@@ -169,9 +168,11 @@ def _torchvision() -> Iterator[Finding]:
 
 
 def _faiss() -> Iterator[Finding]:
-    import faiss
     import numpy as np
 
+    from coder_plugin.index.vectors import import_faiss
+
+    faiss = import_faiss()
     vectors = np.eye(16, dtype=np.float32)
     index = faiss.IndexFlatIP(16)
     index.add(vectors)
@@ -180,11 +181,12 @@ def _faiss() -> Iterator[Finding]:
         raise RuntimeError("a search does not find the vectors that were added")
     gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
     yield ok("installation.faiss", f"FAISS {faiss.__version__} works; it can use {gpus} GPU{'s' * (gpus != 1)}")
-    if len(distributions := _faiss_distributions()) > 1:
+    distributions = _faiss_distributions()
+    if len(distributions) > 1 and not hasattr(faiss, "StandardGpuResources"):
         yield warning(
-            "installation.faiss.twice",
-            f"{' and '.join(distributions)} are installed in the same folder: the last one installed has overwritten the other",
-            f"pip uninstall {' '.join(distributions)}, then install the one you want",
+            "installation.faiss.cpu",
+            f"{' and '.join(distributions)} are installed in the same folder, and the one for CPUs has overwritten the other",
+            "pip install --force-reinstall --no-deps faiss-gpu",
         )
 
 

@@ -29,13 +29,31 @@ _LEAST_LIMIT = 1 << 20
 GPU_RESULTS = 2048
 
 
+def import_faiss() -> Any:
+    """The module ``faiss``.
+
+    faiss-cpu and faiss-gpu hold the same module: where one of two is uninstalled, a folder with a few files stays.
+
+    Raises:
+        CoderError: it is not installed, or not complete.
+    """
+    try:
+        import faiss
+
+        faiss.index_factory  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        command = "pip install --force-reinstall --no-deps faiss-cpu (or faiss-gpu)"
+        raise CoderError(f"FAISS is not installed, or not completely ({_short(error)}): {command}") from error
+    return faiss
+
+
 def check_factory(factory: str, dimensions: int) -> Any:
     """An empty inner-product index of a FAISS factory string.
 
     Raises:
         CoderError: FAISS does not know the factory, or not for so many dimensions.
     """
-    import faiss
+    faiss = import_faiss()
 
     try:
         return faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
@@ -52,7 +70,7 @@ def write(path: Path, array: Any, factory: str) -> None:
     Raises:
         CoderError: FAISS does not know the factory, or cannot train it on so few vectors.
     """
-    import faiss
+    faiss = import_faiss()
 
     items, views, dimensions = array.shape
     index = check_factory(factory, dimensions)
@@ -84,7 +102,7 @@ def _short(error: BaseException) -> str:
 def _read(path: Path, count: int, dimensions: int, *, flat: bool) -> Any:
     """The index in a file. A flat one is read here; of the others, whose files only FAISS can read, FAISS is kept to the file's
     own size and folder."""
-    import faiss
+    faiss = import_faiss()
 
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -109,7 +127,7 @@ def _read(path: Path, count: int, dimensions: int, *, flat: bool) -> Any:
 
 def _read_flat(path: Path, head: bytes, size: int, count: int, dimensions: int) -> Any:
     """A flat inner-product index, whose file is a header of fixed length and the vectors; each must be finite."""
-    import faiss
+    faiss = import_faiss()
 
     if len(head) < _FLAT.size:
         raise CoderError(f"{path} is not a FAISS index: it ends in its header")
@@ -157,7 +175,7 @@ class Vectors:
         parameters: str | None = None,
         gpu: bool = True,
     ) -> None:
-        import faiss
+        faiss = import_faiss()
 
         index = _read(path, items * views, dimensions, flat=flat)
         if (index.ntotal, index.d) != (items * views, dimensions):

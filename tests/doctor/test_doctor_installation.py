@@ -119,10 +119,18 @@ def test_libraries_that_do_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["installation.plugin"].level == "warning" and "theirs" in found["installation.plugin"].do
 
 
-def test_two_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faiss_for_cpus_over_that_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import faiss
+
     monkeypatch.setattr(installation, "_faiss_distributions", lambda: ["faiss-cpu", "faiss-gpu"])
-    found = find(installation.check_libraries)["installation.faiss.twice"]
-    assert found.level == "warning" and found.do.startswith("pip uninstall faiss-cpu faiss-gpu")
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    found = find(installation.check_libraries)["installation.faiss.cpu"]
+    assert found.level == "warning" and found.do == "pip install --force-reinstall --no-deps faiss-gpu"
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)  # the extra gpu installs it last
+    assert "installation.faiss.cpu" not in find(installation.check_libraries)
+    monkeypatch.delattr(faiss, "index_factory")
+    found = find(installation.check_libraries)["installation.faiss"]
+    assert found.level == "problem" and found.do == "pip install --force-reinstall --no-deps faiss-gpu"
 
 
 def config(**options: Any) -> TrainConfig:

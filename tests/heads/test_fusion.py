@@ -18,6 +18,7 @@ from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
 from coder_plugin.heads.fusion_scorer import FusionScorer
+from tests import fresh
 from tests.references import fusion as reference
 
 PLAIN = BackboneInfo(embed_dim=8, image_contexts=8, text_contexts=8)
@@ -244,7 +245,7 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the unit of ru_maxrss is the platform's")
 def test_peak_memory_is_that_of_a_tile():
-    ran = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    ran = fresh.run(["-c", MEMORY])
     attention = 4 * 96**2 * 4 * 36 * 36  # bytes of one direction's, of all pairs: 191 MB
     assert int(ran.stdout) < attention
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,15 @@ def brute_force(array: np.ndarray, queries: np.ndarray, k: int) -> tuple[np.ndar
     scores = np.einsum("qd,nvd->qnv", queries, array).max(2)
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores, order, 1), order
+
+
+def test_faiss_that_is_absent_or_incomplete_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("faiss.index_factory")  # what is left if one of faiss-cpu and faiss-gpu is uninstalled
+    with pytest.raises(CoderError, match="not completely .*index_factory.*: pip install .* faiss-cpu"):
+        vectors.check_factory("Flat", 4)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(CoderError, match=r"FAISS is not installed.*pip install"):
+        vectors.check_factory("Flat", 4)
 
 
 @settings(max_examples=60, deadline=None)

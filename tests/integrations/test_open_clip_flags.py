@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -19,6 +18,7 @@ import open_clip_train.main as trainer
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip import adapted, command, flags
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
+from tests import fresh
 
 ARGV = ["--model", "coder-tiny", "--dataset-type", "synthetic", "--train-num-samples", "8", "--batch-size", "4"]
 EXTRA = {
@@ -221,13 +221,12 @@ sys.exit(main(["--loss", "dcl"]))
 
 
 def test_without_pandas_the_extra_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=120)
+    done = fresh.run(["-c", MISSING])
     assert done.returncode == 2 and "pandas" in done.stderr and 'pip install pandas fsspec' in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_the_module_is_the_command() -> None:
-    module = [sys.executable, "-m", "coder_plugin.integrations.open_clip", "--coder-set", "dcl.mu=1"]
-    done = subprocess.run(module, capture_output=True, text=True, timeout=120)
+    done = fresh.run(["-m", "coder_plugin.integrations.open_clip", "--coder-set", "dcl.mu=1"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("coder-plugin: error: --coder-set without --loss")

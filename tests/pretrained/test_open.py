@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.export import HEADS, export_model, inference_options, read_heads
 from coder_plugin.pretrained.open import InferenceConfig, load_model, open_pretrained
+from tests import fresh
 
 
 class Spread(nn.Module):
@@ -44,9 +43,7 @@ def test_an_export_names_its_heads_and_opens_without_the_others(tmp_path: Path) 
     texts = torch.randint(1, 90, (3, model.context_length))
     with torch.no_grad():
         assert load_model(tmp_path).embed_text(texts).equal(model.embed_text(texts))
-    out = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
+    out = fresh.run(["-c", SCRIPT, str(tmp_path)]).stdout
     assert out.splitlines()[-1] == "['concepts'] False"
 
 

@@ -3,11 +3,12 @@
 FORMATS: the layout, the tests' writer if it has none of its own, a file name, and whether records have LXMERT's further arrays.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import fresh
 
 FORMATS = {
     "tsv": ("coder_plugin.data.regions.tsv:BUA", "write_tsv", "x.tsv", False),
@@ -76,9 +77,7 @@ print(memory("VmHWM") - before)
 def grown(what: str, target: str, writer: str, path: Path, size: int, extras: bool, *, hold: bool = False) -> int:
     """MB by which a process that writes or reads ``size`` MB of features grows."""
     arguments = [what, target, writer, path, size * MB // IMAGE, int(extras), int(hold)]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, *map(str, arguments)], capture_output=True, text=True, cwd=Path(__file__).parents[3]
-    )
+    done = fresh.run(["-c", CHILD, *map(str, arguments)])
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

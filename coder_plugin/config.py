@@ -269,7 +269,7 @@ class RunConfig:
         0, "keep the checkpoint of every n-th epoch, besides the best and the last [0: no others]", at_least=0
     )
     save_every_steps: int = _option(0, "also save every n steps within an epoch [0: never]", at_least=0)
-    log_every_n_steps: int = _option(20, "steps between log lines", at_least=1)
+    log_every_n_steps: int = _option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
     report: bool = _option(True, "write report.html into the run's folder at the end")
     report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
     wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from functools import lru_cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+_SPACE = re.compile(r"(\s+)")
+#: Places in a name where a line may break.
+_BREAK = re.compile(r"(?<=[\w.}\]][/_=-])(?=[\w{\[])|(?<=\w)(?=\.[A-Za-z])")
 
 
 class Html(str):
@@ -45,6 +51,22 @@ def render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
+def breakable(text: Any, longer: int = 0) -> Html:
+    """A name or a path, escaped, with places for a line to break: after a slash, an underscore, a hyphen or an equals sign, and
+    before the ending of a file's name.
+
+    Args:
+        text: the name, or a text with names in it.
+        longer: only words of more characters get such places.
+
+    Example:
+        >>> breakable("logs/my_run.tar"), breakable("my_run of logs/2026/my_run.tar", longer=12)
+        ('logs/<wbr>my_<wbr>run<wbr>.tar', 'my_run of logs/<wbr>2026/<wbr>my_<wbr>run<wbr>.tar')
+    """
+    words = _SPACE.split(str(text))
+    return Html("".join("<wbr>".join(map(escape, _BREAK.split(word) if len(word) > longer else [word])) for word in words))
+
+
 def data_uri(picture: Image.Image, size: int = 160, *, quality: int = 78) -> str:
     """Encode a picture as a small JPEG for ``<img src>``.
 
@@ -73,10 +95,12 @@ def jpeg_uri(content: bytes) -> str:
 def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = breakable
+    return environment

@@ -25,7 +25,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "run_folder", nargs="*",
         help="folder of a run (its options and best export), an export or a shared model; several: also their ensemble"
     )
-    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument(
+        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+    )
     parser.add_argument("--folds", type=int, default=0, help="also report the mean over N folds (COCO 1K: 5)")
     parser.add_argument(
         "--beta",

@@ -26,7 +26,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--data", required=True, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
     parser.add_argument("--output", required=True, metavar="INDEX", help="the folder to write")
-    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument(
+        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+    )
     parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
     parser.add_argument(
         "--what", choices=("both", "images", "captions"), default="both",
@@ -77,7 +79,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     from coder_plugin.data.pictures import Pictures, is_pictures
     from coder_plugin.index.build import absolute, build_index, model_record
     from coder_plugin.pretrained.build import check_data, first_image
-    from coder_plugin.pretrained.open import open_pretrained, saved_data_config
+    from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
 
     options = read_options(arguments)
     spec = arguments.run_folder
@@ -87,7 +89,8 @@ def index_command(arguments: argparse.Namespace) -> str:
         pictures = None
     else:
         source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
-    model = open_pretrained(spec, options, export=arguments.export, name=spec)
+    export = arguments.export or default_export(spec)
+    model = open_pretrained(spec, options, export=export, name=spec)
     if arguments.what != "captions":
         example = first_image(source, reads_regions=isinstance(model.model, Backbone))
         check_data(model.model, example, source.name, max_regions=model.config.max_regions)
@@ -96,7 +99,7 @@ def index_command(arguments: argparse.Namespace) -> str:
         arguments.output,
         model.encoder(),
         source,
-        model=model_record(model, spec, export=arguments.export, options=overrides),
+        model=model_record(model, spec, export=export, options=overrides),
         what=arguments.what,
         factory=arguments.factory,
         thumbnails=arguments.thumbnails,

@@ -19,7 +19,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     places.add_argument("--to", metavar="FOLDER", help="a new folder, or that of a shared model, which is replaced")
     places.add_argument("--repo", metavar="OWNER/NAME", help="a repository, created if it does not exist (log in with: "
     "hf auth login)")
-    parser.add_argument("--export", choices=("best", "last"), default="best", help="which export of the run [best]")
+    parser.add_argument(
+        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+    )
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--card-license", dest="license", metavar="ID", help="the card's licence, such as cc-by-nc-4.0")
     parser.add_argument(

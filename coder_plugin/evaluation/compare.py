@@ -79,7 +79,7 @@ class _Setting:
 
     options: Mapping[str, Any]
     measures: Measures
-    export: str
+    export: str | None
     split: str
     return_intermediates: Collection[str]
 
@@ -114,7 +114,7 @@ def evaluate_models(
     options: Mapping[str, Any],
     measures: Measures,
     *,
-    export: str = "best",
+    export: str | None = None,
     split: str = "val",
     return_intermediates: Collection[str] = (),
     on_model: Callable[[str, Encoder, Any, DataConfig], None] | None = None,
@@ -127,7 +127,7 @@ def evaluate_models(
         specs: runs' or exports' folders, or ``hf-hub:OWNER/NAME``; None: ``options`` name the model.
         options: of model and data, by flat name, over those of the run.
         measures: what to measure.
-        export: which export of a run, "best" or "last".
+        export: which export of a run, "best" or "last"; None: best, or last if there is no best.
         split: of the data.
         return_intermediates: as in :func:`coder_plugin.create_model`.
         on_model: called on the first rank with each model's name, its encoder, the data and how they are read, while the model

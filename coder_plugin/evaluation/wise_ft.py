@@ -90,7 +90,7 @@ def _make_new_folder(folder: Path) -> None:
 
 
 def open_base(
-    spec: str | None, options: Mapping[str, Any], source: Any, tuning: FineTuning, *, export: str = "best"
+    spec: str | None, options: Mapping[str, Any], source: Any, tuning: FineTuning, *, export: str | None = None
 ) -> PretrainedModel | None:
     """The model that a run was fine-tuned from; None if none is named and the run started from random towers.
 
@@ -99,7 +99,7 @@ def open_base(
         options: of model and data, by flat name.
         source: the data to evaluate on.
         tuning: which base, and what is done with it.
-        export: which export, if the base is a run: "best" or "last".
+        export: which export, if the base is a run: "best" or "last"; None: best, or last if there is no best.
 
     Raises:
         CoderError: a region model; no base or no fine-tuned model where weights between them are asked for; a base whose

@@ -116,7 +116,7 @@ def build_index(
 
 
 def model_record(
-    model: Any, spec: str | None, *, export: str = "best", options: Mapping[str, Any] | None = None
+    model: Any, spec: str | None, *, export: str, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The manifest's fields about a model, from which a search opens it again.
 

@@ -345,7 +345,8 @@ def open_searcher(
     try:
         options = _checked_options(record, model)
         name = str(spec or record.get("name", "the index's model"))
-        pretrained = open_pretrained(spec, options, export=record.get("export", "best"), name=name, device=device)
+        export = "last" if record.get("export") == "last" else None  # the fingerprint says whether it is the same model
+        pretrained = open_pretrained(spec, options, export=export, name=name, device=device)
     except CoderError as error:
         raise CoderError(f"{folder}: its model cannot be opened (--model says where it is now): {error}") from error
     return Searcher(index, pretrained)

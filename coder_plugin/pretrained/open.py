@@ -6,8 +6,10 @@ folder adds how its data were read: :data:`RUN_OPTIONS`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coder_plugin import distributed
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_option, resolve
 from coder_plugin.data.decode import decode_image
@@ -40,6 +43,8 @@ from coder_plugin.pretrained.export import (
     weights_named,
 )
 from coder_plugin.pretrained.hub_cache import fetch, shared_options
+
+_log = logging.getLogger(__name__)
 
 #: Options of a run's ``config.json`` that opening its folder takes over.
 RUN_OPTIONS = ("batch_size", "workers", "max_bad_samples")
@@ -233,7 +238,7 @@ def open_pretrained(
     spec: str | Path | None,
     options: Mapping[str, Any] | None = None,
     *,
-    export: str = "best",
+    export: str | None = None,
     name: str | None = None,
     device: torch.device | str | None = None,
     source: Any = None,
@@ -244,7 +249,7 @@ def open_pretrained(
     Args:
         spec: an export's folder, a run's, or ``hf-hub:OWNER/NAME[@REVISION]``; None: ``options`` name the model.
         options: of model, data reading and precision, flat or nested, over those of the run and those stored in the export.
-        export: which export of a run: "best" or "last".
+        export: which export of a run: "best" or "last"; None: as :func:`default_export`.
         name: what messages call the model; None: its weights' path or its name.
         device: of the model; None: this process's GPU, or the CPU.
         source: data to check the model against; None: none.
@@ -289,7 +294,7 @@ def open_pretrained(
 
 
 def _resolve(
-    spec: str | Path | None, options: Mapping[str, Any], export: str
+    spec: str | Path | None, options: Mapping[str, Any], export: str | None
 ) -> tuple[ModelConfig, InferenceConfig, str]:
     """How to build the model, how it computes, and its loss as text."""
     options = {key: value for key, value in flatten(options).items() if key in _OPTIONS}
@@ -324,19 +329,48 @@ def _resolve(
     return replace(config.model, pretrained=weights_named(config.model.pretrained)), inference, objective
 
 
-def export_folder(spec: str | Path, *, export: str = "best", cache_dir: str | None = None) -> Path:
+@functools.lru_cache(maxsize=1024)
+def _note_default(run: str) -> None:
+    """Log which export is opened, once for each run."""
+    if distributed.rank() == 0:
+        _log.warning("%s has no export/best (no validation was run, or it was removed): using export/last", run)
+
+
+def default_export(spec: str | Path | None) -> str:
+    """The export of a run that is opened if none is named.
+
+    Returns:
+        "best", which the best evaluation writes; "last", with a warning, for a run that has only that, because it was trained
+        without validation.
+
+    Example:
+        >>> default_export("logs/my-run")  # there is no such folder, which opening it will say
+        'best'
+    """
+    exports = Path(spec or "") / "export"
+    has_best = (exports / "best").exists() or (exports / ".best.old").exists()  # between the renames of its replacement
+    if spec is None or has_best or export_files(exports / "last")[0] is None:
+        return "best"
+    _note_default(str(spec))
+    return "last"
+
+
+def export_folder(spec: str | Path, *, export: str | None = None, cache_dir: str | None = None) -> Path:
     """The folder of an export.
 
     Args:
         spec: the folder itself, a run's folder, or ``hf-hub:OWNER/NAME[@REVISION]``.
-        export: which export of a run: "best" or "last".
+        export: which export of a run: "best" or "last"; None: as :func:`default_export`.
         cache_dir: of the hub's downloads; None: the hub's own.
 
     Raises:
         CoderError: no export there.
     """
     folder = fetch(spec, cache_dir=cache_dir)
-    place = folder if export_files(folder)[0] is not None else folder / "export" / export
+    if export_files(folder)[0] is not None:
+        return folder
+    export = export or default_export(folder)
+    place = folder / "export" / export
     if not place.exists() and (replaced := place.with_name(f".{place.name}.old")).is_dir():
         place = replaced  # its replacement was killed between two renames
     if export_files(place)[0] is None:
@@ -347,7 +381,7 @@ def export_folder(spec: str | Path, *, export: str = "best", cache_dir: str | No
     return place
 
 
-def model_name(spec: str | Path | None, options: Mapping[str, Any], *, export: str = "best") -> str:
+def model_name(spec: str | Path | None, options: Mapping[str, Any], *, export: str | None = None) -> str:
     """The name or configuration file of the model that :func:`open_pretrained` opens with these arguments."""
     return _resolve(spec, options, export)[0].name
 
@@ -395,7 +429,7 @@ def load_model(folder: str | Path, *, device: Any = None) -> Any:
     score, which re-ranks, they are those that make its shortlists (docs/ascl.md).
 
     Args:
-        folder: an export, such as ``RUN/export/best``; a run's folder, for its best export; or ``hf-hub:OWNER/NAME``.
+        folder: an export, such as ``RUN/export/best``; a run's (:func:`default_export`); or ``hf-hub:OWNER/NAME``.
         device: None: the CPU.
 
     Returns:

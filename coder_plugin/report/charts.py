@@ -18,7 +18,7 @@ from coder_plugin.html import Html
 WIDTH, HEIGHT = 340, 190
 _MAX_MAP_HEIGHT = 300
 _LEFT, _TOP, _BOTTOM = 44, 10, 34
-_LETTER, _BOLD = 5.8, 6.6  # width of a letter in an 11 px font, regular and bold
+_LETTER, _BOLD, _DIGIT = 6.4, 7.6, 7.0  # widths in an 11 px font, a wide one
 _MAX_LABEL_WIDTH = 130
 _MAX_POINTS = 240  # of a line; see _downsampled
 _MAX_TOOLTIPS = 40  # of a line
@@ -28,23 +28,27 @@ _ROUNDING = 1e-5  # tolerance, as a fraction of the distance between ticks
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name and its points in the order of ``x``."""
+    """A line: its name, its points in the order of ``x``, and where lines of several charts belong together, the number of its
+    colour (from 0) and the short label at its end."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    colour: int | None = None
+    label: str = ""
 
 
 class _Frame(NamedTuple):
-    """Maps values to the chart's units. ``x`` and ``y`` are the axes' ranges, ``right`` is the plot's right edge."""
+    """Maps values to the chart's units. ``x`` and ``y`` are the axes' ranges, ``left`` and ``right`` the plot's edges."""
 
     x: tuple[float, float]
     y: tuple[float, float]
+    left: float
     right: float
 
     def to_x(self, value: float) -> float:
         low, high = self.x
-        return _LEFT + (value - low) / (high - low) * (self.right - _LEFT)
+        return self.left + (value - low) / (high - low) * (self.right - self.left)
 
     def to_y(self, value: float) -> float:
         low, high = self.y
@@ -52,7 +56,8 @@ class _Frame(NamedTuple):
 
 
 def lines(series: Sequence[Series], *, label: str, x_label: str = "step", zero: bool = False) -> Html:
-    """Draw lines over a common axis. Several lines are labelled at their ends; a line of one point is a dot.
+    """Draw lines over a common axis. Several lines, and lines with a colour of their own, are labelled at their ends; a line of
+    one point is a dot.
 
     Args:
         series: one or more lines, each with one or more finite points.
@@ -64,18 +69,20 @@ def lines(series: Sequence[Series], *, label: str, x_label: str = "step", zero: 
     low, high = min(values), max(values)
     y, ticks = _scale(min(low, 0.0) if zero else low, high)
     x, x_ticks = _scale(min(each.x[0] for each in series), max(each.x[-1] for each in series), tight=True, count=4)
-    labelled = len(series) > 1
-    room = 12 + (_BOLD * max(len(each.name) for each in series) if labelled else 0)
-    frame = _Frame(x, y, WIDTH - min(room, _MAX_LABEL_WIDTH))
+    labelled = len(series) > 1 or series[0].colour is not None
+    room = 12 + (_BOLD * max(len(each.label or each.name) for each in series) if labelled else 0)
+    frame = _Frame(x, y, _left(ticks), WIDTH - min(room, _MAX_LABEL_WIDTH))
     parts = _axes(frame, x_ticks, ticks, x_label)
     ends = _spread([frame.to_y(each.y[-1]) for each in series])
     for number, (each, end) in enumerate(zip(series, ends, strict=True)):
-        colour = f"var(--c{number % _COLOURS})"
+        number = number if each.colour is None else each.colour
+        colour = line_colour(number)
         points = _downsampled(each.x, each.y)
         path = " ".join(f"{_n(frame.to_x(a))},{_n(frame.to_y(b))}" for a, b in points)
         if len(points) > 1:
             parts.append(
-                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.7" stroke-linejoin="round"/>'
+                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.7" stroke-linejoin="round"'
+                f"{line_dash(number)}/>"
             )
         dots = points[:: max(1, math.ceil(len(points) / _MAX_TOOLTIPS))]
         dot_radius = 2.2 if len(points) <= 12 else 0
@@ -87,9 +94,21 @@ def lines(series: Sequence[Series], *, label: str, x_label: str = "step", zero: 
                 parts.append(f'<circle {position} r="{dot_radius}" fill="{colour}"/>')
             parts.append(f'<circle {position} r="6" fill="transparent"><title>{tip}</title></circle>')
         if labelled:
-            position = f'x="{_n(frame.right + 6)}" y="{_n(end + 4)}" style="fill:{colour};font-weight:600"'
-            parts.append(f"<text {position}>{escape(_short(each.name, (_MAX_LABEL_WIDTH - 12) / _BOLD))}</text>")
+            position = f'x="{_n(frame.to_x(each.x[-1]) + 6)}" y="{_n(end + 4)}" style="fill:{colour};font-weight:600"'
+            parts.append(f"<text {position}>{escape(_short(each.label or each.name, (_MAX_LABEL_WIDTH - 12) / _BOLD))}</text>")
     return _svg(parts, label)
+
+
+def line_colour(number: int) -> str:
+    """The colour of a page's line with this number, from 0, as a value of CSS."""
+    return f"var(--c{number % _COLOURS})"
+
+
+def line_dash(number: int) -> str:
+    """The dashes of that line, as an attribute of SVG: lines of one colour differ in them."""
+    dashes = ("", "7 3", "2 3", "9 3 2 3")
+    dash = dashes[number // _COLOURS % len(dashes)]
+    return f' stroke-dasharray="{dash}"' if dash else ""
 
 
 def histogram(
@@ -125,11 +144,11 @@ def histogram(
     elif high - low < min_range or high == low:
         middle, half = (low + high) / 2, min_range / 2 or max(abs(high) * 0.05, 1e-3)
         low, high = middle - half, middle + half
-    x, x_ticks = _scale(low, high, tight=True, count=5)
+    x, x_ticks = _scale(low, high, tight=True, count=5, integers=integers)
     edges = [low + (high - low) * number / bins for number in range(bins + 1)]
     counts = {name: _bin_counts(values, edges) for name, values in groups.items()}
     y, ticks = _scale(0.0, float(max(max(each) for each in counts.values())), count=4, integers=True)
-    frame = _Frame(x, y, WIDTH - 12)
+    frame = _Frame(x, y, _left(ticks), WIDTH - 12)
     parts = _axes(frame, x_ticks, ticks, x_label)
     for number, (name, each) in enumerate(counts.items()):
         colour = f"var(--c{number % _COLOURS})"
@@ -227,16 +246,23 @@ def format_number(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def _left(ticks: Sequence[float]) -> float:
+    """The plot's left edge, with room for the labels of the vertical axis."""
+    return max(float(_LEFT), 8 + _DIGIT * max(map(len, _tick_texts(ticks)), default=0))
+
+
 def _axes(frame: _Frame, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str) -> list[str]:
     parts = []
     floor = HEIGHT - _BOTTOM
     for value, text in zip(y_ticks, _tick_texts(y_ticks), strict=True):
         y = _n(frame.to_y(value))
-        parts.append(f'<path class="axis" d="M{_LEFT},{y}H{_n(frame.right)}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{_n(frame.to_y(value) + 4)}" text-anchor="end">{text}</text>')
+        parts.append(f'<path class="axis" d="M{_n(frame.left)},{y}H{_n(frame.right)}"/>')
+        parts.append(f'<text x="{_n(frame.left - 6)}" y="{_n(frame.to_y(value) + 4)}" text-anchor="end">{text}</text>')
     for value, text in zip(x_ticks, _tick_texts(x_ticks), strict=True):
-        parts.append(f'<text x="{_n(frame.to_x(value))}" y="{floor + 14}" text-anchor="middle">{text}</text>')
-    middle = (_LEFT + frame.right) / 2
+        half = len(text) * _DIGIT / 2
+        x = min(frame.to_x(value), WIDTH - 1 - half)
+        parts.append(f'<text x="{_n(x)}" y="{floor + 14}" text-anchor="middle">{text}</text>')
+    middle = (frame.left + frame.right) / 2
     parts.append(f'<text x="{_n(middle)}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
     return parts
 

@@ -28,11 +28,13 @@ _HEALTH = {
     "prototypes/restarted": "clusters that had become empty and started anew so far, divided by the number of clusters",
     "prototypes/used": "perplexity of the centres' sizes over their number: 1 if all are of the same size",
 }
+#: Names of logged metrics where they are not those of the log.
+METRICS = {"gradient_norm": "gradient norm", "lr": "learning rate"}
 _DIRECTIONS = {"i2t": "Image to text", "t2i": "Text to image"}
 
 
 class Figure(NamedTuple):
-    """A chart with its name and a sentence below."""
+    """A chart, which may be empty, with its name and a sentence below."""
 
     name: str
     chart: Html
@@ -43,8 +45,7 @@ def objective(run: RunFolder) -> list[Figure]:
     """The loss, each term, the terms' shares of the gradient, its norm, the learning rate, and all other logged metrics."""
     keys = [key for key in metric_names(run.steps) if not key.startswith("coder/")]
     shares = [key for key in keys if key.startswith("share/")]
-    names = {"gradient_norm": "gradient norm", "lr": "learning rate"}
-    figures = [_one(run.steps, key, names.get(key, key)) for key in keys if key not in shares]
+    figures = [_one(run.steps, key, METRICS.get(key, key)) for key in keys if key not in shares]
     if len(shares) > 1:
         series = [Series(key.removeprefix("share/").removesuffix("_loss"), *curve(run.steps, key)) for key in shares]
         last = ", ".join(f"{each.name} {each.y[-1]:.2f}" for each in series)
@@ -88,12 +89,32 @@ def health(run: RunFolder) -> list[Figure]:
     return figures
 
 
-def _one(records: Sequence[Record], key: str, name: str, *, high: bool = False, zero: bool = False) -> Figure:
-    """One line; below it the last value, and the lowest or, if ``high``, the highest."""
+def active_curve(records: Sequence[Record], key: str) -> tuple[list[int], list[float], int]:
+    """Steps and values of a metric, and the number of values before them that are left out: those of a loss's warm-up, in which
+    a term is off.
+
+    A term that waits for a bank to fill or for a first clustering gives a loss of exactly 0, without a gradient.
+
+    Example:
+        >>> active_curve([{"step": 0, "pgc_loss": 0.0}, {"step": 8, "pgc_loss": 2.5}], "pgc_loss")
+        ([8], [2.5], 1)
+    """
     steps, values = curve(records, key)
+    is_loss = key.endswith("_loss") and not key.startswith("share/")
+    off = next((number for number, value in enumerate(values) if value), len(values)) if is_loss else 0
+    return steps[off:], values[off:], off
+
+
+def _one(records: Sequence[Record], key: str, name: str, *, high: bool = False, zero: bool = False) -> Figure:
+    """One line; below it the last value, and the lowest or, if ``high``, the highest. A term in its warm-up is "off"."""
+    steps, values, off = active_curve(records, key)
+    if not values:
+        return Figure(name, Html(""), f"off in all {off} rows of the log: the term is in its warm-up, and gives no gradient")
     best = max(values) if high else min(values)
     extreme = f"{'highest' if high else 'lowest'} {format_number(best)} at step {steps[values.index(best)]:,}"
     note = f"last {format_number(values[-1])} at step {steps[-1]:,}; {extreme}"
+    if off:
+        note = f"off before step {steps[0]:,}, in its warm-up; {note}"
     return Figure(name, lines([Series(name, steps, values)], label=f"{name} against steps: {note}", zero=zero), note)
 
 

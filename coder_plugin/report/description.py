@@ -17,7 +17,7 @@ from coder_plugin.report.charts import format_number
 from coder_plugin.training.run_folder import RunFolder
 
 #: Options that say where a run is stored, not what it computes.
-_STORAGE = ("logs", "name", "resume", "dry_run")
+STORAGE = ("logs", "name", "resume", "dry_run")
 
 
 class Part(NamedTuple):
@@ -149,7 +149,7 @@ def commands(run: RunFolder) -> list[tuple[str, str]]:
     """Commands for a shell: what each does, and its text."""
     folder = shlex.quote(str(run.path))
     others = [
-        ("evaluate the best export", f"coder-plugin eval {folder}"),
+        (f"evaluate the {'best' if run.results('best') else 'last'} export", f"coder-plugin eval {folder}"),
         ("write this report again", f"coder-plugin report {folder}"),
     ]
     if run.config is None:
@@ -191,7 +191,7 @@ def resume_command(config: Mapping[str, Any], folder: Path, *, ranks: int = 1) -
 
 def needed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options that must be given to get this configuration: those that no default, recipe or data set implies."""
-    options = {name: value for name, value in flatten(config).items() if name not in _STORAGE}
+    options = {name: value for name, value in flatten(config).items() if name not in STORAGE}
     options = resolve([("file", options)]).to_flat()
     kept = {name: value for name, value in options.items() if value not in (None, [])}
     try:

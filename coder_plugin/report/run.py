@@ -6,33 +6,26 @@ What cannot be shown is named with the reason; the rest of the report is written
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from coder_plugin import __version__, distributed
 from coder_plugin.data.from_config import make_source, pictures_under_regions
 from coder_plugin.errors import CoderError
-from coder_plugin.evaluation.metrics import RECALL_COLUMNS
-from coder_plugin.files import atomic_write
 from coder_plugin.html import render
 from coder_plugin.pretrained.encode import Encoded, Encoder
-from coder_plugin.pretrained.open import open_pretrained, saved_data_config
-from coder_plugin.report import curves, description, sections
+from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
+from coder_plugin.report import curves, description, recall_table, sections
 from coder_plugin.report.alignment import LOCALS
+from coder_plugin.report.page import Content, format_seconds, make_content, write_page
+from coder_plugin.report.recall_table import Cell
 from coder_plugin.report.sections import Evaluated
 from coder_plugin.report.state import state_blocks
 from coder_plugin.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
-
-
-class Content(NamedTuple):
-    """The content of a section, or None and the reason why there is none."""
-
-    value: Any
-    reason: str = ""
 
 
 def write_report(
@@ -84,12 +77,7 @@ def write_report(
     if encoder is not None and source is not None and encoded is not None:
         model = Content(Evaluated(encoder, source, encoded, weights, pictures))
     page = render("run.html", **_values(run, model, images))
-    try:
-        with atomic_write(path, "w") as file:
-            file.write(page)
-    except OSError as error:
-        raise CoderError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
-    return path
+    return write_page(path, page)
 
 
 def report_run(
@@ -126,7 +114,7 @@ def report_run(
         options["train_data"] = options["val_data"]  # not the built-in scenes
     model: dict[str, Any] = {}
     try:
-        export = export or _default_export(run)
+        export = export or default_export(run.path)
         data = saved_data_config(run.path, options)
         source = make_source(data, split=split)
         if source is None:
@@ -147,14 +135,9 @@ def report_run(
     return write_report(run.path, output=output, images=images, **model)
 
 
-def _default_export(run: RunFolder) -> str:
-    exports = run.path / "export"
-    return "last" if (exports / "last").is_dir() and not (exports / "best").is_dir() else "best"
-
-
 def _values(run: RunFolder, model: Content, images: int) -> dict[str, Any]:
     """The variables of the template."""
-    measured = _content(model, sections.measure, run)
+    measured = make_content(model, sections.measure, run)
     figures = measured.value or {}
     folder = Content(run)
     return {
@@ -162,44 +145,28 @@ def _values(run: RunFolder, model: Content, images: int) -> dict[str, Any]:
         "name": run.path.resolve().name,
         "version": __version__,
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "facts": _content(folder, description.describe),
-        "terms": _content(folder, description.describe_terms),
-        "heads": _content(folder, description.describe_heads),
-        "commands": _content(folder, description.commands),
-        "columns": RECALL_COLUMNS,
-        "summary": _content(folder, _tiles, figures),
-        "recalls": _content(folder, _recall_rows, figures, model.value),
+        "facts": make_content(folder, description.describe),
+        "terms": make_content(folder, description.describe_terms),
+        "heads": make_content(folder, description.describe_heads),
+        "commands": make_content(folder, description.commands),
+        "columns": recall_table.COLUMNS,
+        "summary": make_content(folder, _tiles, figures),
+        "recalls": make_content(folder, _recall_rows, figures, model.value),
         "lengths": figures.get("lengths"),
         "sweeps": figures.get("sweeps", []),
         "measured": measured,
-        "objective": _content(folder, curves.objective),
-        "curves": _content(folder, curves.recalls),
-        "health": _content(folder, curves.health),
-        "state": _content(folder, state_blocks),
-        "diversity": _content(model, sections.diversity, run),
+        "objective": make_content(folder, curves.objective),
+        "curves": make_content(folder, curves.recalls),
+        "health": make_content(folder, curves.health),
+        "state": make_content(folder, state_blocks),
+        "diversity": make_content(model, sections.diversity, run),
         "reranks": model.value is not None and model.value.encoded.items is not None,
-        "examples": _content(model, sections.examples, figures, images),
-        "map": _content(model, sections.vector_map),
-        "concepts": _content(model, sections.concepts, images),
-        "alignments": _content(model, sections.alignments, run, images),
+        "examples": make_content(model, sections.examples, figures, images),
+        "map": make_content(model, sections.vector_map),
+        "concepts": make_content(model, sections.concepts, images),
+        "alignments": make_content(model, sections.alignments, run, images),
         "options": sorted((run.config or {}).items()),
     }
-
-
-def _content(given: Content, make: Callable[..., Any], *others: Any) -> Content:
-    """A section's content, or the reason why there is none.
-
-    A bug in one section is logged and shown there. It must not end a run that has trained for days.
-    """
-    if given.value is None:
-        return given
-    try:
-        return Content(make(given.value, *others))
-    except CoderError as error:
-        return Content(None, str(error))
-    except Exception as error:
-        log.warning("a section of the report could not be made", exc_info=True)
-        return Content(None, f"this section could not be made: {type(error).__name__}: {error}")
 
 
 def _tiles(run: RunFolder, measured: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -218,6 +185,8 @@ def _tiles(run: RunFolder, measured: Mapping[str, Any]) -> list[tuple[str, str]]
         tiles.append((_millions(plan["trainable"]), f"trained parameters of {_millions(plan['parameters'])}"))
     if manifest:
         tiles.append((f"{manifest['step']:,}", "steps"))
+    if run.seconds_per_epoch is not None:
+        tiles.append((format_seconds(run.seconds_per_epoch), "per epoch, without evaluation and saving"))
     return tiles
 
 
@@ -230,16 +199,15 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
 
 
-def _recall_rows(run: RunFolder, measured: Mapping[str, Any], model: Evaluated | None) -> list[tuple[str, list[str]]]:
-    """Each row's name and the texts of its columns."""
+def _recall_rows(run: RunFolder, measured: Mapping[str, Any], model: Evaluated | None) -> list[tuple[str, list[Cell]]]:
+    """Each row's name and its cells."""
     rows: list[tuple[str, Mapping[str, Any]]] = []
     for name, figures in (("best", run.results("best")), ("last", _last(run))):
         if "rsum" in figures:
             rows += _with_shortlist(f"{name}: epoch {figures['epoch']:g}" if "epoch" in figures else name, figures)
     if "result" in measured and model is not None:
         rows += _with_shortlist(f"now: {model.weights}", measured["result"])
-    columns = RECALL_COLUMNS.values()
-    return [(name, [f"{figures[key]:.1f}" if key in figures else "–" for key in columns]) for name, figures in rows]
+    return [(name, recall_table.cells(figures)) for name, figures in rows]
 
 
 def _with_shortlist(name: str, figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

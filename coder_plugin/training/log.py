@@ -175,7 +175,7 @@ class Progress:
         self.bar.update()
         if self.done % self.every and self.done != self.total:
             return
-        losses = {key: value for key, value in metrics.items() if key == "loss" or key.endswith("_loss")}
+        losses = {key: value for key, value in metrics.items() if key.endswith("loss") and not key.startswith("share/")}
         text = ", ".join(f"{key} {value:.4f}" for key, value in losses.items())
         seconds = max(time.perf_counter() - self.since, 1e-9)
         left = duration((self.total - self.done + self.later) * seconds / self.steps)

@@ -32,6 +32,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
+from coder_plugin.following import Following, follow
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
@@ -83,6 +84,8 @@ class Trainer:
 
     Attributes:
         step: optimizer steps taken so far. epoch: epochs completed so far.
+        seconds: of training so far, with the waits for data, without evaluation and saving; None after a checkpoint that does
+            not tell it.
         stop: set it to True, on one rank or several, to end the run with an evaluation and a checkpoint: in one process after
             the current step. Several processes end together; what a callback sets after a step travels with the next step,
             which is then the last. ``config={"resume": "latest"}`` continues with the step after it, also inside an epoch.
@@ -138,6 +141,8 @@ class Trainer:
             self.objective = replace(objective, heads=model.coder.objective.heads)
         else:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
+        if isinstance(model, str):
+            prepare.say_random_weights(config)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
             self.objective,
@@ -190,8 +195,10 @@ class Trainer:
         self.step = self.epoch = self.skipped = 0
         self.stop = self.caption_stats_logged = False
         self.position: Any = None
-        self._is_last = False
+        self.seconds: float | None = 0.0
+        self._is_last = self._ends_epoch = False
         self._result: StepResult | None = None
+        self.following: Following | None = None
         self.saved: tuple[int, int] | None = None
         self.changes: list[dict[str, Any]] = []
         self.signals = StopSignals()
@@ -299,6 +306,9 @@ class Trainer:
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
         self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if self.following is not None:  # of an earlier run of this trainer
+            self.following.remove()
+        self.following = follow(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
     def _same_random_states(self) -> contextlib.AbstractContextManager[None]:
@@ -312,6 +322,7 @@ class Trainer:
         batches = self.loader.epoch(self.epoch, self.position)
         at = self.loader.position()
         self.position = None if self.position is None else at
+        clock = time.perf_counter()
         groups = self._groups(batches)
         following = next(groups)
         self._is_last = len(following.batches) < accum_freq
@@ -321,6 +332,8 @@ class Trainer:
                 (group, position, waited), following = following, next(groups)
                 # a rank with bad samples may run out of batches first: then all ranks stop
                 self._is_last, self._result = len(following.batches) < accum_freq, None
+                # all ranks measure together: with several, the end is the planned one
+                self._ends_epoch = self._is_last if distributed.world_size() == 1 else self._is_epoch_over(position)
                 logged = self.is_logging_step
                 distributed.count_step()
                 metrics = self._checked_step([self._to_device(batch) for batch in group])
@@ -335,9 +348,12 @@ class Trainer:
                     self.log.write({**metrics, **health, **skipped, "epoch": self.epoch, "lr": rate}, step=self.step - 1)
                 for callback in self.callbacks:
                     callback.on_step_end(self, metrics)
+                if self.seconds is not None:
+                    self.seconds += time.perf_counter() - clock
                 if self.config.run.save_every_steps and self.step % self.config.run.save_every_steps == 0:
                     self._save()
                 leaving = self._all_leave()
+                clock = time.perf_counter()
         if distributed.any_rank(bool(self.signals.received), self.device):
             self._leave()
         bad = total(distributed.gather_objects(self.loader.bad))
@@ -439,8 +455,8 @@ class Trainer:
 
     @property
     def is_logging_step(self) -> bool:
-        """Whether the current step writes a line to ``metrics.jsonl``."""
-        return self.step % self.config.run.log_every_n_steps == 0
+        """Whether the current step writes a line to ``metrics.jsonl``: every ``--log-every-n-steps``, and an epoch's last."""
+        return self._ends_epoch or self.step % self.config.run.log_every_n_steps == 0
 
     def training_step(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """One optimizer step: forward, loss, backward, clipping, optimizer, state. Override it to change what a step does.
@@ -491,7 +507,7 @@ class Trainer:
         return result.gradient_norm
 
     def optimizer_step(self, result: StepResult) -> None:
-        """Step optimizer and schedule; then, unless the loss scaler skipped the step, write the heads' state once."""
+        """Step optimizer and schedule. Unless the loss scaler skips the step, the heads' state advances with it, once."""
         result.check()
         self.optimizer.step()
         self.schedule.step()
@@ -501,7 +517,6 @@ class Trainer:
             raise NonFiniteError(f"{cause} is not finite: the loss scaler has skipped {self.skipped} consecutive steps")
         self.optimizer.zero_grad()
         if not self.skipped:
-            self.model.coder.post_step(self.optimizer)
             scale: Tensor | None = getattr(self.model, "logit_scale", None)
             if scale is not None and scale.requires_grad:
                 with torch.no_grad():
@@ -573,6 +588,7 @@ class Trainer:
         manifest = {
             "step": self.step,
             "epoch": self.epoch,
+            "seconds": self.seconds,
             "objective": self.objective.to_dict(),
             "config": self.config.to_dict(),
             "backbone": resume.describe_backbone(self.model),

@@ -205,6 +205,7 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
     trainer.best, trainer.last = manifest["best"], manifest["last"]
+    trainer.seconds = manifest.get("seconds")
     changes = changed_options(trainer.config, manifest)
     trainer.changes = [*manifest.get("changes", []), *changes]
     for change in changes:

@@ -143,6 +143,18 @@ class RunFolder:
             return None
         return int(config["batch_size"]) * int(config.get("accum_freq", 1)) * int(self.manifest["world_size"])
 
+    @property
+    def seconds_per_epoch(self) -> float | None:
+        """Mean time of an epoch's steps, with the waits for data, without evaluation and saving; None if it is not known.
+
+        Example:
+            >>> RunFolder(Path("run"), plan={"steps per epoch": 100}, manifest={"step": 50, "seconds": 20.0}).seconds_per_epoch
+            40.0
+        """
+        manifest, steps = self.manifest or {}, (self.plan or {}).get("steps per epoch")
+        seconds = manifest.get("seconds")
+        return seconds / manifest["step"] * steps if seconds and steps and manifest["step"] else None
+
 
 def curve(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric.

@@ -6,6 +6,7 @@ whatever does not have the form that this version saves is refused here by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     step, epoch, world_size = manifest["step"], manifest.get("epoch", 0), manifest["world_size"]
     if step < 0 or type(epoch) not in (int, float) or not epoch >= 0 or not 1 <= world_size < 2**20:
         raise CoderError(f"its step {step}, epoch {epoch!r} and world_size {world_size} are not counts")
+    seconds = manifest.get("seconds")
+    if seconds is not None and (type(seconds) not in (int, float) or not 0 <= seconds < math.inf):
+        raise CoderError(f"its seconds are {str(seconds)[:40]!r}")
     for name in _OBJECTS:
         if not isinstance(manifest.get(name, {}), dict):
             raise CoderError(f"its {name!r} is not an object")

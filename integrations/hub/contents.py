@@ -37,14 +37,14 @@ class _Source(NamedTuple):
     record: dict[str, Any] | None
 
 
-def write_model(spec: str | Path, folder: Path, name: str, export: str, **card_fields: Any) -> None:
+def write_model(spec: str | Path, folder: Path, name: str, export: str | None, **card_fields: Any) -> None:
     """Write every file of a shared model.
 
     Args:
         spec: a run's folder, an export's, or a shared model.
         folder: a new or empty folder.
         name: the model's name in the card.
-        export: which export of a run, "best" or "last".
+        export: which export of a run, "best" or "last"; None: best, or last if there is no best.
         card_fields: ``license``, ``base_model`` and ``datasets`` for the card.
 
     Raises:
@@ -55,7 +55,7 @@ def write_model(spec: str | Path, folder: Path, name: str, export: str, **card_f
     if edited_card is not None and any(card_fields.values()):
         names = " and ".join(option for option, value in card_fields.items() if value)
         raise CoderError(f"{edited_card} is kept as it is: write {names} there, or share the run anew")
-    record = source.record or run_record(source.run, source.export.name if source.run else export)
+    record = source.record or run_record(source.run, source.export.name)
     if source.record is None and (wise_ft := read_wise_ft(source.export)):
         record["wise_ft"] = wise_ft
     earlier_fields = record.get("stated", {})
@@ -101,16 +101,13 @@ def write_model(spec: str | Path, folder: Path, name: str, export: str, **card_f
     _check_same_model(trained, folder)
 
 
-def _source(spec: str | Path, export: str) -> _Source:
+def _source(spec: str | Path, export: str | None) -> _Source:
     folder = fetch(spec)
     if export_files(folder)[0] is not None:
         run = folder.parent.parent  # RUN/export/best
         belongs_to_run = folder.parent.name == "export" and folder.name in ("best", "last") and (run / "config.json").is_file()
         return _Source(folder, run if belongs_to_run else None, read_record(folder))
-    path = folder / "export" / export
-    if export_files(path)[0] is None:
-        export_folder(folder, export=export)  # raises, with the exports that the folder has
-    return _Source(path, folder, None)
+    return _Source(export_folder(folder, export=export), folder, None)
 
 
 def _edited_card(source: _Source) -> Path | None:

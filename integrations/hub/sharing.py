@@ -24,7 +24,7 @@ def save_pretrained(
     run_or_export: str | Path,
     folder: str | Path,
     *,
-    export: str = "best",
+    export: str | None = None,
     license: str | None = None,
     base_model: str | None = None,
     datasets: Sequence[str] = (),
@@ -39,7 +39,7 @@ def save_pretrained(
         run_or_export: a training run's folder, an export's folder, or a shared model. The ``README.md`` of a shared model is
             kept if it was edited.
         folder: a new folder, or one of a shared model whose files are unchanged, which is replaced.
-        export: which export of a run, "best" or "last".
+        export: which export of a run, "best" or "last"; None: best, or last if there is no best.
         license: for the card: the licence of the weights by the hub's name for it, such as "cc-by-nc-4.0".
         base_model: for the card: the repository of the model that training started from.
         datasets: for the card: names of the training data, by the hub's names where they have one.
@@ -82,7 +82,7 @@ def push_to_hub(
     revision: str | None = None,
     commit_message: str = "Share a model trained with coder-plugin",
     create_pr: bool = False,
-    export: str = "best",
+    export: str | None = None,
     license: str | None = None,
     base_model: str | None = None,
     datasets: Sequence[str] = (),
@@ -99,7 +99,7 @@ def push_to_hub(
         revision: the branch, created if it does not exist; None: the main branch.
         commit_message: first line of the commit's message.
         create_pr: open a pull request instead of committing.
-        export: which export of a run, "best" or "last".
+        export: which export of a run, "best" or "last"; None: best, or last if there is no best.
         license: for the card: the licence of the weights by the hub's name for it, such as "cc-by-nc-4.0".
         base_model: for the card: the repository of the model that training started from.
         datasets: for the card: names of the training data, by the hub's names where they have one.

@@ -174,8 +174,11 @@ def test_the_command(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
     assert main(["share", str(runs["coder"]), "--to", str(folder), *flags]) == 0
     assert f'coder_plugin.from_pretrained("{folder}")' in capsys.readouterr().out
     assert "base_model: group/base" in (folder / "README.md").read_text()
-    assert main(["share", str(runs["bert"]), "--to", str(folder)]) == 2  # it has no best
+    assert main(["share", str(runs["bert"]), "--to", str(folder), "--export", "best"]) == 2
     assert "it has --export last" in capsys.readouterr().err
+    assert main(["share", str(runs["bert"]), "--to", str(tmp_path / "last")]) == 0  # it was trained without validation
+    shared = coder_plugin.from_pretrained(tmp_path / "last")
+    assert shared.fingerprint() == open_pretrained(runs["bert"], export="last", device="cpu").fingerprint()
     assert main(["share", str(runs["coder"]), "--to", str(tmp_path / "x"), "--private"]) == 2
     assert "--private applies to a repository" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -149,7 +149,7 @@ def evaluate(argv: list[str]) -> dict[str, Any]:
 
 def test_best_is_asked_for_in_vain(run: SimpleNamespace) -> None:
     with pytest.raises(CoderError, match="it has --export last"):
-        evaluate(["eval", str(run.folder)])
+        evaluate(["eval", str(run.folder), "--export", "best"])
 
 
 @pytest.mark.parametrize("start", ["checkpoints/epoch_3.pt", "export/last/open_clip_model.safetensors"])

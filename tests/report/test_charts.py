@@ -42,6 +42,34 @@ def test_several_lines_are_named_apart() -> None:
     assert all("var(--c" in each.attrib["stroke"] for each in parsed(svg).iter("polyline"))
 
 
+@pytest.mark.parametrize(
+    "y", [[0.5, 0.7], [1e-6, 9e-6], [123456.0, 987654.0], [-0.000123, 0.000456], [0.0, 1e12], [99999.0, -99999.0]]
+)
+def test_no_text_leaves_its_chart(y: list[float]) -> None:
+    """With the widest common fonts: 7 of 11 pixels a digit, 7.6 a bold letter."""
+    names = ["R@10", "a name of many letters that is much longer than the margin", "R@1"]
+    for x in ([0, 1], [0, 100_000], [123_456, 9_999_999]):
+        for series in ([Series("a", x, y)], [Series(name, x, y) for name in names]):
+            for each in parsed(lines(series, label="x")).iter("text"):
+                bold = "600" in each.attrib.get("style", "")
+                width = len(each.text or "") * (7.6 if bold else 6.9)
+                left = float(each.attrib["x"]) - {"middle": width / 2, "end": width}.get(each.attrib.get("text-anchor"), 0)
+                assert left >= -0.5 and left + width <= charts.WIDTH + 0.5, each.text
+
+
+def test_lines_of_runs_keep_their_colours_and_end_with_their_labels() -> None:
+    runs = [Series(f"run {n}", [0, 4 + n], [n, n + 1.0], colour=n, label=str(n + 1)) for n in (1, 9, 17)]
+    root = parsed(lines(runs, label="x"))
+    strokes = [(each.attrib["stroke"], each.attrib.get("stroke-dasharray")) for each in root.iter("polyline")]
+    assert [colour for colour, _ in strokes] == ["var(--c1)"] * 3 and len({dash for _, dash in strokes}) == 3
+    labels = {each.text: float(each.attrib["x"]) for each in root.iter("text") if each.text in ("2", "10", "18")}
+    assert labels["2"] < labels["10"] < labels["18"]  # where each line ends
+    titles = [each.text for each in root.iter("title")]
+    assert "run 9: 10 at step 13" in titles
+    [alone] = [each for each in parsed(lines(runs[:1], label="x")).iter("text") if each.attrib.get("style")]
+    assert alone.text == "2"  # a single line of several charts is labelled too
+
+
 def test_a_long_line_keeps_its_extremes_and_ends() -> None:
     y = [0.0] * 5000
     y[1234], y[3210] = 9.0, -7.0
@@ -77,6 +105,9 @@ def test_integers_have_equal_bins() -> None:
     svg = histogram({"ages": [age for age in range(64) for _ in range(3)]}, label="x", x_label="steps", integers=True)
     assert [int(count) for count in re.findall(r"<title>ages: (\d+) from", svg)] == [9] * 21 + [3]
     assert "ages: 5 from 0 to 0" in histogram({"ages": [0] * 5}, label="x", x_label="steps", integers=True)
+    few = parsed(histogram({"ages": [0, 0, 1]}, label="x", x_label="steps", integers=True))
+    along = [text.text for text in few.iter("text") if text.attrib["y"] == str(charts.HEIGHT - charts._BOTTOM + 14)]
+    assert along == ["0", "1"]  # no tick between two integers
 
 
 def test_rounding_is_no_spread() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,14 @@ from coder_plugin.objective import Objective
 from coder_plugin.pretrained.encode import Items
 from coder_plugin.report import sections
 from coder_plugin.report.charts import format_number
+from coder_plugin.report.curves import active_curve
 from coder_plugin.report.run import write_report
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.run_folder import RunFolder, curve, metric_names
+from coder_plugin.training.run_folder import RunFolder, metric_names
+from tests.report.browser import assert_readable, browse
 
-SECTIONS = ("run", "recall", "curves", "examples", "concepts", "regions", "map", "state")
+SECTIONS = ("recall", "examples", "curves", "run", "concepts", "regions", "map", "state")
+OF_THE_MODEL = ("examples", "concepts", "regions", "map", "state")
 IMAGES = 40
 
 
@@ -74,13 +75,19 @@ def test_every_section_is_there_and_shows_something(made: dict[str, Any]) -> Non
     assert len(text) < 3_000_000
 
 
+def test_results_come_before_what_was_run(made: dict[str, Any]) -> None:
+    assert tuple(re.findall(r'<section id="(\w+)"', made["text"])) == SECTIONS
+    assert tuple(re.findall(r'href="#(\w+)"', made["text"].split("</nav>")[0])) == SECTIONS
+    assert made["text"].split("<nav")[0].count("per epoch, without evaluation and saving") == 1
+
+
 def test_every_figure_of_the_log_has_its_curve(made: dict[str, Any]) -> None:
     run = RunFolder.read(made["folder"])
     curves, state = section(made["text"], "curves"), section(made["text"], "state")
     terms = [key for key in metric_names(run.steps) if key.endswith("_loss") and "/" not in key]
     assert {"dcl_loss", "m_dcl_loss", "concept_dcl_loss", "pgc_loss", "lca_loss"} <= set(terms)
     for key in metric_names(run.steps):
-        steps, values = curve(run.steps, key)
+        steps, values, _ = active_curve(run.steps, key)
         said = f"{format_number(values[-1])} at step {steps[-1]}"
         if key.startswith("coder/"):
             name = key.removeprefix("coder/").replace("/", ": ").replace("_", " ")
@@ -106,11 +113,12 @@ def test_the_tables_are_the_runs_numbers(made: dict[str, Any]) -> None:
     run, recall = RunFolder.read(made["folder"]), section(made["text"], "recall")
     best, last = run.results("best"), run.results("last")
     rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', recall)
-    numbers = {name: re.findall(r'<td class="n">([^<]*)</td>', cells) for name, cells in rows}
+    numbers = {name: re.findall(r'<td class="n[^>]*>([^<]*)</td>', cells) for name, cells in rows}
     for name, figures in ((f"best: epoch {best['epoch']}", best), ("last: epoch 2", last)):
-        assert numbers[name][0] == f"{figures['i2t_r1']:.1f}" and numbers[name][6] == f"{figures['rsum']:.1f}"
+        columns = ["rsum", *(f"{way}_{figure}" for way in ("i2t", "t2i") for figure in ("r1", "r5", "r10", "medr"))]
+        assert numbers[name] == [f"{figures[key]:.1f}" for key in columns]
     assert "measured for this report, on scenes (val)" in recall
-    assert numbers["now: export/best"][6] == numbers[f"best: epoch {best['epoch']}"][6]
+    assert numbers["now: export/best"] == numbers[f"best: epoch {best['epoch']}"]
     assert numbers["all"][0] == f"{last['texts']:,.0f}"
     shown = section(made["text"], "run")
     assert (
@@ -343,7 +351,7 @@ def test_a_run_without_anything_but_metrics(made: dict[str, Any], tmp_path: Path
     assert "dcl_loss" in section(text, "curves") and "no model and no validation data were given" in section(
         text, "examples"
     )
-    for name in SECTIONS[3:]:
+    for name in OF_THE_MODEL:
         assert "Not shown" in section(text, name)
 
 
@@ -397,10 +405,9 @@ def test_a_plan_of_another_kind_ends_no_report(
             assert f"plan.json: its &#39;{name}&#39; is not an object" in text
         assert "Validation data" in section(text, "run")
     if "parameters" in change and change["parameters"]:
-        run = section(text, "run")
         for damaged in ("&#39;heads&#39;, &#39;a&#39;: not a number", "&#39;parameters&#39;", "&#39;ranks&#39;"):
-            assert damaged in run, "each damaged entry is named, and the rest of the section is shown"
-        assert run.count("Not shown: this section could not be made") == 1
+            assert damaged in text.split("<nav")[0], "each damaged entry is named, and the rest of the section is shown"
+        assert section(text, "run").count("Not shown: this section could not be made") == 1
     if metrics and "val/rsum" in metrics[0]:
         assert "R@sum (last)" in text or "R@sum (best" in text
 
@@ -433,54 +440,12 @@ def test_a_fault_of_a_part_ends_no_report(made: dict[str, Any], tmp_path: Path, 
 # -- in a browser ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser() -> str:
-    names = (
-        os.environ.get("CHROME", ""),
-        "chromium",
-        "chromium-browser",
-        "google-chrome",
-        "google-chrome-stable",
-        "chrome",
-    )
-    found = next((path for path in map(shutil.which, filter(None, names)) if path), None)
-    if found is None:
-        pytest.skip("no Chromium or Chrome: install one, or name it with $CHROME")
-    return found
-
-
-def browse(browser: str, folder: Path, *flags: str) -> str:
-    own = f"--user-data-dir={folder / 'profile'}"
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", own]
-    done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=120, encoding="utf-8", errors="replace"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize(("name", "width"), [("phone", 390), ("desktop", 1280)])
 def test_a_browser_shows_the_page(made: dict[str, Any], browser: str, tmp_path: Path, name: str, width: int) -> None:
     """No horizontal overflow at either width, every picture decoded, and a screenshot with something on it."""
-    asked = """<script>addEventListener("load", () => {
-      const wide = [...document.querySelectorAll("body *")].filter(e => !e.closest(".wrap, pre, svg")
-        && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1);
-      const broken = [...document.images].filter(e => !e.naturalWidth).length;
-      parent.document.body.dataset.found = [innerWidth, document.documentElement.scrollWidth, wide.length, broken,
-        document.images.length, document.querySelectorAll("svg").length].join(" ");
-    });</script></body>"""
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", made["text"])  # which lets no script run
-    inner = html.escape(text.replace("</body>", asked))
-    copy = tmp_path / "copy.html"  # in a frame, for windows have a least width
-    style = f"width: {width}px; height: 900px; border: 0"
-    copy.write_text(
-        f'<!DOCTYPE html><meta charset="utf-8"><body><iframe style="{style}" srcdoc="{inner}"></iframe>', "utf-8"
-    )
-    dom = browse(browser, tmp_path, "--virtual-time-budget=3000", "--dump-dom", copy.as_uri())
-    [found] = re.findall(r'data-found="([^"]*)"', dom)
-    shown, scrolled, wide, broken, pictures, charts = map(int, found.split())
-    assert shown == width and scrolled <= width and wide == 0
-    assert broken == 0 and pictures == made["text"].count("<img ") and charts == made["text"].count("<svg ") > 20
+    found = assert_readable(browser, made["text"], tmp_path, width)
+    assert found["pictures"] == made["text"].count("<img ") and found["charts"] == made["text"].count("<svg ") > 20
+    assert found["cut_tables"] == []
     url = (made["folder"] / "report.html").as_uri()
     dom = browse(browser, tmp_path, "--dump-dom", url)
     for section_name in SECTIONS:

@@ -20,7 +20,7 @@ from coder_plugin.memory.bank import CoupledBank
 from coder_plugin.memory.kmeans import OnlineKMeans
 from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.options import resolve_config
-from coder_plugin.report import description
+from coder_plugin.report import curves, description
 from coder_plugin.report.run import report_run
 from coder_plugin.report.state import (
     Bank,
@@ -91,6 +91,26 @@ def test_a_damaged_configuration_does_not_stop_a_report(tmp_path: Path, content:
         report_run(tmp_path, {"val_data": "scenes"})
 
 
+def test_a_term_in_its_warm_up_is_said_to_be_off() -> None:
+    """A loss of exactly 0 before its first other value is no loss that was reached."""
+    values = {"pgc_loss": [0.0, 0.0, 2.5, 0.0], "m_dcl_loss": [0.0] * 4, "dcl_loss": [3.0, 2.0, 1.5, 1.0]}
+    values["lr"] = [0.0, 1.0, 1.0, 0.0]
+    steps = tuple({"step": 9 * n, **{key: each[n] for key, each in values.items()}} for n in range(4))
+    figures = {each.name: each for each in curves.objective(RunFolder(Path("x"), steps=steps))}
+    assert figures["pgc_loss"].note == "off before step 18, in its warm-up; last 0 at step 27; lowest 0 at step 27"
+    assert "2.5 at step 18" in figures["pgc_loss"].chart and "at step 0" not in figures["pgc_loss"].chart
+    assert figures["m_dcl_loss"].chart == "" and figures["m_dcl_loss"].note.startswith("off in all 4 rows of the log")
+    assert figures["dcl_loss"].note.startswith("last 1 at step 27") and "0 at step 0" in figures["learning rate"].chart
+
+
+def test_an_epoch_takes_the_mean_time_of_its_steps() -> None:
+    plan, manifest = {"steps per epoch": 10}, {"step": 15, "seconds": 30.0}
+    assert RunFolder(Path("x"), plan=plan, manifest=manifest).seconds_per_epoch == 20.0  # one and a half epochs
+    for changed in ({"seconds": None}, {"step": 0}, {"seconds": 0.0}):
+        assert RunFolder(Path("x"), plan=plan, manifest={**manifest, **changed}).seconds_per_epoch is None
+    assert RunFolder(Path("x"), plan={}, manifest=manifest).seconds_per_epoch is None
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="not a training run's folder"):
         RunFolder.read(tmp_path)
@@ -139,7 +159,9 @@ def test_a_command_of_several_ranks_and_of_unknown_options() -> None:
     )
     with pytest.raises(CoderError, match="unknown option"):
         description.train_command({"of_tomorrow": 1})
-    assert dict(description.commands(RunFolder(Path("a b"))))["evaluate the best export"] == "coder-plugin eval 'a b'"
+    assert dict(description.commands(RunFolder(Path("a b"))))["evaluate the last export"] == "coder-plugin eval 'a b'"
+    validated = RunFolder(Path("a"), evaluations=({"step": 5, "rsum": 90.0},))
+    assert dict(description.commands(validated))["evaluate the best export"] == "coder-plugin eval a"
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 9])

@@ -1,0 +1,67 @@
+"""Pages as a browser shows them, for the tests that have one."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+#: What is wrong with a page at its width, and how much there is of it.
+_LOOK = """<script>addEventListener("load", () => {
+  const width = document.documentElement.clientWidth, all = [...document.querySelectorAll("body *")];
+  const inside = (text) => {
+    const box = text.getBoundingClientRect(), chart = text.ownerSVGElement.getBoundingClientRect();
+    return box.left >= chart.left - 1 && box.right <= chart.right + 1 && box.top >= chart.top - 1
+      && box.bottom <= chart.bottom + 1;
+  };
+  const wraps = [...document.querySelectorAll(".wrap")];
+  // after two frames, in which the timelines of scrolling begin
+  requestAnimationFrame(() => requestAnimationFrame(() => { parent.document.body.dataset.found = JSON.stringify({
+    width: innerWidth,
+    scrolled: document.documentElement.scrollWidth,
+    wide: all.filter(e => !e.closest(".wrap, pre, svg") && e.getBoundingClientRect().right > width + 1)
+      .map(e => e.outerHTML.slice(0, 120)),
+    hidden_recall: [...document.querySelectorAll(".recall td.n")]
+      .filter(e => e.getBoundingClientRect().right > width + 1).length,
+    cut_tables: wraps.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.trim().slice(0, 80)),
+    hints: wraps.map(e => parseFloat(getComputedStyle(e, "::before").height)),
+    outside: [...document.querySelectorAll("svg text")].filter(e => !inside(e)).map(e => e.textContent),
+    broken: [...document.images].filter(e => !e.naturalWidth).length,
+    pictures: document.images.length,
+    charts: document.querySelectorAll("svg").length,
+  }); }));
+});</script></body>"""
+
+
+def browse(browser: str, folder: Path, *flags: str) -> str:
+    """Run a browser without a window; returns its standard output."""
+    own = f"--user-data-dir={folder / 'profile'}"
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", own]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, encoding="utf-8", errors="replace")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def look(browser: str, text: str, folder: Path, width: int) -> dict[str, Any]:
+    """What a page is like at a width, in pixels: in a frame, because windows have a least width."""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)  # which lets no script run
+    text = text.replace("<details", "<details open")
+    inner = html.escape(text.replace("</body>", _LOOK))
+    copy = folder / "copy.html"
+    style = f"width: {width}px; height: 900px; border: 0"
+    copy.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body><iframe style="{style}" srcdoc="{inner}"></iframe>', "utf-8")
+    dom = browse(browser, folder, "--virtual-time-budget=3000", "--dump-dom", copy.as_uri())
+    [found] = re.findall(r'data-found="([^"]*)"', dom)
+    return json.loads(html.unescape(found))
+
+
+def assert_readable(browser: str, text: str, folder: Path, width: int) -> dict[str, Any]:
+    """Nothing wider than the page, no label outside its chart, no picture broken, and no recall out of sight; returns what
+    :func:`look` found."""
+    found = look(browser, text, folder, width)
+    assert found["width"] == width and found["scrolled"] <= width
+    assert found["wide"] == [] and found["outside"] == [] and found["broken"] == 0 and found["hidden_recall"] == 0
+    return found

@@ -1,0 +1,44 @@
+"""The page of search results as a browser shows it, and its names."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from coder_plugin.html import breakable, data_uri, render
+from tests.report.browser import assert_readable
+
+KEY = "photos/holiday_in_the_mountains/IMG_20260714_181502-edited_version.final.jpeg"
+
+
+def page(**changes: Any) -> str:
+    picture = data_uri(Image.new("RGB", (64, 48), "red"))
+    hits = [
+        {"key": KEY, "caption": "a caption of some words " * 3, "score": "0.300", "picture": None if number % 3 else picture}
+        for number in range(7)
+    ]
+    queries = [
+        {"name": "a red circle", "picture": None, "texts": False, "hits": hits},
+        {"name": f"/somewhere/{KEY}", "picture": picture, "texts": True, "hits": hits},
+    ]
+    values = {"name": "index", "sizes": "7 images", "model": "run", "objective": "dcl", "queries": queries}
+    return render("search.html", **{**values, **changes})
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_the_page(browser: str, tmp_path: Path, width: int) -> None:
+    assert assert_readable(browser, page(), tmp_path, width)["pictures"] == 4
+
+
+def test_names_break_at_their_parts_and_are_text() -> None:
+    text = page()
+    broken = "IMG_<wbr>20260714_<wbr>181502-<wbr>edited_<wbr>version<wbr>.final<wbr>.jpeg"
+    assert text.count(f"photos/<wbr>holiday_<wbr>in_<wbr>the_<wbr>mountains/<wbr>{broken}") == 4 + 7 + 7 + 1
+    assert html.unescape(text.replace("<wbr>", "")).count(KEY) == 19
+    evil = '<script>/alert_(1)</script>"\'&'
+    assert "<script" not in breakable(evil) and html.unescape(breakable(evil).replace("<wbr>", "")) == evil
+    assert breakable("torch 2.9.1, x-y", 20) == "torch 2.9.1, x-y"

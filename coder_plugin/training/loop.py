@@ -141,6 +141,8 @@ class Trainer:
             self.objective = replace(objective, heads=model.coder.objective.heads)
         else:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
+        if isinstance(model, str):
+            prepare.say_random_weights(config)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
             self.objective,

@@ -11,6 +11,7 @@ __all__ = [
     "Trainer",
     "create_loss",
     "create_model",
+    "follow",
     "from_pretrained",
     "list_plugins",
     "load_model",
@@ -21,6 +22,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from coder_plugin.errors import CoderError
+    from coder_plugin.following import follow
     from coder_plugin.integrations.hub import from_pretrained, push_to_hub, save_pretrained
     from coder_plugin.model import create_loss, create_model
     from coder_plugin.pretrained.open import load_model
@@ -34,6 +36,7 @@ _HOME = {
     "Trainer": "training.loop",
     "create_loss": "model",
     "create_model": "model",
+    "follow": "following",
     "from_pretrained": "integrations.hub",
     "list_plugins": "registry",
     "load_model": "pretrained.open",

@@ -34,6 +34,7 @@ from coder_plugin.heads.capabilities import (
 )
 from coder_plugin.losses.base import gathered_arguments
 from coder_plugin.memory.rows import reset_moments
+from coder_plugin.memory.state_watch import StateWatch
 from coder_plugin.objective import Objective
 from coder_plugin.resolver import Resolution
 
@@ -79,6 +80,9 @@ class Coder(nn.Module):
         options = dict(objective.heads)
         self.heads: Any = nn.ModuleDict()
         self._kept: dict[str, Any] | None = None
+        #: What advances the state (:func:`coder_plugin.follow`), if anything does.
+        self.followed_by: Any = None
+        self._watch = StateWatch()
         #: Names of the heads that were passed as objects.
         self.passed_heads: tuple[str, ...] = tuple(resolution.targets)
         for name in resolution.heads:
@@ -147,6 +151,7 @@ class Coder(nn.Module):
 
     def discard(self) -> None:
         """Forget what the loss stashed: no step follows."""
+        self._watch.advanced()
         for head in heads_with(self.heads, KeepsState).values():
             head.discard()
 
@@ -165,6 +170,11 @@ class Coder(nn.Module):
                 head.check(batch=batch, samples=samples)
             except ValueError as error:
                 raise CoderError(f"head {name!r}: {error}") from error
+
+    def watch(self, model: Any) -> None:
+        """Warn if training forwards of ``model`` go by without :meth:`post_step`."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and heads_with(self.heads, KeepsState):
+            self._watch.at_forward(model)
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The backbone's keys -> the heads' ``coder_*`` keys. A head with a missing input is left out.
@@ -203,17 +213,20 @@ class Coder(nn.Module):
             self._kept = None
 
     def post_step(self, optimizer: Any = None) -> None:
-        """Write the heads' state: call once after every optimizer step that was performed.
+        """Write the heads' state: call once after every optimizer step that was performed (:func:`coder_plugin.follow` does).
 
         Args:
             optimizer: where a head starts rows of a parameter anew, such as the classifier rows of new prototypes, the
-                optimizer forgets these rows (:func:`coder_plugin.memory.rows.reset_moments`). None: it keeps its moments.
+                optimizer, or each of a list, forgets these rows (:func:`coder_plugin.memory.rows.reset_moments`). None: it
+                keeps its moments.
         """
+        self._watch.advanced()
+        optimizers = optimizer if isinstance(optimizer, list) else [] if optimizer is None else [optimizer]
         for head in heads_with(self.heads, KeepsState).values():
             head.post_step()
             for parameter, rows in head.take_replaced_rows():
-                if optimizer is not None:
-                    reset_moments(optimizer, parameter, rows)
+                for each in optimizers:
+                    reset_moments(each, parameter, rows)
 
     def health(self) -> dict[str, float]:
         """Figures of the heads' state for the log, as ``head/figure``."""

@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -53,6 +55,27 @@ def backward_before_compile() -> None:
     import torch
 
     torch.ones(1, requires_grad=True).sum().backward()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cheap_repetitions() -> Iterator[None]:
+    """What many tests repeat: CLIP's merges are parsed once (0.1 s), and files are not forced to disk, since no test cuts the
+    power."""
+    from open_clip.tokenizer import SimpleTokenizer
+
+    parse, parsed = SimpleTokenizer.__init__, {}
+
+    def shared(self: SimpleTokenizer, *args: Any, **options: Any) -> None:
+        key = repr((args, options))
+        if key not in parsed:
+            parse(self, *args, **options)
+            parsed[key] = vars(self).copy()
+        vars(self).update(parsed[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimpleTokenizer, "__init__", shared)
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file, too
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +48,39 @@ def test_a_short_step_is_called_in_blocks_and_its_mean_counts(common) -> None:
 
 def test_cpu_time_does_not_count_waiting(common) -> None:
     assert common.seconds(lambda: time.sleep(0.1), clock="cpu") < 0.05 <= common.seconds(lambda: time.sleep(0.1))
+
+
+def test_cpu_time_counts_children_that_have_ended(common) -> None:
+    def child() -> None:
+        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+
+    assert common.seconds(child, clock="cpu") >= 0.28
+
+
+def test_the_feed_is_compared_with_decoding_alone(tmp_path) -> None:
+    """In its smallest form: the figures mean nothing."""
+    options = "--samples 9 --batch-size 4 --size 32 --repeats 2 --picture 40 30 --clock cpu".split()
+    feeds = ["loader, 0 workers", "loader, 1 worker, normalized"]
+    command = [sys.executable, str(SCRIPTS / "data_feed.py"), *options, "--json", str(tmp_path / "feed"), "--feeds", *feeds]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    machine, case = map(json.loads, (tmp_path / "feed").read_text().splitlines())
+    assert machine["bench"] == "data_feed" and {"torchvision", "pillow", "webdataset"} <= machine["machine"].keys()
+    assert case["samples"] == 8 and case["peer"] == "decode" and list(case["ratio"]) == list(case["rate_ratio"]) == feeds
+    for name in feeds:
+        assert case["samples_per_second"][name] == pytest.approx(8 / case["seconds"][name])
+        assert min(case["seconds"][name], case["ratio"][name], case["rate_ratio"][name]) > 0
+
+
+def test_decoders_are_compared_with_the_readers_own(tmp_path) -> None:
+    options = "--samples 2 --size 12 --repeats 1 --picture 40 30".split()
+    command = [sys.executable, str(SCRIPTS / "decoders.py"), *options, "--json", str(tmp_path / "decoders")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    _, decoding, feed = map(json.loads, (tmp_path / "decoders").read_text().splitlines())
+    assert decoding["peer"] == feed["peer"] == "pillow"
+    assert list(decoding["ratio"]) == ["torchvision", "tensor", "draft"] and list(feed["ratio"]) == ["torchvision", "draft"]
+    assert "draft: 20 x 15 pixels, not equal" in done.stdout and "torchvision: 40 x 30 pixels, equal" in done.stdout
 
 
 def test_results_are_lines_of_json_with_ratios_of_the_same_repetitions(common, tmp_path, capsys) -> None:

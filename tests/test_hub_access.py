@@ -13,8 +13,9 @@ import pytest
 from huggingface_hub import constants
 
 from coder_plugin import create_model, hub_access
-from coder_plugin.backbones import clip
+from coder_plugin.config import resolve
 from coder_plugin.errors import CoderError
+from coder_plugin.training import prepare
 
 
 class Missing(BaseHTTPRequestHandler):
@@ -88,10 +89,10 @@ def test_what_would_be_downloaded_is_named_at_once(name, options, words, monkeyp
     assert not hub_access.is_offline()
 
 
-def test_random_weights_are_reported_once_and_only_where_there_are_others(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(clip, "_reported", set())
+def test_random_weights_are_reported_where_there_are_others(caplog) -> None:
     create_model("coder-tiny", loss="clip")
+    for options in ({"model": "coder-tiny"}, {"model": "ViT-B-32", "pretrained": "a.pt"}):
+        prepare.say_random_weights(resolve([("flag", options)]))
     assert caplog.text == ""
-    for _ in range(2):
-        clip._say_random_weights("ViT-B-32")
-    assert caplog.text.count("ViT-B-32 starts from random weights; open_clip has trained ones, such as --pretrained") == 1
+    prepare.say_random_weights(resolve([("flag", {"model": "ViT-B-32"})]))
+    assert caplog.text.count("ViT-B-32 starts from random weights; open_clip has trained ones, such as --pretrained ") == 1

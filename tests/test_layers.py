@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("objective", "recipes"),
     ("resolver",),
     ("coder",),
+    ("following",),
     ("model",),
     ("pretrained",),
     ("evaluation",),

@@ -50,6 +50,7 @@ def test_relative_paths_begin_with_the_working_directory(folder, location, expec
         "pipe:cat a.csv",
         "file:a.csv",
         "{/x,y}/s2.tar",
+        "{y,/x}/s2.tar",
         "{a.csv",
         "a.csv\n",
         "${PWD}/a.csv",

@@ -72,6 +72,7 @@ def forward_with_heads(
     Returns:
         the backbone's outputs and the heads' ``coder_*`` keys.
     """
+    model.coder.watch(model)
     generator = model.coder.adds_texts
     texts = None
     if generator is not None and text is not None:

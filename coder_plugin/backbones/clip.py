@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin import distributed, registry
+from coder_plugin import registry
 from coder_plugin.backbones.allowed import (
     TEXT_FOLDER,
     check_config,
@@ -40,8 +40,6 @@ from coder_plugin.files import read_json
 from coder_plugin.hub_access import hub_access, is_offline
 
 log = logging.getLogger(__name__)
-
-_reported: set[str] = set()
 #: Key in a checkpoint of open_clip's trainer, with the options of the heads.
 HEAD_OPTIONS = "coder"
 #: The keys of ``resolver.INTERMEDIATE_KEYS`` that open_clip's towers have.
@@ -198,8 +196,6 @@ def create_clip(
                     f"{' and '.join(needed.values())}"
                 ) from error
             raise CoderError(f"model {name!r} cannot be created: {_cause(error)}") from error
-    if not (schema or pretrained or needed or pretrained_image_path):
-        _say_random_weights(name)
     if weights is not None and weights.is_file():
         _check_positions(model, weights, options)
     if not (schema or pretrained):
@@ -226,16 +222,6 @@ def without_weights_warning() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(other)
-
-
-def _say_random_weights(name: str) -> None:
-    """Once a process: open_clip has weights for this model, and none were asked for."""
-    import open_clip
-
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    if tags and name not in _reported and distributed.rank() == 0:
-        _reported.add(name)
-        log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", name, tags[-1])
 
 
 def _check_positions(model: Any, weights: Path, options: Mapping[str, Any]) -> None:

@@ -174,19 +174,14 @@ def _call(module: nn.Module, inputs: object, dtype: torch.dtype) -> Any:
     return functional_call(module, {name: parameter.to(dtype) for name, parameter in parameters.items()}, (inputs,))
 
 
-# The schemas are written out, because PyTorch infers none from list[Tensor] before 2.7.
-@torch.library.custom_op("coder_plugin::position_gru", mutates_args=(), schema="(Tensor rows, Tensor[] weights) -> Tensor")
+@torch.library.custom_op("coder_plugin::position_gru", mutates_args=())
 def _gru(rows: Tensor, weights: list[Tensor]) -> Tensor:
     """A bidirectional GRU as one operation of a compiled graph, which would else hold one for each position: [U, L, 2 H]."""
     state = rows.new_zeros(2, len(rows), weights[1].shape[1])
     return torch.gru(rows, state, weights, True, 1, 0.0, True, True, True)[0]
 
 
-@torch.library.custom_op(
-    "coder_plugin::position_gru_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor rows, Tensor[] weights) -> Tensor[]",
-)
+@torch.library.custom_op("coder_plugin::position_gru_backward", mutates_args=())
 def _gru_backward(gradient: Tensor, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The gradients of the weights. The states are computed again."""
     assert _record is not None

@@ -173,6 +173,7 @@ def _pick(rng: Random, options: Sequence[_T]) -> _T:
     return options[int(rng.random() * len(options))]
 
 
+@lru_cache(maxsize=1 << 14)  # both default splits: a data set is opened several times in a run's life
 def captions(scene: Scene) -> tuple[str, ...]:
     """Five captions, from rich to poor: all things with their relations, all things as a list, two things, numbers of
     colours or shapes, and one thing (:data:`KINDS`)."""

@@ -32,6 +32,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
+from coder_plugin.following import Following, follow
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
@@ -140,6 +141,8 @@ class Trainer:
             self.objective = replace(objective, heads=model.coder.objective.heads)
         else:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
+        if isinstance(model, str):
+            prepare.say_random_weights(config)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
             self.objective,
@@ -195,6 +198,7 @@ class Trainer:
         self.seconds: float | None = 0.0
         self._is_last = self._ends_epoch = False
         self._result: StepResult | None = None
+        self.following: Following | None = None
         self.saved: tuple[int, int] | None = None
         self.changes: list[dict[str, Any]] = []
         self.signals = StopSignals()
@@ -302,6 +306,9 @@ class Trainer:
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
         self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if self.following is not None:  # of an earlier run of this trainer
+            self.following.remove()
+        self.following = follow(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 
     def _same_random_states(self) -> contextlib.AbstractContextManager[None]:
@@ -500,7 +507,7 @@ class Trainer:
         return result.gradient_norm
 
     def optimizer_step(self, result: StepResult) -> None:
-        """Step optimizer and schedule; then, unless the loss scaler skipped the step, write the heads' state once."""
+        """Step optimizer and schedule. Unless the loss scaler skips the step, the heads' state advances with it, once."""
         result.check()
         self.optimizer.step()
         self.schedule.step()
@@ -510,7 +517,6 @@ class Trainer:
             raise NonFiniteError(f"{cause} is not finite: the loss scaler has skipped {self.skipped} consecutive steps")
         self.optimizer.zero_grad()
         if not self.skipped:
-            self.model.coder.post_step(self.optimizer)
             scale: Tensor | None = getattr(self.model, "logit_scale", None)
             if scale is not None and scale.requires_grad:
                 with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.training.optim import after_tower, in_block
 from coder_plugin.training.step import restored_buffers
+
+log = logging.getLogger(__name__)
 
 
 def config_of_objects(
@@ -232,6 +235,17 @@ def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoc
         derived = head.options_from_data(options.get(name, {}), facts)
         settings.update({f"{name}.{option}": value for option, value in derived.items()})
     return objective.with_options(settings)
+
+
+def say_random_weights(config: TrainConfig) -> None:
+    """Say that open_clip has weights for this model where none are asked for."""
+    import open_clip
+
+    model = config.model
+    if model.pretrained or model.pretrained_image or model.pretrained_image_path or config.run.resume or distributed.rank():
+        return
+    if tags := open_clip.list_pretrained_tags_by_model(model.name):
+        log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tags[-1])
 
 
 def make_training_model(

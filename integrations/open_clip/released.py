@@ -53,7 +53,7 @@ class Released(Adapter):
         run = self.run
         if run is not None and not run.started:
             run.start(data, epoch, options.get("tb_writer"))
-            optimizer.register_step_post_hook(run.after_step)
+            run.follow(optimizer)
         scaler, scheduler, *others = rest
         if run is not None and scheduler is not None:
             scheduler = partial(run.at_step, scheduler)

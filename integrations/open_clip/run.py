@@ -18,6 +18,7 @@ from torch import Tensor
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, plugin_backbones
 from coder_plugin.errors import CoderError
+from coder_plugin.following import follow
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.base import Head
 from coder_plugin.heads.capabilities import ReadsConcepts, affects_ranking
@@ -242,12 +243,12 @@ class Run:
         if self.seen == before:
             raise CoderError(f"no batch could be read from {self.args.train_data}: do its files exist? (see the warnings)")
 
-    def after_step(self, optimizer: Any, *_: Any) -> None:
-        """After every performed optimizer step: write the heads' state, and log its health at logging steps."""
-        overflow = getattr(optimizer, "found_inf", None)  # the loss scaler calls a fused optimizer, which skips steps itself
-        if overflow is not None and overflow.item():
-            return
-        self.model.coder.post_step(optimizer)
+    def follow(self, optimizer: Any) -> None:
+        """Let the heads' state advance with the optimizer's steps."""
+        follow(self.model, optimizer, after_step=self.after_step)
+
+    def after_step(self) -> None:
+        """After every performed optimizer step: log the heads' health at logging steps."""
         if self.step % self.args.log_every_n_steps == 0:
             health = self.model.coder.health()  # on all ranks: some figures read sharded parameters
             if distributed.rank() == 0:

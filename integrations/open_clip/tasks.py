@@ -65,13 +65,11 @@ class TaskLayer(Adapter):
         return self.optimizer(self.own["create_optimizer"], *args, **options)
 
     def train_one_epoch(self, state: Any, data: Any, args: Any, tb_writer: Any = None) -> Any:
-        """Before the first epoch, when everything is made: the sizes are checked and the heads' state is hung on the optimizer,
-        whose hooks run after steps that were performed alone. ``--torchcompile-strategy step`` compiles the optimizer's
-        step, and these stay outside of it."""
+        """Before the first epoch, when everything is made: the sizes are checked and the heads' state follows the optimizer."""
         run = self.run
         if run is not None and not run.started:
             run.start(data, state.epoch, tb_writer)
-            state.optimizer.register_step_post_hook(torch.compiler.disable(run.after_step))
+            run.follow(state.optimizer)
             if state.scheduler is not None:
                 state.scheduler = partial(run.at_step, state.scheduler)
         with contextlib.nullcontext() if run is None else run.epoch():

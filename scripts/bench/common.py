@@ -33,7 +33,7 @@ def add_options(
         "limit": {"type": float, "help": "seconds for one case, after which no further repetition begins [none]"},
         "threads": {"type": int, "default": threads, "help": f"CPU threads [{threads}]"},
         "clock": {
-            "choices": ("wall", "cpu"), "default": "wall", "help": "cpu: the process's CPU time, for a busy machine [wall]",
+            "choices": ("wall", "cpu"), "default": "wall", "help": "cpu: CPU time, workers included, for a busy machine [wall]",
         },
     }  # fmt: skip
     for name, settings in shared.items():
@@ -124,7 +124,7 @@ def measure(
         device: ``cuda…`` times with CUDA events.
         repeats: timed repetitions.
         warm_up: untimed calls of each step, before.
-        clock: ``wall``, or ``cpu`` for the CPU time of all threads of this process.
+        clock: ``wall``, or ``cpu`` for the CPU time of all threads of this process and of its children that have ended.
         limit: seconds after which no further repetition begins; the first one always runs.
         block: seconds that a timing lasts at least: a short step is called several times in a row and the mean counts, so
             that the caches are filled as in a loop of its own.
@@ -148,7 +148,7 @@ def measure(
 
 
 def seconds(step: Step, device: str = "cpu", clock: str = "wall", calls: int = 1) -> float:
-    """The mean time of some calls: by CUDA events on a GPU, else of the wall or of this process's CPU time."""
+    """The mean time of some calls: by CUDA events on a GPU, else of the wall or CPU time (:func:`cpu_seconds`)."""
     if device.startswith("cuda"):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -158,11 +158,17 @@ def seconds(step: Step, device: str = "cpu", clock: str = "wall", calls: int = 1
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3 / calls
-    now = time.process_time if clock == "cpu" else time.perf_counter
+    now = cpu_seconds if clock == "cpu" else time.perf_counter
     begun = now()
     for _ in range(calls):
         step()
     return (now() - begun) / calls
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of its children that have ended."""
+    ended = os.times()
+    return time.process_time() + ended.children_user + ended.children_system
 
 
 def peak_bytes(step: Step, device: str) -> int | None:

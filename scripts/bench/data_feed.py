@@ -2,39 +2,33 @@
 """Samples a second of the training loader, against a loop that only decodes and transforms the same pictures.
 
     python scripts/bench/data_feed.py                                   1,280 drawn JPEG pictures of 500 x 375
-    python scripts/bench/data_feed.py --data 'train-{000000..000005}.tar' --samples 2000 --json data_feed.json
+    python scripts/bench/data_feed.py --data 'train-{000000..000005}.tar' --clock cpu --json data_feed.jsonl
 
 Peers, in the same run and in rotating order, so that other load on the machine slows all alike:
 
 decode      Pillow and open_clip's training transform, one thread: nothing else is done
 webdataset  open_clip's own pipeline (shuffle, decode, tokenize, batch) of the webdataset library, one worker
 
-A ratio is the median over repetitions of a feed's samples per second over those of ``decode`` in the same repetition, ``best``
-that of the fastest repetitions of both; 1 means that feeding costs nothing beside decoding. A feed's time includes opening the
-data, starting its worker and tokenizing. CPU time counts this process and its workers, and is what to read on a busy
-machine. ``normalized`` adds what the trainer does with a batch of 8-bit pictures, here on the CPU instead of on the GPU.
+The ratio of a feed is its time over that of ``decode``; ``rate_ratio`` is the same of samples per second, so 1 means that
+feeding costs nothing beside decoding. A feed's time includes opening the data, starting its worker and tokenizing.
+``--clock cpu`` counts this process and its workers, and is what to read on a busy machine. ``normalized`` adds what the
+trainer does with a batch of 8-bit pictures, here on the CPU instead of on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
-import os
-import platform
-import resource
-import statistics
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 import webdataset as wds
+from common import Results, Step, add_options, measure, ratio
 from open_clip import get_tokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
@@ -57,19 +51,21 @@ FEEDS = (
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(1)
+    results = Results("data_feed", options, ["open_clip_torch", "torchvision", "pillow", "webdataset"])
     with tempfile.TemporaryDirectory() as folder:
         spec = options.data or draw_shards(Path(folder), options)
-        options.samples = min(options.samples, open_source(spec).samples("draw")) // options.batch_size * options.batch_size
+        samples = min(options.samples, open_source(spec).samples("draw")) // options.batch_size * options.batch_size
+        options.samples = samples
         feeds = {name: feed for name, feed in make_feeds(spec, options).items() if name in ("decode", *options.feeds)}
-        print(machine(options))
-        measured = measure(feeds, options)
-    report = summary(measured, options)
-    for name, row in report.items():
-        print(name.ljust(28), *(f"{key} {value:.3f}" if "ratio" in key else f"{key} {value:.0f}" for key, value in row.items()))
-    if options.json:
-        content = {"machine": machine(options), "options": vars(options), "feeds": report, "seconds": measured}
-        Path(options.json).write_text(json.dumps(content, indent=1))
+        steps = {name: step(name, feed, samples) for name, feed in feeds.items()}
+        times = measure(steps, options.device, options.repeats, warm_up=0, clock=options.clock, limit=options.limit)
+    data = options.data or f"drawn JPEG pictures of {options.picture[0]} x {options.picture[1]}"
+    case = f"{samples} samples of {data}, {options.size} pixels, batch {options.batch_size}"
+    rates = {name: samples / median(seconds) for name, seconds in times.items()}
+    ratios = {name: ratio(times, "decode", name) for name in times if name != "decode"}
+    results.compare(case, times, peer="decode", samples=samples, samples_per_second=rates, rate_ratio=ratios)
+    for name, value in ratios.items():
+        print(f"{name:<28} {rates[name]:8.0f} samples/s, {value:.3f} of decode")
 
 
 def make_feeds(spec: str, options: argparse.Namespace) -> dict[str, Feed]:
@@ -135,46 +131,20 @@ def source_items(spec: str) -> Iterator[Any]:
     return (item for _, item in open_source(spec).items())
 
 
-def measure(feeds: dict[str, Feed], options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Samples, wall seconds and CPU seconds of each feed in each repetition; the feeds take turns."""
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in feeds}
-    names = list(feeds)
-    for repeat in range(options.repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
-            rows[name].append(once(feeds[name], options.samples))
-    return rows
+def step(name: str, feed: Feed, samples: int) -> Step:
+    """A call that takes so many samples from a feed."""
 
+    def take() -> None:
+        seen, stream = 0, feed()
+        for count in stream:
+            seen += count
+            if seen >= samples:
+                break
+        stream.close()  # type: ignore[attr-defined]  # ends the workers, whose time then counts
+        if seen != samples:
+            raise SystemExit(f"{name} gave {seen} samples, not {samples}")
 
-def once(feed: Feed, samples: int) -> dict[str, float]:
-    wall, cpu, seen = time.perf_counter(), cpu_seconds(), 0
-    stream = feed()
-    for count in stream:
-        seen += count
-        if seen >= samples:
-            break
-    stream.close()  # type: ignore[attr-defined]  # ends the workers, whose time then counts
-    del stream
-    return {"samples": seen, "wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
-
-
-def cpu_seconds() -> float:
-    """Of this process and of its children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def summary(measured: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    report = {}
-    for name, rows in measured.items():
-        report[name] = {"samples": rows[0]["samples"]}
-        for clock in ("wall", "cpu"):
-            rates = [row["samples"] / row[clock] for row in rows]
-            peers = [row["samples"] / row[clock] for row in measured["decode"]]
-            report[name][f"{clock} samples/s"] = statistics.median(rates)
-            report[name][f"{clock} ratio"] = statistics.median(map(float.__truediv__, rates, peers))
-            report[name][f"{clock} best ratio"] = max(rates) / max(peers)
-    return report
+    return take
 
 
 def draw_shards(folder: Path, options: argparse.Namespace) -> str:
@@ -198,16 +168,6 @@ def draw_shards(folder: Path, options: argparse.Namespace) -> str:
     return str(folder / "*.tar")
 
 
-def machine(options: argparse.Namespace) -> str:
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision", "pillow", "webdataset"))
-    data = options.data or f"drawn JPEG pictures of {options.picture[0]} x {options.picture[1]}"
-    return (
-        f"{platform.machine()}, {os.cpu_count()} cores{load}, Python {platform.python_version()}, {versions}\n"
-        f"{data}, {options.size} pixels, batch {options.batch_size}, {options.repeats} repetitions"
-    )
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="shards with JPEG pictures and txt; without it pictures are drawn")
@@ -216,9 +176,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--size", type=int, default=224, help="of the transformed pictures [224]")
     parser.add_argument("--shuffle-buffer", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--feeds", nargs="+", default=FEEDS, choices=FEEDS, metavar="FEED", help=f"of {', '.join(FEEDS)}")
-    parser.add_argument("--json", help="write the results to this file")
+    add_options(parser, repeats=5, threads=1, without=("device",))
     return parser.parse_args()
 
 

@@ -80,12 +80,12 @@ def test_batches_are_those_of_one_part_whatever_the_number_of_ranks_and_workers(
     write_shards(tmp_path, shards=9, size=5)
 
     def batches(rank: int, world_size: int, workers: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
-        options: Any = {"batch_size": 2, "transform": lambda _: torch.zeros(1), "workers": workers}
+        options: Any = {"batch_size": 3, "transform": lambda _: torch.zeros(1), "workers": workers}
         found = evaluation_batches(open_source(spec(tmp_path, 9)), rank=rank, world_size=world_size, **options)
         return [(tuple(batch["index"].tolist()), tuple(batch["keys"])) for batch in found]
 
     one = batches(0, 1, 0)
-    assert [len(index) for index, _ in one] == [2, 2, 1] * 9  # a batch has samples of one shard
+    assert [len(index) for index, _ in one] == [3, 2] * 9  # a batch has samples of one shard
     fetched(tmp_path)
     for world_size, workers in ((3, 0), (2, 2), (4, 2)):
         shares = [batches(rank, world_size, workers) for rank in range(world_size)]

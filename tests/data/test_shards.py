@@ -259,6 +259,15 @@ def write_benchmark(folder: Path, splits: tuple[str, ...] = ("test",), shards: i
     return str(folder)
 
 
+def test_keys_of_shards_of_one_name_do_not_depend_on_where_the_data_are(tmp_path, monkeypatch):
+    for folder in ("a", "b/c"):
+        write_tar(tmp_path / "here" / folder / "0.tar", [sample(1)])
+    monkeypatch.chdir(tmp_path)
+    expected = ["a/0/0001", "b/c/0/0001"]
+    for spec in ("here/{a,b/c}/0.tar", f"{tmp_path}/here/{{a,b/c}}/0.tar"):
+        assert [item.key for _, item in open_shards(spec).items()] == expected
+
+
 def test_a_folder_of_clip_benchmark_expands_and_its_lines_are_captions(tmp_path):
     folder = write_benchmark(tmp_path / "set [1]", ("train", "test"), 11)
     found = captions(folder, split="test")

@@ -41,7 +41,6 @@ def test_a_recipe_that_can_be_trained(train: str, tiny_model: str) -> None:
     ("flags", "name", "text"),
     [
         ({"loss": "nonsense"}, "recipe.refused", "nonsense"),
-        ({"loss": "dcl", "set": ["dcl.mu"]}, "recipe.refused", "OWNER.OPTION=VALUE"),
         ({"model": "ViT-B-23"}, "recipe.refused", "did you mean"),
         ({"loss": "coder"}, "recipe.refused", "coder-plugin concepts --train-data"),
         ({"batch_size": 40}, "recipe.steps", "12 samples is shorter than one step of 40 pairs"),

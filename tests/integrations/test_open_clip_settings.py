@@ -146,17 +146,17 @@ def test_the_rate_that_main_logs_is_the_towers() -> None:
 
 def test_health_is_logged_at_upstreams_steps() -> None:
     logged: list[int] = []
-    coder = SimpleNamespace(post_step=lambda optimizer: None, health=lambda: {"x": 1.0})
+    coder = SimpleNamespace(health=lambda: {"x": 1.0})
     run: Any = Run.__new__(Run)
     run.args, run.model, run.step = SimpleNamespace(log_every_n_steps=2, skip_scheduler=False), SimpleNamespace(coder=coder), 0
     run.seen = 0
     run._log = lambda health: logged.append(run.step)
     for step in (4, 5, 6, 8):  # the scaler skipped one
         run.at_step(lambda step: step, step)
-        run.after_step(SimpleNamespace())
+        run.after_step()
     run.args.skip_scheduler = True
-    run.after_step(SimpleNamespace())
-    run.after_step(SimpleNamespace())
+    run.after_step()
+    run.after_step()
     assert logged == [4, 6, 8, 8] and run.step == 10
 
 

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 
 import coder_plugin
 from coder_plugin.errors import CoderError
-from coder_plugin.integrations.open_clip.run import Run
 from tests.integrations import upstream_runs as runs
 from tests.integrations.covering import Row, covering, every, pairs
 
@@ -315,15 +314,6 @@ def test_a_step_that_the_loss_scaler_skips_writes_nothing(main: SimpleNamespace,
         assert epoch <= skipped < 2 * epoch + 1
         assert int(saved["state_dict"][f"{BANK}.count"]) == PAIRS * (2 * epoch - skipped)
     assert skipped < 8
-
-
-@pytest.mark.parametrize(("overflow", "written"), [(None, 1), (0.0, 1), (1.0, 0)])
-def test_a_fused_optimizer_that_skips_inside_writes_nothing(overflow: float | None, written: int) -> None:
-    """The loss scaler calls it in every step, and tells it meanwhile what it has found."""
-    optimizer = SimpleNamespace() if overflow is None else SimpleNamespace(found_inf=torch.tensor(overflow))
-    run = mock.Mock(step=1, args=SimpleNamespace(log_every_n_steps=100, skip_scheduler=False))
-    Run.after_step(run, optimizer, (), {})
-    assert run.model.coder.post_step.call_count == written
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ Command = Sequence[str] | Callable[[], object]
 #: Imported before the first case, so that each case's process has them.
 MODULES = (
     "coder_plugin.cli coder_plugin.integrations.hub coder_plugin.index.search coder_plugin.index.build coder_plugin.report.run "
-    "coder_plugin.doctor.run coder_plugin.evaluation.compare coder_plugin.pretrained.text_models coder_plugin.training "
-    "coder_plugin.data.regions open_clip transformers.models.auto.tokenization_auto webdataset faiss PIL.Image sqlite3"
+    "coder_plugin.doctor.run coder_plugin.evaluation.compare coder_plugin.pretrained.text_models coder_plugin.training.loop "
+    "coder_plugin.data.regions coder_plugin.data.tables h5py lmdb open_clip "
+    "transformers.models.auto.tokenization_auto webdataset faiss PIL.Image sqlite3"
 ).split()
 
 
@@ -122,7 +123,8 @@ def snapshot(folder: Path) -> dict[str, str]:
 def prepare() -> None:
     """Import what commands import, once."""
     for module in MODULES:
-        importlib.import_module(module)
+        with suppress(ImportError):
+            importlib.import_module(module)
 
 
 def run(command: Command, folder: Path, *, seconds: float) -> Outcome:

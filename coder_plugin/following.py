@@ -1,0 +1,142 @@
+"""Let the state of a model's heads follow an optimizer, in any training loop: :func:`follow`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from coder_plugin.coder import Coder
+from coder_plugin.errors import CoderError
+
+#: Attributes under which wrappers keep an optimizer (accelerate, Lightning) or a model (DDP, ``torch.compile``).
+_OPTIMIZER, _MODEL = ("optimizer", "_optimizer"), ("module", "_orig_mod")
+
+
+class Following:
+    """What :func:`follow` returns. Until :meth:`remove` the heads' state advances with the optimizers' steps.
+
+    Attributes:
+        steps: how often the state has advanced.
+    """
+
+    def __init__(self, coder: Coder, optimizers: list[torch.optim.Optimizer], after_step: Callable[[], object] | None) -> None:
+        self.steps = 0
+        self._coder, self._optimizers, self._after_step = coder, optimizers, after_step
+        self._stepped: set[int] = set()
+        self._hooks: list[Any] = [each.register_step_post_hook(self._on_step) for each in optimizers]
+        if len(optimizers) > 1:
+            self._hooks.append(coder.register_forward_pre_hook(self._on_forward))
+
+    def remove(self) -> None:
+        """Stop: the optimizers' steps advance nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._coder.followed_by is self:
+            self._coder.followed_by = None
+
+    @torch.compiler.disable
+    def _on_step(self, optimizer: Any, *_: Any) -> None:
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None and overflow.item():  # GradScaler calls a fused optimizer, which skips the step itself
+            return
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._advance()
+
+    def _on_forward(self, *_: Any) -> None:
+        """The heads run in training mode only: a new step begins."""
+        if self._stepped:  # one of the last step's optimizers was not called, or had an overflow
+            self._advance()
+
+    def _advance(self) -> None:
+        self._stepped.clear()
+        self.steps += 1
+        self._coder.post_step(self._optimizers)
+        if self._after_step is not None:
+            self._after_step()
+
+
+def follow(model: Any, optimizer: Any, *, after_step: Callable[[], object] | None = None) -> Following:
+    """Advance banks, momentum towers and centres exactly once after every optimizer step that is performed.
+
+    Call it once, when the optimizer exists and before the first step, in whatever loop trains the model. It counts steps that
+    were performed: micro-batches that only accumulate gradients and steps that a loss scaler skips, also those of a fused
+    optimizer, advance nothing. With several optimizers a step is over when each has stepped, or when the next forward
+    pass in training mode begins.
+
+    Args:
+        model: of :func:`coder_plugin.create_model`; also wrapped by DDP or ``torch.compile``, or a module that contains one.
+        optimizer: a torch optimizer, or accelerate's or Lightning's wrapper of one; or a list of those that together make a
+            step.
+        after_step: called after each advance.
+
+    Returns:
+        A handle with ``remove()`` and the number of ``steps``.
+
+    Raises:
+        CoderError: no model with heads, or several, in ``model``; no torch optimizer; the model is followed already.
+
+    Example:
+        >>> import coder_plugin
+        >>> model = coder_plugin.create_model("coder-tiny", loss="dcl + m_dcl").train()
+        >>> loss = coder_plugin.create_loss("dcl + m_dcl", model=model)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> following = coder_plugin.follow(model, optimizer)
+        >>> image, text = torch.rand(4, 3, 64, 64), torch.ones(4, 40, dtype=torch.long)
+        >>> sum(loss(**model(image, text, image_id=torch.arange(4))).values()).backward()
+        >>> optimizer.step()
+        >>> following.steps, model.coder.heads["momentum"].bank.count.item()
+        (1, 4)
+    """
+    coder = _find_coder(model)
+    optimizers = [_unwrap(each) for each in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+        raise CoderError("follow needs an optimizer, or a list of different ones")
+    if coder.followed_by is not None:
+        raise CoderError("the model's state follows an optimizer already: call remove() of what follow() returned first")
+    coder.followed_by = following = Following(coder, optimizers, after_step)
+    return following
+
+
+def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer whose ``step`` runs torch's hooks."""
+    inner: Any = optimizer
+    while True:
+        wrapped = (getattr(inner, name, None) for name in _OPTIMIZER)
+        deeper = next((each for each in wrapped if isinstance(each, torch.optim.Optimizer)), None)
+        if deeper is None:
+            break
+        inner = deeper
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise CoderError(
+            f"follow needs a torch optimizer, got {type(optimizer).__name__}: without one call model.coder.post_step() after "
+            "every performed step"
+        )
+    return inner
+
+
+def _find_coder(model: Any) -> Coder:
+    """``coder`` of the model, or of the one model with heads inside it."""
+    for name in _MODEL:
+        while isinstance(getattr(model, name, None), nn.Module):
+            model = getattr(model, name)
+    if isinstance(getattr(model, "coder", None), Coder):
+        return model.coder
+    found = list(_outermost(model)) if isinstance(model, nn.Module) else []
+    if len(found) != 1:
+        there = f"{len(found)} models with heads in" if found else "no model of coder_plugin.create_model in"
+        raise CoderError(f"there is {there} the {type(model).__name__}: pass the model that is trained")
+    return found[0]
+
+
+def _outermost(module: nn.Module) -> Iterable[Coder]:
+    """The coders inside a module, but not those of momentum copies, which are inside a coder."""
+    for child in module.children():
+        if isinstance(child, Coder):
+            yield child
+        else:
+            yield from _outermost(child)

@@ -1,0 +1,45 @@
+"""Notice training loops that never advance the heads' state."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+#: Training forwards, each after another optimizer step, before the warning.
+_FORWARDS = 3
+
+
+class StateWatch:
+    """Warns once if a model trains and its banks, momentum towers and centres stand still.
+
+    An optimizer step is noticed by the version of a trained parameter, which every in-place change raises. So micro-batches
+    that accumulate gradients and steps that a loss scaler skips do not count.
+    """
+
+    def __init__(self) -> None:
+        self._version: tuple[int, int] | None = None
+        self._forwards = 0
+        self._warned = False
+
+    def at_forward(self, model: Any) -> None:
+        """A forward pass in training mode begins."""
+        if self._warned or hasattr(model, "unshard"):  # FSDP2 writes the parameters in every forward pass
+            return
+        parameter = next((each for each in model.parameters() if each.requires_grad), None)
+        if parameter is None:
+            return
+        version = (id(parameter), parameter._version)
+        if version != self._version:
+            self._version, self._forwards = version, self._forwards + 1
+        if self._forwards >= _FORWARDS:
+            self._warned = True
+            logging.warning(
+                "the model's banks, momentum towers or centres have not moved for %d training steps: call "
+                "coder_plugin.follow(model, optimizer) once before training, or model.coder.post_step() after every "
+                "optimizer.step()",
+                self._forwards - 1,
+            )
+
+    def advanced(self) -> None:
+        """The state was written, or deliberately not."""
+        self._version, self._forwards = None, 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import sys
 import traceback
@@ -24,6 +25,8 @@ from coder_plugin.cli import main as command
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.functional import dcl  # noqa: F401
 from tests.documentation import ROOT, blocks
+
+FIGURE = "scripts/figures/search_scenes.py"
 
 
 def make_folder() -> None:
@@ -77,6 +80,12 @@ def run_page(page: Path) -> None:
     exec(compile("\n".join(lines), str(page), "exec"), {"__name__": "__main__"})
 
 
+def draw_figure() -> None:
+    """The README's figure, with the small run."""
+    sys.argv = [FIGURE, "logs/my-run", "figure.png"]
+    runpy.run_path(str(ROOT / FIGURE), run_name="drawn")["main"]()
+
+
 def main(folder: Path, pages: list[Path]) -> int:
     torch.set_num_threads(1)
     made, failures = folder / "made", {}
@@ -91,6 +100,10 @@ def main(folder: Path, pages: list[Path]) -> int:
         os.chdir(copy)
         if not in_process(lambda page=page: run_page(page), log):
             failures[str(page.relative_to(ROOT))] = log.read_text()
+    os.chdir(made)
+    log = folder / "figure.log"
+    if not (in_process(draw_figure, log) and 1_000 < Path("figure.png").stat().st_size < 150_000):
+        failures[FIGURE] = log.read_text()
     print(json.dumps(failures))
     return 0
 

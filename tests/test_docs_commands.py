@@ -119,7 +119,7 @@ def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPar
 
 def check_ours(arguments: list[str]) -> None:
     """A command of coder-plugin: its flags, and where they name a loss or a recipe, that this exists."""
-    if arguments in (["…"], []) or "--help" in arguments:
+    if arguments in (["…"], []) or {"--help", "--help-all"} & set(arguments):
         return
     found = vars(parse(build_parser(), arguments))
     loss, recipe = found.get("loss") or "", found.get("recipe") or ""

@@ -12,7 +12,7 @@ import logging
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -216,7 +216,8 @@ class ShardSource:
             if turn >= ranks:
                 continue
             shard = self._shards[number]
-            for position, item in enumerate(self._items_by_number(shard) or self._stream(shard)):
+            items: Iterable[Item | Callable[[], Item]] = self._items_by_number(shard) or self._stream(shard)
+            for position, item in enumerate(items):
                 if position // block % ranks == turn:
                     yield number * SHARD + position, item() if callable(item) else item
 

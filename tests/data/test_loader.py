@@ -310,10 +310,10 @@ def test_bad_images_are_left_out_counted_by_epoch_and_named_once(tmp_path, kind,
         assert sum(f"skipped sample '{key}' (picture)" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_missing_file_is_an_image_that_does_not_decode(tmp_path):
+def test_a_missing_file_is_counted_for_itself(tmp_path):
     made = loader(make("table", tmp_path, absent=(2,)))
     list(made.epoch(0))
-    assert made.bad.kinds == {"file": 1}
+    assert made.bad.kinds == {"missing": 1}
 
 
 @kinds

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coder_plugin.data.scenes import open_scenes
 from coder_plugin.functional import dcl, m_dcl, tiled
 from coder_plugin.functional.ascl_loss import ascl_of_features
 from coder_plugin.functional.clip_loss import tiled_clip
@@ -103,7 +104,7 @@ def test_float16_keeps_small_slopes(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_tf32_is_set_in_training_steps_alone(wanted, tmp_path, monkeypatch) -> None:
+def test_tf32_is_set_in_training_steps_alone(wanted, tmp_path, tiny_model, monkeypatch) -> None:
     seen = {"step": set(), "evaluation": set()}
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 
@@ -121,7 +122,8 @@ def test_tf32_is_set_in_training_steps_alone(wanted, tmp_path, monkeypatch) -> N
     options = {"epochs": 1, "batch_size": 4, "train_num_samples": 8, "workers": 0, "logs": str(tmp_path), "tf32": wanted}
     try:
         matmul.allow_tf32 = not wanted
-        Watched(model="coder-tiny", loss="dcl", train="scenes", val="scenes", config=options).run()
+        val = open_scenes("val", count=8)
+        Watched(model=tiny_model, loss="dcl", train="scenes", val=val, config=options).run()
         assert matmul.allow_tf32 is not wanted
     finally:
         matmul.allow_tf32 = before

@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            kind = _KINDS.get(action.type)  # type: ignore[arg-type]
+            kind = _KINDS.get(action.type)  # type: ignore[call-overload]
             raise error if kind is None else argparse.ArgumentError(action, f"{arg_string!r} is not {kind}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

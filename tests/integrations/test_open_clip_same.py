@@ -1,8 +1,6 @@
 """``--loss clip`` in open_clip 3.3's own trainer is upstream's loss: the same numbers at every step."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from coder_plugin import create_model
+from tests import fresh
 from tests.integrations import upstream_runs as runs
 
 GATHERED = ["--local-loss", "--gather-with-grad"]
@@ -65,12 +64,10 @@ def test_no_weight_of_a_new_coca_is_left_to_chance(released: Any, tmp_path: Any,
 
 
 def test_the_command_under_torchrun(released: Any, tmp_path: Any) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     line = runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "dcl", epochs=1, batch_size=8)
-    result = subprocess.run(
+    result = fresh.run(
         [*launch, "-m", "--", "coder_plugin.integrations.open_clip", *line],
-        capture_output=True,
-        text=True,
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )

@@ -215,10 +215,10 @@ def test_the_command(runs: list[Path], tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_the_page(runs: list[Path], browser: str, tmp_path: Path, width: int) -> None:
-    plan = {"objective": "3*dcl(diversity_over='batch+bank') + m_dcl(reverse='none') + concept_dcl(positive_weight=2.0) + pgc"}
+    objective = "3*dcl(diversity_over='batch+bank') + m_dcl(reverse='none') + concept_dcl(positive_weight=2.0) + pgc"
+    plan = {"objective": objective, "training data": {"name": "/data/" + 12 * "long/"}}
     names = [tmp_path / f"2026_11_22-19_05_0{n}-model-of-a-long-name" for n in (1, 2)]
-    data = "/data/" + 12 * "long/"
-    long = [make_run(name, [100.0, 110.0], lr=n / 1e4, plan=plan, train_data=data) for n, name in enumerate(names, 1)]
+    long = [make_run(name, [100.0, 110.0], lr=n / 1e4, plan=plan) for n, name in enumerate(names, 1)]
     found = assert_readable(browser, compared([*runs, *long]), tmp_path, width)
     assert found["charts"] > 10 and (found["cut_tables"] == [] or width == 1280)
 

@@ -97,6 +97,9 @@ def test_the_command_writes_every_models(data: str, tmp_path: Path, monkeypatch,
 
     monkeypatch.setattr(compare._Setting, "data", lambda *_: (make_encoder(data)[1], DataConfig()))
     monkeypatch.setattr(compare._Setting, "open", opened_model)
+    monkeypatch.chdir(tmp_path)
+    for run in ("runs/a", "runs/bb"):
+        Path(run).mkdir(parents=True)
     folder = tmp_path / "pictures"
     flags = ["--pictures", str(folder), "--pictures-count", "3", "--pictures-concepts", "dog,cat,ball"]
     assert main(["eval", "runs/a", "runs/bb", *flags, "--json", str(tmp_path / "numbers.json")]) == 0

@@ -36,6 +36,8 @@ WHOLE_ROWS = ("cpu",)
 ONE_TILE = 1 << 24
 #: A matrix of at most this many similarities is small: losses that tiles do not speed up form it.
 SMALL_MATRIX = 1 << 22
+#: Devices with autocast. ``torch.amp.is_autocast_available`` breaks a compiled graph in PyTorch 2.10.
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
 Implementation = Literal["auto", "reference", "tiled", "triton"]
 
@@ -231,5 +233,5 @@ def slope_unit(slopes: Tensor, like: Tensor) -> Tensor | None:
 def full_precision(features: Tensor) -> contextlib.AbstractContextManager[None]:
     """A context without autocast: similarities are computed in float32 or float64."""
     kind = features.device.type
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    enabled = kind in _AUTOCAST and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext()

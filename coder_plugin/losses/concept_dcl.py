@@ -48,7 +48,7 @@ class ConceptDCL(Term):
             batch.texts,
             image_ids=batch.ids,
             anchors=batch.anchors,
-            gather=batch.gather,
+            gather=batch.anchor_gather(),
             implementation=self.implementation,
             **self.options,
         )

@@ -99,7 +99,7 @@ class DCL(Term):
             image_ids=batch.ids,
             bank_diversity=bank_diversity,
             anchors=batch.anchors,
-            gather=batch.gather,
+            gather=batch.anchor_gather(),
             implementation=self.implementation,
             **self.options,
         )

@@ -31,8 +31,7 @@ class Batch(NamedTuple):
     ids: Tensor | None  # [N]
     anchors: slice | None
 
-    @property
-    def gather(self) -> Gather | None:
+    def anchor_gather(self) -> Gather | None:
         """Collects a value of each anchor over all ranks; None if every rank has all anchors."""
         return None if self.anchors is None else distributed.gather
 
@@ -124,7 +123,7 @@ class Banks:
                 self._raw_diversity(batch, modality, live, kind, epsilon)
                 for modality, live in (("text", batch.images), ("image", batch.texts))
             ]
-            images, texts = normalize_diversity(torch.stack(raw), batch.gather)
+            images, texts = normalize_diversity(torch.stack(raw), batch.anchor_gather())
             return anchor_rows(images, anchors), anchor_rows(texts, anchors)
 
     def _raw_diversity(self, batch: Batch, modality: str, live: Tensor, kind: Diversity, epsilon: float) -> Tensor:

@@ -71,7 +71,7 @@ class MDCL(Term):
             bank_valid=banks.bank.valid,
             bank_diversity=bank_diversity,
             anchors=batch.anchors,
-            gather=batch.gather,
+            gather=batch.anchor_gather(),
             implementation=self.implementation,
             **self.options,
         )

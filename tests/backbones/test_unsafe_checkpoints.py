@@ -291,7 +291,7 @@ def test_the_old_formats_counts(tmp_path: Path) -> None:
     content = path.read_bytes()
     for count in (4, 2, -1, 2**62):
         path.write_bytes(content[:-20] + struct.pack("<q", count) + content[-12:])
-        with pytest.raises(CoderError, match="storage has wrong byte size: .* got 12"):
+        with pytest.raises(CoderError, match="storage has wrong byte size: expected"):
             read_checkpoint(path)
 
 

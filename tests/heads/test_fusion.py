@@ -227,7 +227,8 @@ def test_what_is_saved_grows_with_the_tokens_and_not_with_the_pairs():
 
 
 MEMORY = """
-import resource, torch
+import ctypes, resource, torch
+ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: freed memory is given back, and does not count
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion

@@ -18,8 +18,7 @@ _LOOK = """<script>addEventListener("load", () => {
       && box.bottom <= chart.bottom + 1;
   };
   const wraps = [...document.querySelectorAll(".wrap")];
-  // after two frames, in which the timelines of scrolling begin
-  requestAnimationFrame(() => requestAnimationFrame(() => { parent.document.body.dataset.found = JSON.stringify({
+  const measure = () => { parent.document.body.dataset.found = JSON.stringify({
     width: innerWidth,
     scrolled: document.documentElement.scrollWidth,
     wide: all.filter(e => !e.closest(".wrap, pre, svg") && e.getBoundingClientRect().right > width + 1)
@@ -32,7 +31,10 @@ _LOOK = """<script>addEventListener("load", () => {
     broken: [...document.images].filter(e => !e.naturalWidth).length,
     pictures: document.images.length,
     charts: document.querySelectorAll("svg").length,
-  }); }));
+  }); };
+  // after two frames, in which the timelines of scrolling begin; a busy machine may draw none in time
+  requestAnimationFrame(() => requestAnimationFrame(measure));
+  setTimeout(measure, 2000);
 });</script></body>"""
 
 

@@ -30,6 +30,10 @@ class Following:
         if len(optimizers) > 1:
             self._hooks.append(coder.register_forward_pre_hook(self._on_forward))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Following:
+        """A copy of the model, such as an average of its weights, is not followed: it has no optimizer."""
+        return self
+
     def remove(self) -> None:
         """Stop: the optimizers' steps advance nothing any more."""
         for hook in self._hooks:
@@ -37,6 +41,10 @@ class Following:
         self._hooks = []
         if self._coder.followed_by is self:
             self._coder.followed_by = None
+
+    def follows(self, coder: Coder) -> bool:
+        """Whether it advances this one, and not that of which this one is a copy."""
+        return coder is self._coder
 
     @torch.compiler.disable
     def _on_step(self, optimizer: Any, *_: Any) -> None:
@@ -47,9 +55,9 @@ class Following:
         if len(self._stepped) == len(self._optimizers):
             self._advance()
 
-    def _on_forward(self, *_: Any) -> None:
+    def _on_forward(self, coder: Any, *_: Any) -> None:
         """The heads run in training mode only: a new step begins."""
-        if self._stepped:  # one of the last step's optimizers was not called, or had an overflow
+        if self._stepped and coder is self._coder:  # one of the last step's optimizers was not called, or had an overflow
             self._advance()
 
     def _advance(self) -> None:
@@ -96,7 +104,7 @@ def follow(model: Any, optimizer: Any, *, after_step: Callable[[], object] | Non
     optimizers = [_unwrap(each) for each in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
         raise CoderError("follow needs an optimizer, or a list of different ones")
-    if coder.followed_by is not None:
+    if coder.followed_by is not None and coder.followed_by.follows(coder):
         raise CoderError("the model's state follows an optimizer already: call remove() of what follow() returned first")
     coder.followed_by = following = Following(coder, optimizers, after_step)
     return following

@@ -178,6 +178,21 @@ def test_removed_it_follows_no_more_and_another_may(model: Any, loss: Any) -> No
     assert (first.steps, second.steps) == (0, 1)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_copy_of_a_followed_model_is_not_followed(model: Any, split: bool) -> None:
+    parameters = trained(model)
+    optimizers = [sgd(parameters[:3]), sgd(parameters[3:])] if split else [sgd(parameters)]
+    following = follow(model, optimizers)
+    other = copy.deepcopy(model)
+    optimizers[0].step()
+    backward(other, coder_plugin.create_loss(RECIPE, model=other))  # begins no step of the first model
+    assert (following.steps, filled(model)) == (0 if split else 1, 0)
+    optimizer = sgd(trained(other))
+    second = follow(other, optimizer)
+    optimizer.step()
+    assert (second.steps, filled(other)) == (1, PAIRS)
+
+
 def test_what_cannot_be_followed_is_refused(model: Any) -> None:
     optimizer = sgd(trained(model))
     with pytest.raises(CoderError, match="no model of coder_plugin.create_model in the Linear"):

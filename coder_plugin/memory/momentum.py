@@ -50,6 +50,8 @@ class MomentumCopy(nn.Module):
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self.momentum, self.mode = momentum, mode
         self.model: Any = None
+        self._shared: set[str] = set()  # names of the copy's parameters that are the model's own
+        self.register_load_state_dict_pre_hook(MomentumCopy._own_shared)
 
     def copy_from(self, model: Any) -> None:
         """Replace the copy by the current model without the heads of ``model.coder``."""
@@ -62,7 +64,8 @@ class MomentumCopy(nn.Module):
         if (capture := getattr(self.model, "_coder_capture", None)) is not None:
             capture.restrict(aggregated=len(coder.aggregators) > 0)
         self.model.requires_grad_(False).train(self.mode == "train")
-        self._share_frozen(_named(model))
+        self._shared.clear()
+        self._share_frozen(model)
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                 module.track_running_stats = False  # use batch statistics, and write none in forward
@@ -79,7 +82,7 @@ class MomentumCopy(nn.Module):
     def update(self, model: Any) -> None:
         """Average in the model after one step. Parameters are matched by name; names without a match are skipped."""
         online = _named(model)
-        self._share_frozen(online)
+        self._share_frozen(model)
         trained: list[tuple[Tensor, Tensor]] = []
         frozen: list[tuple[Tensor, Tensor]] = []
         for name, average in _named(self.model).items():
@@ -116,24 +119,39 @@ class MomentumCopy(nn.Module):
             squares = distributed.all_sum(squares.to(device))
         return float((squares[0] / squares[1].clamp(min=1e-24)).sqrt())
 
-    def _share_frozen(self, online: Mapping[str, Tensor]) -> None:
+    def _share_frozen(self, model: Any) -> None:
         """Use the model's own frozen parameters, and copies of those that are trained by now.
 
         A parameter sharded by FSDP belongs to its module's group, and one of another dtype is the copy's own: both stay.
         """
+        online = _named(model, tied=True)
+        owned: dict[int, nn.Parameter] = {}
         for prefix, module in self.model.named_modules():
             for name, average in module._parameters.items():
-                current = online.get(_plain(f"{prefix}.{name}" if prefix else name))
+                path = f"{prefix}.{name}" if prefix else name
+                current = online.get(_plain(path))
                 if average is None or current is None or distributed.is_sharded(current):
                     continue
                 if average is current and current.requires_grad:
-                    module._parameters[name] = nn.Parameter(current.detach().clone(), requires_grad=False)
+                    module._parameters[name] = _own(current, owned)
+                    self._shared.discard(path)
                 elif (
                     not current.requires_grad
                     and isinstance(current, nn.Parameter)
                     and (average.dtype, average.device) == (current.dtype, current.device)
                 ):
                     module._parameters[name] = current
+                    self._shared.add(path)
+
+    def _own_shared(self, *_: Any) -> None:
+        """Before weights are loaded: what is loaded as the copy's must not become the model's, which may be frozen since it
+        was saved. The next update shares again."""
+        owned: dict[int, nn.Parameter] = {}
+        for path in self._shared:
+            prefix, _, name = path.rpartition(".")
+            parameters = self.model.get_submodule(prefix)._parameters
+            parameters[name] = _own(parameters[name], owned)
+        self._shared.clear()
 
     def _copy_buffers(self, model: Any) -> None:
         """BatchNorm's statistics differ between ranks; all get those of rank 0."""
@@ -154,10 +172,15 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters by name, without the prefix that torch.compile adds to blocks."""
-    return {_plain(name): parameter for name, parameter in model.named_parameters()}
+def _named(model: nn.Module, *, tied: bool = False) -> dict[str, Tensor]:
+    """A model's parameters by name, without the prefix that torch.compile adds to blocks; of tied ones the first name, or all."""
+    return {_plain(name): parameter for name, parameter in model.named_parameters(remove_duplicate=not tied)}
 
 
 def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
+
+
+def _own(parameter: Tensor, owned: dict[int, nn.Parameter]) -> nn.Parameter:
+    """A copy of a parameter without gradient; of a tied one the same for each of its names."""
+    return owned.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), requires_grad=False))

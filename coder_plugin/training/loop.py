@@ -253,7 +253,11 @@ class Trainer:
         failures.start(self.config.run.rank_timeout)
         with run_lock(self.folder), self.signals:
             check_shared(self.folder)
-            return self._run()
+            try:
+                return self._run()
+            finally:
+                if self.following is not None:  # another loop may train the model afterwards
+                    self.following.remove()
 
     def _run(self) -> dict[str, Any]:
         config = self.config
@@ -306,8 +310,6 @@ class Trainer:
         self.schedule = create_schedule(optimizer, self.config, self.steps_per_epoch)
         self.collapse = CollapseWatch(warmup_steps(self.config, self.steps_per_epoch))
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if self.following is not None:  # of an earlier run of this trainer
-            self.following.remove()
         self.following = follow(model, optimizer)
         self.average = WeightAverage(model, ema_decay, leave_out=state_names) if ema_decay else None
 

@@ -121,7 +121,35 @@ def test_shared_parameters_are_saved_and_loaded(model, tmp_path):
     other.load_state_dict(state)
     for name, value in other.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+    other.coder.post_step()
     assert same_storage(other) == same_storage(model)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_an_average_that_is_loaded_does_not_become_the_weights_of_a_tower_locked_since(model, assign):
+    nudge(model)
+    model.coder.post_step()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    other = copy.deepcopy(model)
+    other.lock_image_tower()
+    other.coder.attach(other)
+    assert same_storage(other)["visual.conv1.weight"]
+    other.load_state_dict(saved, assign=assign)
+    assert [name for name, value in other.state_dict().items() if not torch.equal(value, saved[name])] == []
+    other.coder.post_step()
+    assert same_storage(other)["visual.conv1.weight"]
+
+
+def test_tied_parameters_are_shared_and_copied_under_both_names(model):
+    model.visual.register_module("tied", torch.nn.Module())
+    model.visual.tied.proj = model.visual.proj
+    model.lock_image_tower()
+    model.coder.attach(model)
+    average = tower(model).model
+    assert average.visual.tied.proj is average.visual.proj is model.visual.proj
+    model.visual.proj.requires_grad_(True)
+    model.coder.post_step()
+    assert average.visual.tied.proj is average.visual.proj is not model.visual.proj
 
 
 def test_a_frozen_parameter_of_another_dtype_is_copied(model):

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from coder_plugin import Callback, Trainer, create_loss, create_model, register, registry
+from coder_plugin import Callback, Trainer, create_loss, create_model, follow, register, registry
 from coder_plugin.cli import main
 from coder_plugin.data.item import Item
 from coder_plugin.data.scenes import open_scenes
@@ -202,6 +202,14 @@ def test_a_norm_is_checked_after_the_figures_were_read(tiny_model, options, item
     trainer = ReadsEarly(model=tiny_model, loss="clip", train=items, config=options("run", grad_clip_norm=1.0))
     with pytest.raises(CoderError, match="gradient of .* at step 1 .* the step was not taken"):
         trainer.run()
+
+
+def test_a_model_may_be_trained_in_several_runs(tiny_model, options, items):
+    model = create_model(tiny_model, loss="dcl + m_dcl")
+    for name in ("first", "second"):
+        Trainer(model=model, loss="dcl + m_dcl", train=items, config=options(name, epochs=1)).run()
+    following = follow(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    following.remove()
 
 
 def test_a_step_may_follow_one_that_was_refused_under_a_loss_scaler(tiny_model, options, items, monkeypatch):

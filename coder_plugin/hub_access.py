@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from functools import cache
 
@@ -18,7 +16,7 @@ PATIENCE = 4.0
 def hub_access(needed: bool = True) -> Iterator[None]:
     """A context in which the hub's client reads its cache alone if the hub does not answer, and so fails at once.
 
-    The client itself tries each file six times, over more than a minute. Proxies of the environment are used.
+    The client itself tries each file six times, over more than a minute.
 
     Args:
         needed: whether anything may have to be downloaded; if not, nothing is asked.
@@ -42,25 +40,34 @@ def is_offline() -> bool:
 
 @cache
 def is_reachable(address: str) -> bool:
-    """Whether a server answers at all, with whatever status. Asked once in a process.
+    """Whether a server answers the hub's client, with its proxies and certificates, with whatever status. Asked once in a
+    process.
 
     Args:
         address: such as https://huggingface.co.
     """
+    from huggingface_hub.utils import get_session
+
     answered = threading.Event()
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE)
 
     def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=seconds).close()
-        except urllib.error.HTTPError:
-            pass  # an answer
-        except (OSError, ValueError) as error:
-            if "CERTIFICATE" not in str(error):  # the client may know other certificates
-                return
-        answered.set()
+        with contextlib.suppress(Exception):  # the client's, of which it has had several with errors of their own
+            get_session().head(address, timeout=seconds)
+            answered.set()
 
     thread = threading.Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
     thread.start()
     thread.join(seconds + 0.5)
     return answered.is_set()
+
+
+def is_download_error(error: BaseException | None) -> bool:
+    """Whether an error comes of a file of the hub that is not in the cache and cannot be downloaded."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    while error is not None:
+        if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

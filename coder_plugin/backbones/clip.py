@@ -37,7 +37,7 @@ from coder_plugin.backbones.names import CONFIGS, unknown_model
 from coder_plugin.backbones.word_embeddings import WordEmbeddings
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
-from coder_plugin.hub_access import hub_access, is_offline
+from coder_plugin.hub_access import hub_access, is_download_error, is_offline
 
 log = logging.getLogger(__name__)
 #: Key in a checkpoint of open_clip's trainer, with the options of the heads.
@@ -189,7 +189,7 @@ def create_clip(
         except (CoderError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # open_clip, timm, transformers and torch raise many types
-            if needed and is_offline():
+            if needed and is_offline() and is_download_error(error):
                 raise CoderError(
                     f"model {name!r} cannot be created: {' and '.join(needed)} would have to be downloaded, and the "
                     f"Hugging Face Hub cannot be reached: download where there is a network, and name the copy: "

@@ -21,7 +21,7 @@ from coder_plugin.backbones.recurrent import GRU
 from coder_plugin.backbones.region_encoder import Encoded, pool
 from coder_plugin.errors import CoderError
 from coder_plugin.functional.masked_sets import unit_channels
-from coder_plugin.hub_access import hub_access, is_offline
+from coder_plugin.hub_access import hub_access, is_download_error, is_offline
 
 TextPooling = Literal["gpo", "mean", "max", "last"]
 
@@ -235,7 +235,7 @@ def load_transformer(name: str, *, pretrained: bool = True, cache_dir: str | Non
         except Exception as error:  # the hub and transformers raise many types
             advice = "use a folder with config.json, weights and tokenizer files, or a hub name that can be reached"
             cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if on_hub and is_offline():
+            if on_hub and is_offline() and is_download_error(error):
                 advice = "download it where there is a network, and name its folder: --model-kwargs text=FOLDER"
                 cause = "it would have to be downloaded, and the Hugging Face Hub cannot be reached"
             raise CoderError(f"text encoder {name!r} cannot be loaded: {cause}; {advice}") from error

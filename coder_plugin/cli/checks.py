@@ -13,7 +13,7 @@ from coder_plugin.config import merge
 from coder_plugin.data import check_location, guess_kind
 from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.objective import check_names
-from coder_plugin.registry import names
+from coder_plugin.registry import list_plugins, names
 
 #: Files of weights; anything else that ``--pretrained`` names may be a tag of open_clip.
 _WEIGHTS = re.compile(r"\.(pt|pth|bin|safetensors|npz)$")
@@ -61,11 +61,17 @@ def check_data(spec: str, *, flag: str, kind: str = "auto") -> None:
         CoderError: there is no such file or folder, or no reader fits; names the flag.
     """
     try:
-        check_location(spec)
+        if kind == "auto" or reads_files(kind):
+            check_location(spec)
         if kind == "auto" and not spec.startswith("<"):
             guess_kind(spec)
     except CoderError as error:
         raise CoderError(f"{flag} {error}") from error
+
+
+def reads_files(kind: str) -> bool:
+    """Whether a reader is ours: what one of another package calls a data set may be any text."""
+    return any(plugin.name == kind and plugin.distribution == "coder-plugin" for plugin in list_plugins("readers"))
 
 
 def check_exists(path: str, *, flag: str) -> None:

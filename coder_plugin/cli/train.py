@@ -86,6 +86,7 @@ def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:
 def next_commands(trainer: Trainer) -> list[str]:
     """Commands that evaluate, index and search what a run has trained."""
     from coder_plugin.config import READING, get_option
+    from coder_plugin.locations import is_local
 
     config, folder = trainer.config, str(trainer.folder)
     data = config.data.val or config.data.train or "scenes"
@@ -97,7 +98,8 @@ def next_commands(trainer: Trainer) -> list[str]:
     index = str(trainer.folder / "index")
     text = "a red circle" if config.data.on_scenes else "a dog"
     export = [] if trainer.best else ["--export", "last"]
-    evaluate = [] if config.data.val is not None or config.data.on_scenes else ["--val-data", data, *reading]
+    known = config.data.val is not None and all(map(is_local, filter(None, (data, config.data.regions))))
+    evaluate = [] if known or config.data.on_scenes else ["--val-data", data, *reading]  # eval takes no others from the run
     commands = (
         ["eval", folder, *export, *evaluate],
         ["index", folder, *export, "--data", data, *reading, "--output", index],

@@ -97,7 +97,7 @@ def check_location(spec: str) -> None:
 
     from coder_plugin.errors import CoderError, did_you_mean
 
-    marks = ("<", "pipe:")
+    marks = ("<", "pipe:", "file:")
     if spec == "scenes" or spec.startswith(marks) or "::" in spec or "://" in spec or any(sign in spec for sign in _PATTERN):
         return
     if os.path.exists(spec):

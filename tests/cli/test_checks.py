@@ -1,0 +1,60 @@
+"""What the checks before torch is imported must let through."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coder_plugin import register, registry
+from coder_plugin.cli.checks import check_options
+from coder_plugin.cli.train import next_commands
+from coder_plugin.config import resolve
+from coder_plugin.errors import CoderError
+
+REMOTE = "pipe:cat {0..3}.tar"
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "shards/{00000..00099}.tar", "shards/*.tar", "a.tar::b.tar", "pipe:aws s3 cp s3://bucket/a.tar -",
+        "hf://datasets/owner/name/train-{0..3}.tar", "s3://bucket/{a,b}.tar", "https://example.org/pairs.csv",
+        "file:/data/train-0.tar", "file:///data/train-0.tar", "${DATA}/{0..3}.tar", "scenes",
+    ],
+)  # fmt: skip
+def test_locations_that_only_their_reader_can_look_up(location: str) -> None:
+    for name in ("train_data", "val_data"):
+        check_options({name: location})
+
+
+def test_a_reader_of_another_package_may_call_its_data_what_it_likes() -> None:
+    with pytest.raises(CoderError, match="--train-data flickr30k: no such file"):
+        check_options({"train_data": "flickr30k", "dataset_type": "csv"})
+    register("readers", "theirs", lambda spec, *, split: None)
+    try:
+        check_options({"train_data": "flickr30k", "dataset_type": "theirs"})
+    finally:
+        registry.unregister("readers", "theirs")
+
+
+@pytest.mark.parametrize(
+    "options, evaluate",
+    [
+        ({"train_data": "a.csv", "val_data": "b.csv"}, []),
+        ({"train_data": "a.csv"}, ["--val-data", "a.csv"]),
+        ({}, []),
+        ({"train_data": "a.tar", "val_data": REMOTE}, ["--val-data", REMOTE]),
+        (
+            {"train_data": "a.csv", "val_data": "b.csv", "regions": "s3://bucket/r.tar"},
+            ["--val-data", "b.csv", "--regions", "s3://bucket/r.tar"],
+        ),
+    ],
+)
+def test_the_next_command_names_the_data_that_evaluation_does_not_take_from_the_run(options: Any, evaluate: list[str]) -> None:
+    config = resolve([("flag", {**options, "model": "coder-tiny"})])
+    trainer: Any = SimpleNamespace(config=config, folder=Path("logs/run"), best={"epoch": 1})
+    assert shlex.split(next_commands(trainer)[0]) == ["coder-plugin", "eval", "logs/run", *evaluate]

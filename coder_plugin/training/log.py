@@ -194,6 +194,7 @@ class Progress:
         below = [name for name, value in losses.items() if value < 0 and "dcl" in name]
         if self.enabled and below and "below zero" not in self.explained:
             self.explained.add("below zero")
+            self.bar.clear()  # it is drawn anew below the line
             self.say(
                 f"{' and '.join(below)} below zero: this is not a fault. DCL's term of the positive, -log(1 + S), falls to "
                 "-0.69 as pairs match, so the loss is not bounded by zero as InfoNCE is"

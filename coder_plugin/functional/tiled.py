@@ -183,17 +183,12 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 # -- products --------------------------------------------------------------------------------------------------------
 
 
-def has_mixed_products() -> bool:
-    """Whether torch multiplies half types into float32 on a GPU: ``mm(..., out_dtype=)`` of torch 2.8, for CUDA, not ROCm."""
-    return torch.version.cuda is not None and torch.__version__ >= "2.8"  # compared as a version
-
-
-_MIXED_PRODUCTS = has_mixed_products()
-
-
 def multiplies_halves(device: torch.device) -> bool:
-    """Whether half types are multiplied as they are, with sums in float32: on CUDA devices, at twice the rate of TF32."""
-    return device.type == "cuda" and _MIXED_PRODUCTS
+    """Whether half types are multiplied as they are, with sums in float32: on CUDA devices, at twice the rate of TF32.
+
+    ROCm's devices are named so too, and do not have ``mm(..., out_dtype=)``.
+    """
+    return device.type == "cuda" and torch.version.cuda is not None
 
 
 def operands(*features: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

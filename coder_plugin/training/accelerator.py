@@ -75,7 +75,7 @@ def tf32_products(allowed: bool) -> Iterator[None]:
     cuDNN's own setting, of convolutions and recurrent layers, is left alone.
     """
     matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # torch 2.9's form of the setting
+    precision = matmul.fp32_precision
     try:
         before = matmul.allow_tf32
     except RuntimeError:  # set in the new form alone
@@ -88,8 +88,7 @@ def tf32_products(allowed: bool) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32 = before
-        if precision is not None:
-            matmul.fp32_precision = precision
+        matmul.fp32_precision = precision
 
 
 def check_parallelism(environment: Mapping[str, str], parallelism: Any = None) -> None:

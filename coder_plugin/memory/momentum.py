@@ -173,7 +173,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _named(model: nn.Module, *, tied: bool = False) -> dict[str, Tensor]:
-    """A model's parameters by name, without the prefix that torch.compile adds to blocks; of tied ones the first name, or all."""
+    """A model's parameters by name, without the prefix that torch.compile adds to blocks; ``tied``: tied ones by each name."""
     return {_plain(name): parameter for name, parameter in model.named_parameters(remove_duplicate=not tied)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,26 @@ from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.objective import check_names
 from coder_plugin.registry import list_plugins, names
 
+#: Options that name files or folders which must exist.
+FILES = ("train_data", "val_data", "image_root", "concepts", "pretrained_image_path")
 #: Files of weights; anything else that ``--pretrained`` names may be a tag of open_clip.
 _WEIGHTS = re.compile(r"\.(pt|pth|bin|safetensors|npz)$")
 
 
-def check_options(flags: Mapping[str, Any], *, file: Mapping[str, Any] | None = None, file_name: str = "file") -> None:
+def check_options(
+    flags: Mapping[str, Any],
+    *,
+    file: Mapping[str, Any] | None = None,
+    file_name: str = "file",
+    reads: Collection[str] = FILES,
+) -> None:
     """Check the options of a command as far as that is possible without torch.
 
     Args:
         flags: options by flat name.
         file: those of ``--config``, if they are not among ``flags``; None: none.
         file_name: what messages call it.
+        reads: those of :data:`FILES` that the command opens; a run's configuration names others too.
 
     Raises:
         CoderError: an option of the wrong type, a name that does not exist, a loss that is not of the grammar, or a file that
@@ -43,12 +52,13 @@ def check_options(flags: Mapping[str, Any], *, file: Mapping[str, Any] | None = 
         check_names(options["loss"])
     if "model" in options:
         check_model_name(options["model"])
-    for name in ("train_data", "val_data"):
-        if name in options:
-            check_data(options[name], flag=f"--{name.replace('_', '-')}", kind=kind)
-    for name in ("image_root", "concepts", "pretrained_image_path"):
-        if name in options:
-            check_exists(options[name], flag=f"--{name.replace('_', '-')}")
+    for name in FILES:
+        if name in options and name in reads:
+            flag = f"--{name.replace('_', '-')}"
+            if name.endswith("_data"):
+                check_data(options[name], flag=flag, kind=kind)
+            else:
+                check_exists(options[name], flag=flag)
     weights = options.get("pretrained")
     if weights is not None and (os.sep in weights or _WEIGHTS.search(weights)):
         check_exists(weights, flag="--pretrained")

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.checks import check_exists, check_options
     from coder_plugin.cli.flags import read_options
 
-    check_options(read_options(arguments))
+    check_options(read_options(arguments), reads=["train_data", "image_root"])
     if arguments.max_captions is not None and arguments.max_captions < 1:
         raise CoderError(f"--max-captions is {arguments.max_captions}; it must be 1 or more")
     if arguments.vectors != "none" and not arguments.vectors.startswith(_MODEL):

@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     for folder in arguments.run_folder:
         check_model(folder)
     options = read_options(arguments)
-    check_options(options)
+    check_options(options, reads=["val_data" if "val_data" in options else "train_data", "image_root"])
     if not arguments.run_folder and "model" not in options:
         raise CoderError("say which model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     for flag in ("cxc", "zeroshot", "classnames"):

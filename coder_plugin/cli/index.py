@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = read_options(arguments)
     check_model(arguments.run_folder)
-    check_options(options)
+    check_options(options, reads=["image_root"])
     if arguments.run_folder is None and "model" not in options:
         raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     kind = options.get("dataset_type", "auto")

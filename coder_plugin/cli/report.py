@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         echo(compare_runs(arguments.run_folder, **where))
         return 0
-    check_options(options)
+    check_options(options, reads=["val_data", "image_root"])
     from coder_plugin.report.run import report_run
 
     echo(report_run(arguments.run_folder[0], options, **shown, **where))

@@ -77,7 +77,7 @@ def open_csv(
                 what = " and ".join(f"{column!r} for the {kind} ({flag})" for flag, (kind, column) in absent.items())
                 raise CoderError(
                     f"{spec}: no column {what}; its columns, separated by {separator!r} (--csv-separator), are: "
-                    f"{', '.join(map(repr, present)) or 'none, since it is empty'}"
+                    f"{', '.join(map(repr, present)) or 'none: its first line is empty'}"
                 )
             for row in rows:
                 line = f"line {rows.line_num}"

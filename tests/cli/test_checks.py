@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from coder_plugin import register, registry
+from coder_plugin.cli import main
 from coder_plugin.cli.checks import check_options
 from coder_plugin.cli.train import next_commands
 from coder_plugin.config import resolve
@@ -39,6 +42,25 @@ def test_a_reader_of_another_package_may_call_its_data_what_it_likes() -> None:
         check_options({"train_data": "flickr30k", "dataset_type": "theirs"})
     finally:
         registry.unregister("readers", "theirs")
+
+
+def test_data_that_a_command_does_not_open_may_be_elsewhere(tmp_path: Path, tiny_model: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model": tiny_model, "train_data": "/elsewhere/a.csv", "val_data": "/elsewhere/b.csv"}))
+    table = tmp_path / "c.csv"
+    table.write_text("filepath,title\na.png,a square\n")
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    common = ["--config", str(config), "--workers", "0"]
+    assert main(["eval", *common, "--val-data", str(table)]) == 0
+    assert main(["index", *common, "--data", str(table), "--output", str(tmp_path / "index")]) == 0
+
+
+@pytest.mark.parametrize("command", ["eval", "train --loss clip", "concepts --output c.safetensors --vectors none"])
+def test_data_that_a_command_opens_must_be_there(command: str, tmp_path: Path, tiny_model: str, capsys: Any) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model": tiny_model, "train_data": "/elsewhere/a.csv"}))
+    words = [*command.split(), "--config", str(config)]
+    assert main(words) == 2 and "--train-data /elsewhere/a.csv: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

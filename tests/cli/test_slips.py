@@ -121,7 +121,7 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("train --train-data pairs.csv --csv-separator ;; --model coder-tiny", ["--csv-separator is ';;'", "one character"]),
     ("train --train-data latin.csv --model coder-tiny", ["line 3, byte 17 (0xe9) is not UTF-8", "iconv -f latin1 -t utf-8"]),
     ("train --train-data utf16.csv --model coder-tiny", ["line 1, byte 1 (0xff) is not UTF-8", "iconv -f utf-16 -t utf-8"]),
-    ("train --train-data empty.csv --model coder-tiny", ["empty.csv: no column 'filepath'", "none, since it is empty"]),
+    ("train --train-data empty.csv --model coder-tiny", ["empty.csv: no column 'filepath'", "none: its first line is empty"]),
     ("train --train-data header.csv --model coder-tiny", ["header.csv", "no images"]),
     ("train --train-data broken.json --model coder-tiny", ["broken.json"]),
     ("train --train-data pairs.csv --model coder-tiny", ["--batch-size 64 is larger than the data (2 samples)"]),

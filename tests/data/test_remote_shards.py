@@ -212,7 +212,7 @@ def test_training_from_the_command_line(folder, url, capsys):
     flags = ["--model", "coder-tiny", "--loss", "clip", "--epochs", "1", "--batch-size", "4", "--workers", "1"]
     assert main(["train", "--train-data", f"{url}/s{{0..1}}.tar", *flags, "--logs", str(folder / "logs"), "--no-report"]) == 0
     (log,) = (folder / "logs").glob("*/metrics.jsonl")
-    assert log.read_text() and "1 epochs of 4 steps" in capsys.readouterr().out
+    assert log.read_text() and "1 epoch of 4 steps" in capsys.readouterr().out
 
 
 # failures

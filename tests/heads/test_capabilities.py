@@ -62,8 +62,8 @@ def test_no_head_is_asked_for_by_name():
     root = Path(coder_plugin.__file__).parent
     files = [path for folder in (root, root.parent / "integrations") for path in folder.rglob("*.py")]
     assert len(files) > 100
-    found = [f"{path}: {line.strip()}" for path in files for line in path.read_text().splitlines() if asked.search(line)]
-    assert not found
+    lines = [(path, line.strip()) for path in files for line in path.read_text().splitlines() if asked.search(line)]
+    assert not [(path, line) for path, line in lines if not line.startswith(">>>")]  # an example may
 
 
 def test_options_from_data():

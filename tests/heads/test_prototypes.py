@@ -13,6 +13,7 @@ from coder_plugin.coder import Coder
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.prototypes import Prototypes
 from coder_plugin.memory.rows import replace_rows, reset_moments
+from coder_plugin.memory.state_watch import StateWatch
 from tests import gloo
 
 SIZES = BackboneInfo(embed_dim=6)
@@ -172,7 +173,7 @@ def test_the_steps_after_a_reset_are_no_longer_than_the_learning_rate(rows):
     weight, rows = head.classifier.weight, torch.tensor(rows)
     coder = Coder.__new__(Coder)
     torch.nn.Module.__init__(coder)
-    coder.heads = torch.nn.ModuleDict({"prototypes": head})
+    coder.heads, coder._watch = torch.nn.ModuleDict({"prototypes": head}), StateWatch()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.1)
 
     def step() -> Tensor:

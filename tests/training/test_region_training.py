@@ -517,8 +517,9 @@ def test_mistakes_are_told_in_one_line(tmp_path, made, capsys, mistake):
 def test_region_models_on_pictures_and_their_options_on_clip(tmp_path, made, tiny_model, capsys):
     from PIL import Image
 
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (tmp_path / "pairs.csv").write_text("filepath\ttitle\n" + "a.png\ta dog\n" * 20)
+    for number in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+    (tmp_path / "pairs.csv").write_text("filepath\ttitle\n" + "".join(f"{number % 4}.png\ta dog\n" for number in range(20)))
     train = ["train", "--dry-run", "--logs", str(tmp_path), "--train-data", str(tmp_path / "pairs.csv"), "--batch-size", "4"]
     kwargs = ["--model-kwargs", *SMALL, f"text={made['bert']}"]
     assert main([*train, "--model", "region-bert", *kwargs]) == 2

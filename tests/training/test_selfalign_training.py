@@ -152,6 +152,7 @@ def test_mistakes_are_one_line(tmp_path, made, capsys, more, message):  # noqa: 
 def test_weighing_contexts_needs_them(tmp_path, made, capsys):  # noqa: F811
     Trainer.from_config(config(made, tmp_path, loss="dcl", epochs=1)).run()
     run = ["eval", str(tmp_path / "run"), "--export", "last"]
+    (tmp_path / "other").mkdir()
     assert main([*run, "--context-weight", "1"]) == 2
     assert main([*run, "--context-weight", "-1"]) == 2
     assert main(["eval", str(tmp_path / "other"), *run[1:], "--context-weight", "1"]) == 2

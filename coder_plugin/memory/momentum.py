@@ -148,7 +148,7 @@ class MomentumCopy(nn.Module):
         was saved. The next update shares again."""
         owned: dict[int, nn.Parameter] = {}
         for path in self._shared:
-            prefix, _, name = path.rpartition(".")
+            prefix, name = path.rpartition(".")[::2]
             parameters = self.model.get_submodule(prefix)._parameters
             parameters[name] = _own(parameters[name], owned)
         self._shared.clear()

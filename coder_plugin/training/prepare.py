@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,16 +271,18 @@ def make_training_model(
         )
     start_heads(model, config.model.pretrained)
     if config.model.lock_image:
-        model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)
+        with _partly_locked("--lock-image-unlocked-groups", config.model.name):
+            model.lock_image_tower(unlocked_groups=config.model.lock_image_unlocked_groups)
         if config.model.lock_image_freeze_bn_stats:
             freeze_batch_norm(model.visual)
     if config.model.lock_text:
         # open_clip's Hugging Face text towers can leave LayerNorms unlocked; its others always lock them, or cannot be locked
         always = not hasattr(getattr(model, "text", None), "pooler")
-        model.lock_text_tower(
-            unlocked_layers=config.model.lock_text_unlocked_layers,
-            freeze_layer_norm=always or config.model.lock_text_freeze_layer_norm,
-        )
+        with _partly_locked("--lock-text-unlocked-layers", config.model.name):
+            model.lock_text_tower(
+                unlocked_layers=config.model.lock_text_unlocked_layers,
+                freeze_layer_norm=always or config.model.lock_text_freeze_layer_norm,
+            )
     if config.model.lora_rank:
         add_lora(model, rank=config.model.lora_rank, alpha=config.model.lora_alpha)
     model.to(device)
@@ -287,6 +290,15 @@ def make_training_model(
     if config.model.grad_checkpointing:
         model.set_grad_checkpointing()
     return model
+
+
+@contextlib.contextmanager
+def _partly_locked(flag: str, name: str) -> Iterator[None]:
+    """A context in which a tower is locked. open_clip's towers that can only be locked as a whole assert it."""
+    try:
+        yield
+    except AssertionError as error:
+        raise CoderError(f"{flag}: this tower of {name} can only be locked as a whole ({error}): leave out {flag}") from error
 
 
 def make_train_transform(model: Any, config: TrainConfig) -> Callable[..., Any]:

@@ -108,6 +108,7 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("train --loss coder-f30k", ["is a recipe", "use --recipe coder-f30k"]),
     ("train --set dlc.mu=1", ["option 'dlc.mu'", "no term and no head 'dlc'", "known: "]),
     ("train --batch-size 7000", ["--batch-size 7000 is larger than the data (6000 samples)", "a smaller --batch-size"]),
+    ("train --lock-image --lock-image-unlocked-groups 1", ["this tower of coder-tiny can only be locked as a whole"]),
     ("train --report-to tensorbord", ["unknown tracker tensorbord"]),
     ("train --loss triplet --concepts pairs.csv", ["--concepts: no term of --loss", "reads concepts"]),
     ("train --train-data none-{0..1}.tar --model coder-tiny", ["none-0.tar"]),

@@ -29,6 +29,7 @@ from coder_plugin.negatives.positives import Positives
 
 FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k"
 NUMBER, BATCH = 43, 5
+BAD = (1, 8, 9, 20, 21, 30, 41)
 
 
 def transform(picture: Image.Image) -> torch.Tensor:
@@ -115,8 +116,9 @@ def test_batches_are_full_and_rows_belong_together(tmp_path, kind, workers):
 
 
 @kinds
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("world", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("captions", ["draw", "all"])
 def test_no_sample_twice_and_none_lost_but_the_rest(tmp_path, kind, world, workers, captions):
     source = make(kind, tmp_path)
@@ -221,8 +223,14 @@ def test_generators_are_restored_after_an_exception():
 
 
 @kinds
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("bad", [(), (1, 8, 9, 20, 21, 30, 41)], ids=["whole", "bad"])
+@pytest.mark.parametrize(
+    ("bad", "workers"),
+    [
+        *[pytest.param(BAD, workers, id=f"bad-{workers}") for workers in (0, 1, 2, 3)],
+        pytest.param((), 0, id="whole-0"),
+        *[pytest.param((), workers, id=f"whole-{workers}", marks=pytest.mark.slow) for workers in (1, 2, 3)],
+    ],
+)
 def test_resuming_is_exact_from_every_position(tmp_path, kind, workers, bad):
     source = make(kind, tmp_path, bad=bad)
     whole, positions = loader(source, workers=workers), []

@@ -57,7 +57,7 @@ def save_pretrained(
             features with NaN or infinity.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, coder_plugin
         >>> model = coder_plugin.create_model("coder-tiny", loss="dcl")
         >>> folder = tempfile.mkdtemp() + "/my-model"
         >>> _ = coder_plugin.save_pretrained(model, folder, license="mit")

@@ -53,3 +53,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(f"coder_plugin.{_HOME[name]}"), name)
     raise AttributeError(f"module 'coder_plugin' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names of the module with the public ones, loaded or not."""
+    return sorted({*globals(), *__all__})

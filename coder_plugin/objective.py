@@ -251,7 +251,11 @@ def check_names(text: str) -> Expression:
     for item in expression.items:
         if not any(item.name in names for names in groups):
             hint, known = did_you_mean(item.name, *groups), ", ".join([*groups[0], *groups[1]])
-            raise expression.error(item.columns["name"], f"unknown loss or objective {item.name!r}{hint} (known: {known})")
+            message = (
+                f"unknown loss or objective {item.name!r}{hint} (known: {known}; one that Python code registers is known in "
+                "that process only; an entry point makes it known to the command line: docs/plugins.md)"
+            )
+            raise expression.error(item.columns["name"], message)
     return expression
 
 

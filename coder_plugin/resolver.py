@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coder_plugin import registry
-from coder_plugin.errors import CoderError
+from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.objective import Objective, TermSpec, check_keys
 
 #: The inputs of a model's forward; heads may require them.
@@ -73,12 +73,13 @@ def resolve(
         CoderError: a key that nothing provides or several heads do, heads that require each other in a circle, or
             ``term@head`` of a head without features to compare.
     """
-    return _Resolver(available | INPUTS | intermediates, heads or {}).run(objective)
+    return _Resolver(available, INPUTS | intermediates, heads or {}).run(objective)
 
 
 class _Resolver:
-    def __init__(self, available: Set[str], extra: Mapping[str, Any]) -> None:
-        self.available = available
+    def __init__(self, returned: Set[str], inside: Set[str], extra: Mapping[str, Any]) -> None:
+        self.returned = returned
+        self.available = returned | inside
         self.extra = extra
         self.heads: list[str] = []
         self.open: list[str] = []
@@ -93,6 +94,9 @@ class _Resolver:
             if spec.head and not set(binding.values()) & set(self.head(spec.head).provides):
                 raise CoderError(f"{who}: head {spec.head!r} provides nothing that it requires")
             for argument, key in binding.items():
+                if argument in term.requires and key in self.available - self.returned:
+                    ids = "the ids of the images are 'coder_ids'; " if key == "image_id" else ""
+                    raise CoderError(f"{who} requires {key!r}, which only heads can read: {ids}{self.keys()}")
                 preferred = spec.source if key != argument else spec.head
                 self.need(key, who, preferred, trusted=_trusted(spec) if argument in term.uses else None)
             bindings.append(binding)
@@ -123,10 +127,25 @@ class _Resolver:
         if providers:
             self.build(self.choose(providers, key, who), who)
         elif trusted is None:
+            hint = did_you_mean(key, self.returned, self.head_keys()) or ";"
             raise CoderError(
-                f"{who} requires {key!r}, which neither this model nor any head provides; a head of yours is passed to "
-                "create_model(custom_heads=[…]) or registered"
+                f"{who} requires {key!r}, which neither this model nor any head provides{hint} a head of yours is passed to "
+                f"create_model(custom_heads=[…]) or registered; {self.keys()}"
             )
+
+    def keys(self) -> str:
+        """What terms can read, for messages."""
+        of_heads = ", ".join(sorted(self.head_keys())) or "none"
+        return f"this model returns {', '.join(sorted(self.returned))}; heads provide {of_heads}"
+
+    def head_keys(self) -> set[str]:
+        keys: set[str] = set()
+        for name in {*registry.names("heads"), *self.extra}:
+            try:
+                keys.update(self.head(name).provides)
+            except CoderError as error:  # as in providers()
+                logging.getLogger(__name__).debug("head left out: %s", error)
+        return keys
 
     def build(self, name: str, who: str) -> None:
         if name in self.heads:

@@ -126,9 +126,10 @@ def test_a_diamond_is_no_circle(plug: Plug) -> None:
 
 
 def test_inputs_and_the_models_own_keys_need_no_head(plug: Plug) -> None:
-    plug("losses", all=loss("image_id text_positive text_tags logit_bias"))
-    assert run("all", BACKBONE | {"logit_bias"}).heads == ()
-    assert refused("all") == f"loss 'all' requires 'logit_bias', {NOBODY}"
+    plug("heads", one=head("image_id text_positive text_tags", "coder_one"))
+    plug("losses", all=loss("coder_one logit_bias"))
+    assert run("all", BACKBONE | {"logit_bias"}).heads == ("one",)
+    assert refused("all").startswith(f"loss 'all' requires 'logit_bias', {NOBODY}")
 
 
 def test_a_circle_is_told(plug: Plug) -> None:
@@ -147,8 +148,21 @@ def test_a_circle_is_told(plug: Plug) -> None:
 def test_nobody_provides(plug: Plug) -> None:
     plug("heads", one=head("coder_gone", "coder_one"))
     plug("losses", direct=loss("coder_gone"), through=loss("coder_one"))
-    assert refused("direct") == f"loss 'direct' requires 'coder_gone', {NOBODY}"
+    assert refused("direct").startswith("loss 'direct' requires 'coder_gone', which neither")
     assert refused("through").startswith("head 'one' (for loss 'through') requires 'coder_gone', which neither")
+
+
+def test_a_misspelled_key_and_an_input_are_told_with_the_keys_that_exist(plug: Plug) -> None:
+    plug("heads", one=head(provides="coder_one"))
+    plug("losses", slip=loss("text_feature"), ids=loss("image_id"), inside=loss("image_tokens"), near=loss("coder_ono"))
+    there = "this model returns image_features, logit_scale, text_features; heads provide coder_one"
+    assert "any head provides; did you mean 'text_features'? a head of yours" in refused("slip")
+    assert refused("slip").endswith(there) and "did you mean 'coder_one'?" in refused("near")
+    assert refused("ids") == (
+        f"loss 'ids' requires 'image_id', which only heads can read: the ids of the images are 'coder_ids'; {there}"
+    )
+    assert refused("inside") == f"loss 'inside' requires 'image_tokens', which only heads can read: {there}"
+    assert run("inside", BACKBONE | {"image_tokens"}).heads == ()
 
 
 def test_two_providers(plug: Plug) -> None:

@@ -17,6 +17,10 @@ from coder_plugin.terminal import PrintableFormatter, echo
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, or 2 with one line on standard error for a user's mistake."""
     parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser.print_help()
+        return 0
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         arguments.parser.report_unknown(unknown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -93,9 +94,10 @@ class CommandParser(argparse.ArgumentParser):
     def report_unknown(self, unknown: Sequence[str]) -> NoReturn:
         """End with an error for arguments that the command does not have."""
         first = unknown[0].partition("=")[0]
-        if not first.startswith("-"):
-            self.error(f"unexpected {' '.join(map(repr, unknown))}: every value follows its option")
         flags = [flag for action in self._actions for flag in action.option_strings]
+        if not first.startswith("-"):
+            hint = f"; did you mean --text {shlex.join(unknown)}?" if "--text" in flags else ""
+            self.error(f"unexpected {' '.join(map(repr, unknown))}: every value follows its option{hint}")
         near = _ELSEWHERE.get(first)
         if near not in flags:
             near = next(iter(difflib.get_close_matches(first.lower().replace("_", "-"), flags, n=1)), None)

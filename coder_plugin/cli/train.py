@@ -84,7 +84,7 @@ def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:
 
 
 def next_commands(trainer: Trainer) -> list[str]:
-    """Commands that evaluate, index and search what a run has trained."""
+    """Commands that evaluate (if there are validation data), index and search what a run has trained."""
     from coder_plugin.config import READING, get_option
     from coder_plugin.locations import is_local
 
@@ -100,8 +100,9 @@ def next_commands(trainer: Trainer) -> list[str]:
     export = [] if trainer.best else ["--export", "last"]
     known = config.data.val is not None and all(map(is_local, filter(None, (data, config.data.regions))))
     evaluate = [] if known or config.data.on_scenes else ["--val-data", data, *reading]  # eval takes no others from the run
+    unseen = config.data.val is not None or config.data.on_scenes  # recall on the training data would say little
     commands = (
-        ["eval", folder, *export, *evaluate],
+        *([["eval", folder, *export, *evaluate]] if unseen else []),
         ["index", folder, *export, "--data", data, *reading, "--output", index],
         ["search", index, "--text", text],
     )

@@ -168,9 +168,10 @@ class BadSamples:
 
     def _stop(self, kind: str = "", key: str = "", reason: str = "") -> None:
         last = f"; the last one: {shorten(key)!r} ({kind}): {reason}" if kind else ""
+        few = f" (of fewer than {ENOUGH:,} samples: more than {self.rate * ENOUGH:g})" if self.read < ENOUGH else ""
         raise CoderError(
-            f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{last}: fix or leave them out, or allow a "
-            "greater fraction (--max-bad-samples)"
+            f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{few}{last}: fix or leave them out, or allow "
+            "a greater fraction (--max-bad-samples)"
         )
 
 

@@ -68,7 +68,7 @@ def open_csv(
                 separator = detect_separator(file.readline(1 << 20), (csv_img_key, csv_caption_key))
                 file.seek(0)
                 if separator != "\t":
-                    log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
+                    _note_separator(spec, separator)
             rows = csv.DictReader(file, delimiter=separator)
             present = list(rows.fieldnames or ())
             columns = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
@@ -108,6 +108,16 @@ def open_csv(
         load = partial(_load, path, folder / path, max_pixels) if pictures else partial(no_picture, path)
         items.append(Item(path, tuple(texts), load, other_names(Path(path).stem)))
     return ItemSource(items, name=spec)
+
+
+_noted: set[str] = set()
+
+
+def _note_separator(spec: str, separator: str) -> None:
+    """Log a separator that was detected, once for all tables that have it: a command opens several, and some twice."""
+    if separator not in _noted:
+        _noted.add(separator)
+        log.info("%s: its columns are separated by %r (another: --csv-separator)", spec, separator)
 
 
 def detect_separator(header: str, columns: Sequence[str]) -> str:

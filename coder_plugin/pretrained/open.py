@@ -333,7 +333,9 @@ def _resolve(
 def _note_default(run: str) -> None:
     """Log which export is opened, once for each run."""
     if distributed.rank() == 0:
-        _log.warning("%s has no export/best (no validation was run, or it was removed): using export/last", run)
+        by_open_clip = any((Path(run) / "export").glob("epoch_*"))
+        why = "open_clip's trainer writes none" if by_open_clip else "no validation was run, or it was removed"
+        _log.warning("%s has no export/best (%s): using export/last", run, why)
 
 
 def default_export(spec: str | Path | None) -> str:

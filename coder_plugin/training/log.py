@@ -72,6 +72,8 @@ class RunLog:
                 f"{plural(plan['steps per epoch'], 'step')}, {plan['batch']['global per step']} pairs per step; "
                 f"{plan['precision']}, {plural(plan['ranks'], 'process')}, {machine_name}"
             )
+            if plan["validation data"] is None:
+                self.say("no validation data: recall is not measured (--val-data)")
             for head, notes in plan["notes"].items():
                 for note in notes:
                     self.say(f"{head}: {note}")
@@ -196,8 +198,8 @@ class Progress:
             self.explained.add("below zero")
             self.bar.clear()  # it is drawn anew below the line
             self.say(
-                f"{' and '.join(below)} below zero: this is not a fault. DCL's term of the positive, -log(1 + S), falls to "
-                "-0.69 as pairs match, so the loss is not bounded by zero as InfoNCE is"
+                f"{' and '.join(below)} below zero: this is not a fault. DCL's term of the positive, -log(1 + S) in both "
+                "directions, falls to 2 * -log 2 = -1.39 times its weight as pairs match; InfoNCE is never below zero"
             )
 
     def close(self) -> None:

@@ -143,6 +143,7 @@ class Trainer:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         if isinstance(model, str):
             prepare.say_random_weights(config)
+            prepare.warn_of_default_rate(config)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
             self.objective,
@@ -152,6 +153,7 @@ class Trainer:
             gather=config.loss.gather,  # type: ignore[arg-type]
         )
         self._warn_of_unmasked_terms()
+        prepare.warn_of_one_pair(config, self.loss)
         prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)
         self.train_transform = prepare.make_train_transform(self.model, config)

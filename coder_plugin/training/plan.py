@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from coder_plugin.training.loop import Trainer
 
 
+#: Options that the table shows where they are defaults too.
+_ALWAYS = ("lr", "wd", "warmup")
+
+
 def make_plan(trainer: Trainer) -> dict[str, Any]:
     """What ``--dry-run`` prints and ``plan.json`` holds. Call it on every rank: the forward pass may gather."""
     config, model, loader = trainer.config, trainer.model, trainer.loader
@@ -99,12 +103,18 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     }
     width = max(map(len, rows))
     lines = [f"{name:<{width}}  {value}" for name, value in rows.items() if value]
-    chosen = {name: each for name, each in plan["settings"].items() if each["from"] != "default" and name != "dry_run"}
-    if chosen:
-        flags = {name: f"{get_option(name).flag} {_format_option(each['value'])}" for name, each in chosen.items()}
-        width = max(map(len, flags.values()))
-        lines += ["", "options that are not defaults, and where they come from:"]
-        lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
+    settings = dict(plan["settings"])
+    if not {"warmup", "warmup_epochs"} & settings.keys():
+        settings["warmup"] = {"value": steps * epochs // 20, "from": "default (5 % of all steps)"}
+    chosen = {
+        name: each
+        for name, each in settings.items()
+        if (each["from"] != "default" or name in _ALWAYS) and name != "dry_run"
+    }
+    flags = {name: f"{get_option(name).flag} {_format_option(each['value'])}" for name, each in chosen.items()}
+    width = max(map(len, flags.values()))
+    lines += ["", "rate, weight decay, warm-up, and options that are not defaults, with where they come from:"]
+    lines += [f"  {flags[name]:<{width}}  {each['from']}" for name, each in chosen.items()]
     return "\n".join([*lines, "", "nothing was written; without --dry-run the run starts"])
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
+from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
@@ -249,6 +250,20 @@ def say_random_weights(config: TrainConfig) -> None:
         log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tags[-1])
 
 
+def warn_of_default_rate(config: TrainConfig) -> None:
+    """Warn where pretrained weights are trained at the default learning rate, which is that of training from scratch."""
+    model, origins = config.model, config.origins
+    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path
+    only_new_layers = model.lora_rank or (model.lock_image and model.lock_text)
+    if not pretrained or "lr" in origins or only_new_layers or distributed.rank():
+        return
+    if plugin_backbones.find_backbone(model.name) is None:
+        log.warning(
+            "--lr is not given: %g is the rate for training from scratch; to fine-tune pretrained weights give --lr 1e-5",
+            config.optim.lr,
+        )
+
+
 def make_training_model(
     config: TrainConfig, objective: Objective, device: torch.device, source: Any = None, *, model: Any = None
 ) -> Any:
@@ -406,6 +421,26 @@ def make_tags(model: Any, config: TrainConfig) -> Tags | None:
         reads = f'--loss "{config.loss.expression}" reads word classes'
         raise CoderError(f"{reads}, which needs a tagger (--tagger): {error}") from error
     return tags
+
+
+#: Losses whose negatives are the other pairs of a step.
+_NEGATIVES_OF_BATCH = frozenset({"clip", "siglip", "dcl", "concept_dcl", "triplet"})
+
+
+def warn_of_one_pair(config: TrainConfig, loss: CoderLoss) -> None:
+    """Warn where a step has one pair and terms take their negatives from the step's other pairs."""
+    if config.optim.batch_size * config.optim.accum_freq * distributed.world_size() > 1:
+        return
+    terms = [
+        spec.name
+        for spec, term in zip(loss.objective.terms, loss.terms.values(), strict=True)
+        if spec.name in _NEGATIVES_OF_BATCH and "coder_image_keys" not in term.requires  # of the momentum banks
+    ]
+    if terms:
+        log.warning(
+            "--batch-size 1: a batch of one pair has no negatives, and %s has no others: use a larger --batch-size",
+            " and ".join(terms),
+        )
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:

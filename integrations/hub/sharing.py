@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from coder_plugin.backbones import plugin_backbones
+from coder_plugin.config import ModelConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_folder, sha256_file
 from coder_plugin.integrations.hub.contents import write_model
-from coder_plugin.pretrained.export import HEADS, OLDER, VOCABULARY, WEIGHTS
+from coder_plugin.pretrained.build import make_tokenizer
+from coder_plugin.pretrained.export import HEADS, OLDER, VOCABULARY, WEIGHTS, export_model
 from coder_plugin.pretrained.hub_cache import CARD, HUB, RECORD, hub_error, is_on_hub, read_record
 
 #: Files of an earlier model in a repository that would be read instead of the new files, or together with them.
@@ -21,7 +26,7 @@ _STALE = (WEIGHTS, *OLDER, "open_clip_config.json", HEADS, VOCABULARY, plugin_ba
 
 
 def save_pretrained(
-    run_or_export: str | Path,
+    model: Any,
     folder: str | Path,
     *,
     export: str | None = None,
@@ -36,8 +41,8 @@ def save_pretrained(
     bit.
 
     Args:
-        run_or_export: a training run's folder, an export's folder, or a shared model. The ``README.md`` of a shared model is
-            kept if it was edited.
+        model: a model of :func:`coder_plugin.create_model`, trained in any loop; or a training run's folder, an export's
+            folder, or a shared model's. The ``README.md`` of a shared model is kept if it was edited.
         folder: a new folder, or one of a shared model whose files are unchanged, which is replaced.
         export: which export of a run, "best" or "last"; None: best, or last if there is no best.
         license: for the card: the licence of the weights by the hub's name for it, such as "cc-by-nc-4.0".
@@ -48,12 +53,16 @@ def save_pretrained(
         The folder.
 
     Raises:
-        CoderError: ``run_or_export`` holds no model, ``folder`` holds other files or cannot be written, or the model gives
+        CoderError: ``model`` holds no model, ``folder`` holds other files or cannot be written, or the model gives
             features with NaN or infinity.
 
     Example:
-        >>> coder_plugin.save_pretrained("logs/my-run", "my-model", license="mit")  # doctest: +SKIP
-        PosixPath('my-model')
+        >>> import tempfile, coder_plugin
+        >>> model = coder_plugin.create_model("coder-tiny", loss="dcl")
+        >>> folder = tempfile.mkdtemp() + "/my-model"
+        >>> _ = coder_plugin.save_pretrained(model, folder, license="mit")
+        >>> coder_plugin.from_pretrained(folder).encode_texts(["a red circle"]).shape
+        torch.Size([1, 128])
         >>> save_pretrained("logs/my-run", "hf-hub:group/my-model")
         Traceback (most recent call last):
         coder_plugin.errors.CoderError: hf-hub:group/my-model is a repository: push_to_hub (--repo group/my-model) writes there
@@ -67,14 +76,30 @@ def save_pretrained(
     try:
         with atomic_folder(path) as temporary:
             _check_replaceable(path)
-            write_model(run_or_export, temporary, path.name, export, **card_fields)
+            with exported(model) as source:
+                write_model(source, temporary, path.name, export, **card_fields)
     except OSError as error:
         raise CoderError(f"{folder}: nothing was shared: {error}") from error
     return Path(folder)
 
 
+@contextlib.contextmanager
+def exported(model: Any) -> Iterator[str | Path]:
+    """The folder of a model: of a model object, a temporary export; a path as it is."""
+    if not isinstance(model, nn.Module):
+        yield model
+        return
+    name: Any = getattr(model, "coder_name", None)
+    if not isinstance(name, str):
+        raise CoderError(f"the {type(model).__name__} is no model of coder_plugin.create_model: pass that, without a wrapper")
+    tokenizer = make_tokenizer(ModelConfig(name=name), model)
+    with tempfile.TemporaryDirectory() as temporary:
+        export_model(model, temporary, tokenizer=tokenizer)
+        yield temporary
+
+
 def push_to_hub(
-    run_or_export: str | Path,
+    model: Any,
     repo_id: str,
     *,
     private: bool = False,
@@ -92,7 +117,7 @@ def push_to_hub(
     The files are those of :func:`save_pretrained`, in one commit, which also removes the files of an earlier model.
 
     Args:
-        run_or_export: a training run's folder, an export's folder, or a shared model.
+        model: a model, or a folder, as of :func:`save_pretrained`.
         repo_id: the repository, ``OWNER/NAME``.
         private: make a new repository private; a repository that is public already is refused.
         token: an access token; None: the one set by ``hf auth login`` or ``HF_TOKEN``.
@@ -108,7 +133,7 @@ def push_to_hub(
         The address of the commit or of the pull request.
 
     Raises:
-        CoderError: ``run_or_export`` holds no model, or the hub cannot be reached or refuses the push.
+        CoderError: ``model`` holds no model, or the hub cannot be reached or refuses the push.
 
     Example:
         >>> coder_plugin.push_to_hub("logs/my-run", "group/my-model", private=True)  # doctest: +SKIP
@@ -118,7 +143,8 @@ def push_to_hub(
 
     with tempfile.TemporaryDirectory(prefix="coder-share-") as temporary:
         folder = Path(temporary) / "model"
-        write_model(run_or_export, folder, repo_id, export, license=license, base_model=base_model, datasets=datasets)
+        with exported(model) as source:
+            write_model(source, folder, repo_id, export, license=license, base_model=base_model, datasets=datasets)
         api = HfApi(token=token)
         try:
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -76,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         echo("coder-plugin: interrupted", file=sys.stderr)
         return 130
+    finally:  # upstream sets every logger there is to INFO, and the compiler's then print figures when Python ends
+        for name in logging.root.manager.loggerDict:
+            if name.startswith(("torch._dynamo", "torch._subclasses")):
+                logging.getLogger(name).setLevel(logging.WARNING)
     return 0 if status is None else 2  # upstream returns -1 after printing its error
 
 

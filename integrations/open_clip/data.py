@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import random
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from webdataset.tariterators import tar_file_expander, url_opener
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.shard_lists import shard_labels
+from coder_plugin.data.tables import detect_separator
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.negatives.positives import Positives
@@ -337,5 +339,9 @@ def _rows(args: Any) -> int:
     for flag, column in columns.items():
         if column not in table:
             there = ", ".join(map(repr, upstream.pd.read_csv(args.train_data, sep=args.csv_separator, nrows=0)))
-            raise CoderError(f"{args.train_data}: no column {column!r} ({flag}); split at {args.csv_separator!r}: {there}")
+            header = args.csv_separator.join(upstream.pd.read_csv(args.train_data, sep=args.csv_separator, nrows=0))
+            found = detect_separator(header, tuple(columns.values()))
+            hint = f"; give --csv-separator {shlex.quote(found)}" if found not in (args.csv_separator, "\t") else ""
+            split = f"split at {args.csv_separator!r}: {there}{hint}"
+            raise CoderError(f"{args.train_data}: no column {column!r} ({flag}); {split}")
     return len(table)

@@ -67,7 +67,6 @@ def test_data_that_a_command_opens_must_be_there(command: str, tmp_path: Path, t
     "options, evaluate",
     [
         ({"train_data": "a.csv", "val_data": "b.csv"}, []),
-        ({"train_data": "a.csv"}, ["--val-data", "a.csv"]),
         ({}, []),
         ({"train_data": "a.tar", "val_data": REMOTE}, ["--val-data", REMOTE]),
         (
@@ -80,3 +79,9 @@ def test_the_next_command_names_the_data_that_evaluation_does_not_take_from_the_
     config = resolve([("flag", {**options, "model": "coder-tiny"})])
     trainer: Any = SimpleNamespace(config=config, folder=Path("logs/run"), best={"epoch": 1})
     assert shlex.split(next_commands(trainer)[0]) == ["coder-plugin", "eval", "logs/run", *evaluate]
+
+
+def test_the_training_table_is_not_evaluated() -> None:
+    config = resolve([("flag", {"train_data": "a.csv", "model": "coder-tiny"})])
+    trainer: Any = SimpleNamespace(config=config, folder=Path("logs/run"), best={})
+    assert [shlex.split(command)[1] for command in next_commands(trainer)] == ["index", "search"]

@@ -9,8 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from coder_plugin import create_model
 from coder_plugin.cli import main
 from coder_plugin.config import options_by_name
+from coder_plugin.data import tables
+from coder_plugin.functional import dcl
 from coder_plugin.training import log
 from coder_plugin.training.loop import Trainer
 
@@ -57,7 +60,9 @@ def test_the_plan_is_a_table(tmp_path, tiny_model, capsys) -> None:
     if not torch.cuda.is_available():
         assert lines["machine"] == "fp32, 1 process, CPU"
     assert lines["--lr"].split() == ["0.0007", str(file)] and lines["--batch-size"].split() == ["8", "flag"]
-    assert lines["--model"].split() == [tiny_model, "flag"] and "--wd" not in lines and "--dry-run" not in lines
+    assert lines["--wd"].split() == ["0.2", "default"]
+    assert lines["--warmup"].split(maxsplit=1) == ["0", "default (5 % of all steps)"]
+    assert lines["--model"].split() == [tiny_model, "flag"] and "--opt" not in lines and "--dry-run" not in lines
     assert not (tmp_path / "logs").exists()
 
 
@@ -72,22 +77,36 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "my pairs.csv"
 
 
+def test_a_plan_warns_of_the_default_rate_and_of_one_pair_once(table, tmp_path, tiny_model, capsys, caplog) -> None:
+    torch.save(create_model(tiny_model, loss="clip").state_dict(), tmp_path / "weights.pt")
+    command = ["train", "--dry-run", "--model", tiny_model, "--loss", "clip", "--batch-size", "1", "--logs", str(tmp_path)]
+    command += ["--train-data", str(table), "--csv-img-key", "image", "--csv-caption-key", "caption"]
+    assert main([*command, "--pretrained", str(tmp_path / "weights.pt")]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())
+    assert lines["--lr"].split() == ["0.0005", "default"]
+    for words in ("the rate for training from scratch", "a batch of one pair has no negatives"):
+        assert caplog.text.count(words) == 1, words
+
+
 @pytest.mark.parametrize("validation", [False, True])
 def test_a_run_ends_with_commands_that_work_as_printed(validation, table, tmp_path, tiny_model, capsys, caplog) -> None:
     data = ["--train-data", str(table), "--csv-img-key", "image", "--csv-caption-key", "caption"]
     data += ["--val-data", str(table)] if validation else []
     caplog.set_level("INFO", "coder_plugin")
+    tables._noted.clear()
     command = ["train", *data, "--model", tiny_model, "--logs", str(tmp_path), "--name", "a run", "--epochs", "1"]
     assert main([*command, "--batch-size", "6", "--workers", "0", "--no-report", "--log-every-n-steps", "1"]) == 0
     printed = capsys.readouterr().out
     assert "1 epoch of 2 steps, 6 pairs per step" in printed and "1 process" in printed and "report" not in printed
     assert "epoch 1/1 step 2/2: loss " in printed and "waiting for data, 0:00 left" in printed
-    assert caplog.text.count("its columns are separated by ','") == 1 + validation
+    assert caplog.text.count("its columns are separated by ','") == 1
+    assert printed.count("no validation data: recall is not measured") == (not validation)
     assert "No pretrained weights" not in caplog.text
     after = printed.splitlines()
     commands = [shlex.split(line) for line in after[after.index("next:") + 1 :]]
-    assert [words[:2] for words in commands] == [["coder-plugin", name] for name in ("eval", "index", "search")]
-    assert ("--export" in commands[0]) is ("--val-data" in commands[0]) is not validation
+    names = ["eval", "index", "search"] if validation else ["index", "search"]
+    assert [words[:2] for words in commands] == [["coder-plugin", name] for name in names]
+    assert ("--export" in commands[0]) is not validation
     for words in commands:
         assert main([*words[1:], *(["--workers", "0"] if words[1] != "search" else [])]) == 0, words
     found = capsys.readouterr().out
@@ -111,7 +130,10 @@ def test_lines_of_training_say_what_is_left_and_explain_a_loss_below_zero_once(m
         f"epoch 3/3 step 2/4: {losses}, 0:04 left",
         f"epoch 3/3 step 4/4: {losses}, 0:00 left",
     ]
-    assert lines[1].startswith("dcl_loss below zero: this is not a fault.")
+    assert lines[1].startswith("dcl_loss below zero: this is not a fault.") and "2 * -log 2 = -1.39" in lines[1]
+    eye = torch.eye(2, dtype=torch.float64)
+    no_negatives = dcl(eye[:1], eye[:1], effective_negatives=None).item()
+    assert round(no_negatives, 2) == -1.39, "as the line says"
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -15,7 +15,6 @@ from coder_plugin.cli import main
 
 #: Command, words of its message. These are found before torch is imported.
 LIGHT: list[tuple[str, list[str]]] = [
-    ("", ["required: COMMAND", "coder-plugin --help"]),
     ("trian", ["unknown command 'trian'", "did you mean 'train'?", "eval, report, index"]),
     ("--loss=dcl train", ["unknown option --loss", "coder-plugin train --help-all"]),
     ("train --bach-size 8", ["coder-plugin train", "unknown option --bach-size", "did you mean --batch-size?"]),
@@ -44,6 +43,7 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("train --loss 'dcl + '", ['loss "dcl + "', "a loss or an objective is missing after '+'"]),
     ("train --loss ''", ["--loss is empty"]),
     ("train --loss '3*dlc'", ["column 3", "unknown loss or objective 'dlc'", "did you mean 'dcl'?"]),
+    ("train --loss 'clip + 0.5*spread'", ["column 12", "in that process only", "an entry point", "docs/plugins.md"]),
     ("train --loss 'dcl + + clip'", ["column 7", "expected a loss or an objective, found '+'"]),
     ("train --loss 'dcl(mu='", ["column 8", "a value is missing after '='"]),
     ("train --loss 'dcl(mu=0.1'", ["column 11", "',' or ')' is missing after '0.1'"]),
@@ -83,6 +83,9 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("search pictures", ["nothing to search for", "give --text, --image or --key"]),
     ("search pictures --image nope.png", ["--image nope.png: no such file"]),
     ("search pictures --text x -k 0", ["k must be at least 1, got 0"]),
+    ("search pictures red", ["unexpected 'red'", "did you mean --text red?"]),
+    ("search pictures 'a red dog'", ["did you mean --text 'a red dog'?"]),
+    ("share pictures red --to x", ["unexpected 'red': every value follows its option; all options"]),
     ("search x --imgae y", ["coder-plugin search", "unknown option --imgae", "did you mean --image?"]),
     ("report nope", ["nope: no such folder", "a run, which coder-plugin train makes"]),
     ("share nope --to x", ["nope: no such folder"]),
@@ -185,6 +188,17 @@ def test_a_slip_is_one_line_and_loses_nothing(command, folder, monkeypatch, caps
         assert part in error, (part, error)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert content(folder) == before
+
+
+def test_without_a_command_the_help_is_printed(capsys) -> None:
+    assert main([]) == 0
+    assert "usage: coder-plugin" in (printed := capsys.readouterr()).out and "search" in printed.out and not printed.err
+
+
+def test_the_public_names_are_listed() -> None:
+    import coder_plugin
+
+    assert set(coder_plugin.__all__) <= set(dir(coder_plugin)) and "__version__" in dir(coder_plugin)
 
 
 def test_there_are_more_than_fifty() -> None:

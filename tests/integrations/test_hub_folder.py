@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import open_clip
 import pytest
 import torch
 
@@ -188,3 +189,27 @@ def test_damaged_descriptions_are_refused_by_name(shared: Path, tmp_path: Path, 
     (folder / name).write_text((folder / name).read_text()[:40])
     with pytest.raises(CoderError, match=name):
         coder_plugin.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("loss", ["clip + dcl", "clip + selfalign"])
+def test_a_model_that_another_loop_trained_is_shared(loss: str, tmp_path: Path) -> None:
+    model = coder_plugin.create_model("coder-tiny", loss=loss).train()
+    with torch.no_grad():
+        model.text_projection.mul_(2).add_(0.1)
+    texts = ["a red star", "a blue circle"]
+    folder = coder_plugin.save_pretrained(model, tmp_path / "model", license="mit")
+    assert model.training and (folder / "README.md").is_file()
+    shared = coder_plugin.from_pretrained(folder)
+    model.eval()
+    pictures = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(shared.model.embed_image(pictures), model.embed_image(pictures))
+        expected = model.embed_text(open_clip.get_tokenizer("coder-tiny")(texts))
+    torch.testing.assert_close(torch.as_tensor(shared.encode_texts(texts)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrapper_of_a_model_is_not_shared(tmp_path: Path) -> None:
+    model = coder_plugin.create_model("coder-tiny", loss="dcl")
+    with pytest.raises(CoderError, match="the DataParallel is no model of coder_plugin.create_model"):
+        coder_plugin.save_pretrained(torch.nn.DataParallel(model), tmp_path / "model")
+    assert not any(tmp_path.iterdir())

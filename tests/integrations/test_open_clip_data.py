@@ -401,6 +401,10 @@ def test_tables_that_cannot_be_read_are_told(tmp_path: Path) -> None:
         samples_of(options("--train-data", str(table), "--csv-separator", ","))
     with pytest.raises(CoderError, match=r"no column 'text' \(--csv-caption-key\)"):
         samples_of(options("--train-data", str(table), "--csv-separator", ",", csv_img_key="path", csv_caption_key="text"))
+    with pytest.raises(CoderError, match=r"split at '\\t': 'path,title'; give --csv-separator ,$"):
+        samples_of(options("--train-data", str(table)))
+    with pytest.raises(CoderError, match=r"split at ',': 'path', 'title'$"):
+        samples_of(options("--train-data", str(table), "--csv-separator", ","))
     with pytest.raises(CoderError, match="absent.csv cannot be read as a table"):
         samples_of(options("--train-data", str(tmp_path / "absent.csv")))
     (tmp_path / "empty.csv").write_text("")

@@ -97,3 +97,11 @@ def test_an_index_names_the_export_that_made_it(run: Path, tiny_model: str, tmp_
     assert main(["search", str(tmp_path / "other"), "--text", "a circle", "--model", str(moved)]) == 0
     assert f"{moved} {NOTE}" in caplog.text
     capsys.readouterr()
+
+
+def test_a_run_of_open_clips_trainer_writes_no_best(run: Path, caplog: Any) -> None:
+    (run / "export" / "epoch_latest").mkdir()
+    assert default_export(run) == "last"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{run} has no export/best (open_clip's trainer writes none): using export/last"
+    ]

@@ -187,7 +187,8 @@ def test_the_rate_is_judged_with_an_allowance_while_reading_and_exactly_at_the_e
         bad.add(1, [fault])  # 10 of 1,000, and four times the root of 10
     with pytest.raises(
         CoderError,
-        match=r"23 of 23 samples skipped \(json 23\), more than max_bad_samples=0.01 .*'key' \(json\): broken",
+        match=r"23 of 23 samples skipped \(json 23\), more than max_bad_samples=0.01 of them "
+        r"\(of fewer than 1,000 samples: more than 10\); .*'key' \(json\): broken",
     ):
         bad.add(1, [fault])
     bad.restart()
@@ -198,6 +199,9 @@ def test_the_rate_is_judged_with_an_allowance_while_reading_and_exactly_at_the_e
         bad.finish()
     bad.add(1_089)
     bad.finish()  # one in a hundred
+    bad.add(0, [fault])
+    with pytest.raises(CoderError, match="more than max_bad_samples=0.01 of them: fix"):
+        bad.finish()
 
 
 def test_each_kind_is_named_ten_times_at_most_and_once_a_key(caplog):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import open_clip
+import pytest
 import torch
 
 from coder_plugin import create_loss, create_model
@@ -52,3 +53,35 @@ def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
     assert not local_loss(made)  # a loss object is computed as it was made
     one, two = Objective.parse("dcl"), replace(Objective.parse("dcl"), local_loss=True)
     assert comparable(one) == comparable(two)  # a run may be resumed with another number of processes
+
+
+@pytest.mark.parametrize(
+    "options, warned",
+    [
+        ({"pretrained": "openai"}, True),
+        ({"pretrained_image_path": "image.pt"}, True),
+        ({"pretrained": "openai", "lr": 5e-4}, False),
+        ({"pretrained": "openai", "recipe": "coder-clip"}, False),
+        ({"pretrained": "openai", "lora_rank": 4}, False),
+        ({"pretrained": "openai", "lock_image": True, "lock_text": True}, False),
+        ({"pretrained": "bert.pt", "model": "region-bert"}, False),
+        ({}, False),
+    ],
+)
+def test_pretrained_weights_at_the_rate_of_training_from_scratch_are_warned_of_once(options, warned, caplog):
+    config = resolve_config({"model": "ViT-B-32", "train_data": "a.csv", **options})
+    prepare.warn_of_default_rate(config)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == warned
+    assert all("0.0005 is the rate for training from scratch" in line and "give --lr 1e-5" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "loss, batch_size, named",
+    [("clip + dcl", 1, "clip and dcl"), ("clip + m_dcl", 1, "clip"), ("clip", 2, None), ("m_dcl", 1, None)],
+)
+def test_a_batch_of_one_pair_is_warned_of(loss, batch_size, named, caplog, tiny_model):
+    model = create_model(tiny_model, loss=loss)
+    prepare.warn_of_one_pair(TrainConfig().with_options(batch_size=batch_size), create_loss(loss, model=model))
+    lines = [record.getMessage() for record in caplog.records if "no negatives" in record.getMessage()]
+    assert len(lines) == (named is not None) and all(f"and {named} has no others" in line for line in lines)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from coder_plugin import registry
+from coder_plugin.backbones.base import OUTPUT_KEYS
+from coder_plugin.resolver import OWN_DISTRIBUTION
 from tests.documentation import PAGES, ROOT, blocks
 
 
@@ -63,6 +66,16 @@ def test_paths_in_the_map_exist() -> None:
     assert len(paths) > 30
     missing = [path for path in paths if not any((home / path).exists() for home in (ROOT, ROOT / "coder_plugin"))]
     assert missing == []
+
+
+def test_the_table_of_keys_is_complete() -> None:
+    """Each key of the model and of our heads, with the head that provides it."""
+    text = (ROOT / "docs" / "plugins.md").read_text().partition("### Keys that a loss may require")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    listed = sorted((key, head.strip("`")) for keys, _, _, head in rows for key in re.findall(r"`(\w+)`", keys))
+    ours = [head.name for head in registry.list_plugins("heads") if head.distribution == OWN_DISTRIBUTION]
+    provided = [(key, name) for name in ours for key in registry.load("heads", name).provides]
+    assert listed == sorted([*((key, "the model") for key in OUTPUT_KEYS | {"logit_bias"}), *provided])
 
 
 def anchor(heading: str) -> str:

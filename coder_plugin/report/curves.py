@@ -29,7 +29,12 @@ _HEALTH = {
     "prototypes/used": "perplexity of the centres' sizes over their number: 1 if all are of the same size",
 }
 #: Names of logged metrics where they are not those of the log.
-METRICS = {"gradient_norm": "gradient norm", "lr": "learning rate"}
+METRICS = {
+    "gradient_norm": "gradient norm",
+    "lr": "learning rate",
+    "image_rank": "effective rank (images)",
+    "text_rank": "effective rank (texts)",
+}
 _DIRECTIONS = {"i2t": "Image to text", "t2i": "Text to image"}
 
 

@@ -34,6 +34,13 @@ from tests.report.browser import assert_readable, browse
 SECTIONS = ("recall", "examples", "curves", "run", "concepts", "regions", "map", "state")
 OF_THE_MODEL = ("examples", "concepts", "regions", "map", "state")
 IMAGES = 40
+#: Charts whose names are not those of the log.
+NAMES = {
+    "gradient_norm": "gradient norm",
+    "lr": "learning rate",
+    "image_rank": "effective rank (images)",
+    "text_rank": "effective rank (texts)",
+}
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +104,8 @@ def test_every_figure_of_the_log_has_its_curve(made: dict[str, Any]) -> None:
                 f">{key.removeprefix('share/').removesuffix('_loss')}: {format_number(values[0])} at step 0<" in curves
             )
         else:
-            name = {"gradient_norm": "gradient norm", "lr": "learning rate"}.get(key, key)
-            [figure] = re.findall(rf'<p class="name">{name}</p>(.*?)</figure>', curves, re.S)
+            name = NAMES.get(key, key)
+            [figure] = re.findall(rf'<p class="name">{re.escape(name)}</p>(.*?)</figure>', curves, re.S)
             assert f"last {said}" in figure
             for step, value in zip(steps, values, strict=True):
                 assert f"<title>{format_number(value)} at step {step}</title>" in figure

@@ -16,7 +16,7 @@ from coder_plugin.errors import CoderError
 _PACKAGE = Path(__file__).parents[1]
 LEVELS = ("ok", "note", "warning", "problem")
 _SHOWN = 3
-_EACH = 160  # characters of one entry of a list
+_EACH = 300  # characters of one entry of a list
 _LONGEST = 400  # characters of another library's message
 
 
@@ -105,8 +105,15 @@ def _captured_warnings() -> Iterator[list[str]]:
 
 
 def one_line(text: object) -> str:
-    line = " ".join(str(text).split())
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    return _cut(" ".join(str(text).split()), _LONGEST)
+
+
+def _cut(text: str, most: int) -> str:
+    """At most so many characters, without the middle: a message begins with the place and ends with the reason."""
+    if len(text) <= most:
+        return text
+    end = most // 2
+    return f"{text[: most - end - 1]}…{text[-end:]}"
 
 
 def some(names: Iterable[str]) -> str:
@@ -122,7 +129,7 @@ def some(names: Iterable[str]) -> str:
 def listed(texts: Iterable[str]) -> str:
     """The first of many texts, without quotes."""
     texts = list(texts)
-    shown = ", ".join(text if len(text) <= _EACH else f"{text[: _EACH - 1]}…" for text in texts[:_SHOWN])
+    shown = ", ".join(_cut(text, _EACH) for text in texts[:_SHOWN])
     return f"{shown} and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else shown
 
 

@@ -23,6 +23,9 @@ ALLOWED = {
     "there is memory to pin": "says what happens without a GPU",
     "open_clip 4 has no such blocks": "for open_clip 3.3 alone",
     "this open_clip has no --horovod": "for older versions of open_clip",
+    "could not import 'httpx'": "for versions of huggingface_hub that use it",
+    "needs spaCy": "says what happens without its pipeline",
+    "an older FAISS": "what newer versions refuse",
     "another huggingface_hub": "for other versions of huggingface_hub, whose errors take other arguments",
 }
 

@@ -82,10 +82,14 @@ class MomentumCopy(nn.Module):
     def update(self, model: Any) -> None:
         """Average in the model after one step. Parameters are matched by name; names without a match are skipped."""
         online = _named(model)
-        self._share_frozen(model)
+        own = _named(self.model)
+        # seldom: only where a parameter was frozen or unfrozen since, or stays the copy's own though it is frozen
+        if any((average is online[name]) == online[name].requires_grad for name, average in own.items() if name in online):
+            self._share_frozen(model)
+            own = _named(self.model)
         trained: list[tuple[Tensor, Tensor]] = []
         frozen: list[tuple[Tensor, Tensor]] = []
-        for name, average in _named(self.model).items():
+        for name, average in own.items():
             if name in online and average is not online[name]:
                 pair = (distributed.local(average), distributed.local(online[name]))
                 (trained if online[name].requires_grad else frozen).append(pair)
@@ -183,4 +187,6 @@ def _plain(name: str) -> str:
 
 def _own(parameter: Tensor, owned: dict[int, nn.Parameter]) -> nn.Parameter:
     """A copy of a parameter without gradient; of a tied one the same for each of its names."""
-    return owned.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    if id(parameter) not in owned:
+        owned[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    return owned[id(parameter)]

@@ -203,7 +203,7 @@ def test_a_rank_whose_parts_are_complete_fetches_nothing_again(regions, tmp_path
 
 
 def test_thumbnails_of_pictures_in_remote_shards_under_regions(regions, tmp_path):
-    """Red by number; of the sixth there is none, and the last shard's are of other keys."""
+    """Picture n is red of strength 10 n. That of image 6 is an empty file, and the last shard names other images."""
     keys = [item.key for _, item in open_source(str(regions / "s{0..4}.tar")).items()]
     for shard in range(5):
         with tarfile.open(tmp_path / f"s{shard}.tar", "w") as tar:

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-#: What is wrong with a page at its width, and how much there is of it.
+#: A script that measures a page: what sticks out, what is cut, and how many tables and charts it has.
 _LOOK = """<script>addEventListener("load", () => {
   const width = document.documentElement.clientWidth, all = [...document.querySelectorAll("body *")];
   const inside = (text) => {

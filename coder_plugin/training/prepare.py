@@ -231,7 +231,7 @@ def _with_hard_negatives(objective: Objective, config: TrainConfig, *, made: boo
                 except CoderError as error:
                     _say(f"--hard-negatives: {error}; the term stays as it is")
             elif not _reads_negatives(spec):
-                _say(f"--hard-negatives: {spec} has no option hard_negatives and stays as it is")
+                _say(f"--hard-negatives: {spec} does not take hard negatives and stays as it is")
         terms.append(spec)
     readers = [str(spec) for spec in terms if _reads_negatives(spec)]
     if count and not readers:

@@ -255,7 +255,9 @@ def say_random_weights(config: TrainConfig) -> None:
 def warn_of_default_rate(config: TrainConfig) -> None:
     """Warn where pretrained weights are trained at the default learning rate, which is that of training from scratch."""
     model, origins = config.model, config.origins
-    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path
+    location = transformers_clip.find_location(model.name)
+    reads_weights = location is not None and location.reads_weights
+    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path or reads_weights
     only_new_layers = model.lora_rank or (model.lock_image and model.lock_text)
     if not pretrained or "lr" in origins or only_new_layers or distributed.rank():
         return

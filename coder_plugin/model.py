@@ -35,16 +35,17 @@ def create_model(
     """An open_clip model, a CLIPModel or SiglipModel of transformers, or a region model, with the heads that a loss needs under
     ``model.coder``.
 
-    A model of open_clip or transformers keeps its class, attributes and state-dict keys. In training mode ``model(image, text, image_id=…)``
-    returns the backbone's keys and the heads' (``coder_*``), batch-first; in eval mode only the backbone's.
+    A model of open_clip or transformers keeps its class, attributes and state-dict keys. In training mode
+    ``model(image, text, image_id=…)`` returns the backbone's keys and the heads' (``coder_*``), batch-first; in eval mode only
+    the backbone's.
     ``embed_image`` and ``embed_text`` give retrieval vectors whose inner product is the score. Parameters that no term
     reads, such as ``logit_scale`` under ``dcl``, are frozen.
 
     Args:
         name: any open_clip model name, ``local-dir:…``, ``hf-hub:…``, or the path of a model configuration (``.json``); of
             transformers, ``transformers:OWNER/NAME``, a folder that ``save_pretrained`` wrote, or the ``config.json`` in it for
-            random weights; or a backbone of the group ``coder_plugin.backbones``: ``region-bert``, ``region-bigru``, ``region-bert-camera``,
-            ``region-bigru-vsrn``, or the ``coder_model.json`` of its export.
+            random weights; or a backbone of the group ``coder_plugin.backbones``: ``region-bert``, ``region-bigru``,
+            ``region-bert-camera``, ``region-bigru-vsrn``, or the ``coder_model.json`` of its export.
         loss: a loss expression, an :class:`~coder_plugin.objective.Objective`, a term object, or a list of these;
             ``(weight, loss)`` weighs any of them.
         custom_heads: head classes or objects that are not registered. The loss must need each of them.

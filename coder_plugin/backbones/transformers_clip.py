@@ -15,17 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.clip import CoderCLIP
-from coder_plugin.backbones.feature_capture import (
-    FeatureCapture,
-    _context_keys,
-    _mask_by_pool,
-    _token_keys,
-)
+from coder_plugin.backbones.feature_capture import FeatureCapture, _context_keys, _mask_by_pool
 from coder_plugin.backbones.names import TRANSFORMERS
 from coder_plugin.backbones.plugin_backbones import fit_weights, read_weights
 from coder_plugin.backbones.token_projection import _attention
@@ -135,11 +129,11 @@ class TransformersTowers:
         """
         tokenizer = self.tokenizer()
         if tokenizer.tokenizer.padding_side != "right":
-            raise CoderError("generated texts need a tokenizer that pads at the right: set padding_side in tokenizer_config.json")
+            raise CoderError("generated texts need padding at the right: set padding_side in tokenizer_config.json")
         return WordEmbeddings(self.text_model.embeddings.token_embedding, text_mask(self), tokenizer([""]))
 
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
-        """Freeze the image tower, except its last groups: projection or pooling head, last block with the norm, blocks, stem."""
+        """Freeze the image tower, except its last groups: projection or pooling head, last block with norm, blocks, stem."""
         tower = self.vision_model
         head = self.visual_projection if self.is_clip else tower.head  # type: ignore[attr-defined]
         stem = [tower.embeddings, *([tower.pre_layrnorm] if self.is_clip else [])]
@@ -162,7 +156,7 @@ class TransformersTowers:
             getattr(self, f"{name}_checkpointing_disable")()
 
     def save_files(self, folder: Path) -> None:
-        """Write all files but the weights that ``from_pretrained`` of transformers reads: configuration, tokenizer, processor."""
+        """Write all files but the weights that transformers' ``from_pretrained`` reads: configuration, tokenizer, processor."""
         config = copy.deepcopy(self.config)
         config.architectures, config._name_or_path = [MODELS[config.model_type]], ""
         for each in (config, config.text_config, config.vision_config):
@@ -369,7 +363,7 @@ def create(
     cls = getattr(transformers, MODELS[check_kind(config.model_type, name)])
     if location.reads_weights and pretrained is None:
         if folder is not None and not any((folder / file).is_file() for file in (WEIGHTS, f"{WEIGHTS}.index.json")):
-            raise CoderError(f"{name} has no {WEIGHTS}: save the model as safetensors (save_pretrained), or give --pretrained FILE")
+            raise CoderError(f"{name} has no {WEIGHTS}: save it as safetensors (save_pretrained), or give --pretrained FILE")
         with reading("the weights", name, on_hub=on_hub):
             model, report = cls.from_pretrained(
                 name, config=config, cache_dir=cache_dir, use_safetensors=True, output_loading_info=True

@@ -174,7 +174,7 @@ def check_data(model: Any, example: Any, name: str, *, max_regions: int) -> None
     """
     regions = isinstance(example, Regions)
     if regions != isinstance(model, Backbone):
-        other = "--model region-bert" if regions else "another --model, such as ViT-B-32, or region features of the pictures: --regions"
+        other = "--model region-bert" if regions else "an open_clip --model, or region features of the pictures: --regions"
         raise CoderError(f"{name}: the data are {'regions' if regions else 'pictures'}; they need {other}")
     if regions:
         try:

@@ -111,7 +111,7 @@ def test_training_mode_takes_names_of_both_libraries(folder: str) -> None:
 
 
 def test_tokens_locals_and_contexts(folder: str) -> None:
-    """Of each position alone, through the tower's own norm and projection: the position that the tower pools gives its feature."""
+    """Of each position alone, through the tower's norm and projection: the position that the tower pools gives its feature."""
     model = create_model(folder, loss="clip", return_intermediates=INTERMEDIATES).eval()
     ids, images = model.tokenizer()(TEXTS), pictures(2)
     with torch.no_grad():
@@ -121,7 +121,9 @@ def test_tokens_locals_and_contexts(folder: str) -> None:
         feature = model.encode_text(ids)
     first = 1 if model.is_clip else 0
     assert image["image_tokens"].shape == image["image_locals"].shape[:2] + (32,) == (2, 16, 32)
-    assert image["image_locals"].shape[2] == image["image_contexts"].shape[2] == model.output_dim == text["text_locals"].shape[2]
+    assert {features.shape[2] for features in (image["image_locals"], image["image_contexts"], text["text_locals"])} == {
+        model.output_dim
+    }
     torch.testing.assert_close(image["image_pooled"], model.encode_image(images))
     norm, last = model.vision_model.post_layernorm, own.hidden_states[-1][:, first:]
     torch.testing.assert_close(image["image_tokens"], norm(last))
@@ -176,7 +178,8 @@ def test_gpo_pools_its_tokens(folder: str) -> None:
 def test_word_positions_are_known(folder: str) -> None:
     ids, located = locator(create_model(folder, loss="clip").tokenizer())(["A red  Circle"])
     (row,) = located
-    assert row.matched and [row.view[slice(*span)].lower().strip() for span in row.spans if span[1]][:3] == ["a", "red", "circle"]
+    words = [row.view[slice(*span)].lower().strip() for span in row.spans if span[1]]
+    assert row.matched and words[:3] == ["a", "red", "circle"]
 
 
 def test_random_weights_from_a_configuration_alone(folder: str) -> None:

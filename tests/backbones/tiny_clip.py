@@ -1,4 +1,4 @@
-"""A CLIPModel and a SiglipModel of some thousand parameters with tokenizers, as transformers saves them: nothing is downloaded."""
+"""A CLIPModel and a SiglipModel of some thousand parameters with tokenizers, saved by transformers: nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training of transformers' CLIPModel and SiglipModel: losses fall, and the export opens in transformers with equal features."""
+"""Training of transformers' CLIPModel and SiglipModel: losses fall, and exports open in transformers with equal features."""
 
 from __future__ import annotations
 
@@ -81,10 +81,11 @@ def transformers_size(processor: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"), [*((kind, loss) for kind in ("clip", "siglip") for loss in LOSSES), ("siglip", "siglip"), ("clip", "ascl")]
+    ("kind", "loss"),
+    [*((kind, loss) for kind in ("clip", "siglip") for loss in LOSSES), ("siglip", "siglip"), ("clip", "ascl")],
 )
 def test_it_trains_and_goes_back(folders: dict[str, str], tmp_path: Path, kind: str, loss: str) -> None:
-    """open_clip #766, open_clip #591, transformers #28072: a model of transformers is trained as it is, so its export is one."""
+    """open_clip #766, #591, transformers #28072: a model of transformers is trained as it is, so its export is one."""
     torch.manual_seed(0)
     objective = Objective.parse(loss).with_options(LOSSES.get(loss, {}))
     model = create_model(folders[kind], loss=objective)
@@ -194,8 +195,8 @@ def ranks_gradient(folder: str, loss: str) -> dict[str, Tensor]:
 
 
 def test_losses_see_the_pairs_of_all_ranks(folders: dict[str, str]) -> None:
-    """transformers #22252: CLIPModel's own loss sees one process's pairs. Ours see all: the average of two ranks' gradients is that
-    of one process."""
+    """transformers #22252: CLIPModel's own loss sees one process's pairs. Ours see all: the average of two ranks' gradients is
+    that of one process."""
     one = ranks_gradient(folders["clip"], "clip + dcl")
     two = gloo.run(ranks_gradient, folders["clip"], "clip + dcl")
     averaged = {name: (two[0][name] + two[1][name]) / 2 for name in one}

@@ -172,6 +172,8 @@ def add_heads(
         model.word_embeddings = (
             make_word_embeddings(model) if is_region_model else clip.make_word_embeddings(model, name, cache_dir)
         )
+    if model.coder.encodes_negatives and hasattr(model, "text_decoder"):
+        raise CoderError(f"{name} generates captions from images, so hard negatives cannot be encoded with its captions")
     model.coder.attach(model)
     for key in ("logit_scale", "logit_bias"):
         parameter = getattr(model, key, None)

@@ -479,6 +479,13 @@ def extend(model: Any, coder: nn.Module, capture: FeatureCapture | None) -> Any:
     return model
 
 
+def retract(model: Any) -> None:
+    """Undo :func:`extend`, in place: the model has its own class again, and no heads. The hooks of its capture stay and, as
+    nothing starts it, do nothing."""
+    model.__class__ = next(cls for cls in type(model).__mro__ if not issubclass(cls, CoderCLIP))
+    del model.coder, model._coder_capture
+
+
 def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEmbeddings:
     """The word embeddings of the model's text tower; the tokenizer of ``name`` says which ids are words.
 

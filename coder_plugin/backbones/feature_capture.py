@@ -197,7 +197,8 @@ class FeatureCapture:
         if not hasattr(trunk, "forward_intermediates"):
             raise CoderError(f"no token features from timm's {type(trunk).__name__}")
         cls = type(visual)
-        visual.__class__ = type(cls.__name__, (_TimmCapture, cls), {"__module__": cls.__module__})
+        if not isinstance(visual, _TimmCapture):  # of an earlier capture
+            visual.__class__ = type(cls.__name__, (_TimmCapture, cls), {"__module__": cls.__module__})
         visual._coder_capture = self
 
     def _num_context_maps(self, trunk: Any) -> int:

@@ -127,7 +127,7 @@ def write_export(
     mark = {MARK: identity}
     if isinstance(model, Backbone):
         weights = folder / plugin_backbones.WEIGHTS
-        _write(plain, weights, **mark)
+        write_tensors(plain, weights, **mark)
         model.save_config(folder)
     elif isinstance(model, TransformersTowers):
         weights = folder / transformers_files.WEIGHTS
@@ -135,7 +135,7 @@ def write_export(
         model.save_files(folder)
     else:
         weights = folder / WEIGHTS
-        _write(plain, weights, **mark)
+        write_tensors(plain, weights, **mark)
         inner: Any = getattr(tokenizer, "tokenizer", None)
         if hasattr(inner, "save_pretrained"):
             inner.save_pretrained(folder)
@@ -151,7 +151,7 @@ def write_export(
         settings = {**head_settings(model), "heads": names}
         for each in settings["objective"]["heads"].values():
             each.pop("vocabulary", None)  # it is in the folder, and its old path is private
-        _write(scoring, folder / HEADS, coder=json.dumps(settings), **mark)
+        write_tensors(scoring, folder / HEADS, coder=json.dumps(settings), **mark)
         for vocabulary in vocabularies:
             vocabulary.save(folder / VOCABULARY)
     seal(folder, id=identity, heads=bool(scoring), step=step)
@@ -339,7 +339,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
     file = heads_beside(pretrained)
     checkpoint = read_training_checkpoint(pretrained)
     if file is not None:
-        state = _read(file)
+        state = read_tensors(file)
     elif checkpoint is not None:
         plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
         state = _scoring_state(model, plain)
@@ -359,10 +359,15 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
 
 def load_heads(model: Any, path: Path) -> None:
     """Load the weights of heads that :func:`export_model` wrote into a model with the same heads."""
-    _load(model, _read(path), str(path))
+    _load(model, read_tensors(path), str(path))
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Raises:
+        CoderError: the file cannot be read.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -400,8 +405,8 @@ def without_heads(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not name.startswith("coder.")}
 
 
-def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
-    """Write to a temporary file, then rename it."""
+def write_tensors(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
+    """Write a safetensors file with ``metadata``: to a temporary file first, which is renamed."""
     from safetensors.torch import save_file
 
     # clones, because safetensors refuses tensors that share memory

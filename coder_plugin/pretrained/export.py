@@ -131,7 +131,7 @@ def write_export(
         model.save_config(folder)
     elif isinstance(model, TransformersTowers):
         weights = folder / transformers_files.WEIGHTS
-        _write(plain, weights, **mark)
+        write_tensors(plain, weights, **mark)
         model.save_files(folder)
     else:
         weights = folder / WEIGHTS

@@ -52,8 +52,9 @@ class ModelConfig:
 
     name: str = _option(
         "coder-tiny",
-        "open_clip model name, a model configuration (.json), or a region model such as region-bert; required with "
-        "--train-data [coder-tiny on the scenes]",
+        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (its folder, or "
+        "transformers:OWNER/NAME), or a region model such as region-bert; required with --train-data [coder-tiny on the "
+        "scenes]",
         flag="model",
     )
     kwargs: list[str] = _option(

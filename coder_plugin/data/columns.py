@@ -23,11 +23,13 @@ class Columns:
         image: the pictures; None: they are not read.
         captions: texts or lists of texts, one column or several.
         key: names of the images; None: the rows' numbers are.
+        negatives: lists of hard negatives; None: they are not read.
     """
 
     image: str | None
     captions: tuple[str, ...]
     key: str | None
+    negatives: str | None = None
 
 
 def find_columns(
@@ -36,6 +38,7 @@ def find_columns(
     image: str | None = None,
     captions: Sequence[str] | None = None,
     key: str | None = None,
+    negatives: str | None = None,
     pictures: bool = True,
     name: str = "data",
 ) -> Columns:
@@ -44,6 +47,7 @@ def find_columns(
     Args:
         features: the columns' types, or a row.
         image, captions, key: names of columns; None: not given.
+        negatives: that of hard negatives, if they are read; the data may lack it.
         pictures: whether pictures are read.
         name: of the data, for messages.
 
@@ -52,7 +56,7 @@ def find_columns(
 
     Example:
         >>> find_columns({"jpg": None, "txt": None, "__key__": None})
-        Columns(image='jpg', captions=('txt',), key='__key__')
+        Columns(image='jpg', captions=('txt',), key='__key__', negatives=None)
         >>> find_columns({"image": None, "caption_0": None, "caption_1": None}).captions
         ('caption_0', 'caption_1')
     """
@@ -74,7 +78,8 @@ def find_columns(
         captions = [usual] if usual else numbered
         if not captions:
             raise CoderError(f"{name}: no column of captions: name one or several (--caption-column){_listed(columns)}")
-    return Columns(image if pictures else None, tuple(captions), key or _first(_KEYS, columns))
+    key = key or _first(_KEYS, columns)
+    return Columns(image if pictures else None, tuple(captions), key, negatives if negatives in columns else None)
 
 
 def _first(names: Iterable[str], columns: Sequence[str]) -> str | None:

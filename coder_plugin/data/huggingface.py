@@ -10,7 +10,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from coder_plugin.data.bad_samples import BadSample, shorten
 from coder_plugin.data.columns import Columns, find_columns
 from coder_plugin.data.decode import check_max_pixels, decode_image, from_picture
 from coder_plugin.data.item import Item, bad_item
-from coder_plugin.data.source import ItemSource, Source, check_captions
+from coder_plugin.data.source import ItemSource, Source, check_captions, check_negatives
 from coder_plugin.data.streams import StreamSource
 from coder_plugin.data.tables import no_picture, other_names
 from coder_plugin.data.tars import LARGEST_FILE
@@ -44,6 +44,7 @@ def open_hf(
     image_column: str | None = None,
     caption_column: Sequence[str] | None = None,
     key_column: str | None = None,
+    negatives_column: str | None = None,
     pictures: bool = True,
     max_pixels: int | None = None,
     streaming: bool = False,
@@ -62,6 +63,7 @@ def open_hf(
         key_column: names of the images, numbers or texts; rows of one name are one image's captions, but in a stream they stay
             samples of their own with one id [``key``, ``image_id``, ``img_id``, ``filename``, ``file_name``, ``__key__``; else
             the number of the row is the name].
+        negatives_column: lists of hard negatives, which rows, and the data set, may lack. None: they are not read.
         pictures: False if only the captions are needed, for features from other files.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
         streaming: read shards in order as they are needed, instead of any row at any time.
@@ -80,6 +82,7 @@ def open_hf(
         image=image_column,
         captions=caption_column,
         key=key_column,
+        negatives=negatives_column,
         pictures=pictures,
         name=name,
     )
@@ -200,6 +203,7 @@ class _Row:
     key: str
     names: tuple[str | None, ...]
     captions: tuple[Any, ...]
+    negatives: Any = ()
 
 
 def _read_row(row: Mapping[str, Any], columns: Columns, default_key: str) -> _Row:
@@ -208,14 +212,15 @@ def _read_row(row: Mapping[str, Any], columns: Columns, default_key: str) -> _Ro
     for column in columns.captions:
         value = row[column]
         captions.extend(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+    negatives = () if columns.negatives is None or row[columns.negatives] is None else row[columns.negatives]
     if key is None or key == "":
-        return _Row(default_key, (), tuple(captions))
-    return _Row(str(key), other_names(Path(str(key)).stem), tuple(captions))
+        return _Row(default_key, (), tuple(captions), negatives)
+    return _Row(str(key), other_names(Path(str(key)).stem), tuple(captions), negatives)
 
 
 def _finish_item(row: _Row, load: Callable[[], Image]) -> Item:
     try:
-        return Item(row.key, check_captions(row.captions), load, row.names)
+        return Item(row.key, check_captions(row.captions), load, row.names, negatives=check_negatives(row.negatives))
     except BadSample as fault:
         return bad_item(row.key, fault.with_traceback(None), row.names)
 
@@ -240,7 +245,8 @@ class DatasetItems(Sequence[Item]):
 
     def __init__(self, dataset: Any, columns: Columns, *, split: str, max_pixels: int | None) -> None:
         self._columns, self._split, self._max_pixels = columns, split, max_pixels
-        self._texts = dataset.select_columns([*columns.captions, *([columns.key] if columns.key else [])])
+        others = [column for column in (columns.key, columns.negatives) if column is not None]
+        self._texts = dataset.select_columns(list(dict.fromkeys([*columns.captions, *others])))
         self._pictures = None if columns.image is None else dataset.select_columns([columns.image])
         self._groups = self._group()
 
@@ -272,8 +278,12 @@ class DatasetItems(Sequence[Item]):
         return _read_row(row, self._columns, f"{self._split}/{number}")
 
     def _item(self, numbers: Sequence[int], rows: Sequence[_Row]) -> Item:
-        captions = tuple(caption for row in rows for caption in row.captions)
-        read = _Row(rows[0].key, rows[0].names, captions)
+        read = rows[0]
+        if len(rows) > 1:  # their captions and hard negatives together; a faulty list of these stays one
+            captions = tuple(caption for row in rows for caption in row.captions)
+            lists = [row.negatives for row in rows]
+            faulty = [each for each in lists if not isinstance(each, (list, tuple))]
+            read = replace(read, captions=captions, negatives=faulty[0] if faulty else sum(map(tuple, lists), ()))
         if self._pictures is None:
             return _finish_item(read, partial(no_picture, read.key))
         return _finish_item(read, partial(self._load, numbers[0]))

@@ -15,7 +15,9 @@ from PIL import Image
 
 from coder_plugin import Callback, Trainer, distributed
 from coder_plugin.cli import main
+from coder_plugin.config import DataConfig
 from coder_plugin.data import guess_kind, open_source
+from coder_plugin.data.from_config import object_source
 from coder_plugin.data.huggingface import open_picture
 from coder_plugin.data.item import stable_hash
 from coder_plugin.data.loader import evaluation_batches
@@ -147,6 +149,23 @@ def test_columns_are_told_by_type_and_name_or_named():
     flickr8k = {"image": [png(1)], **{f"caption_{n}": [f"1 {n}"] for n in (10, 2, 0)}}
     (_, item), = open_source(datasets.Dataset.from_dict(flickr8k)).items()
     assert item.captions == ("1 0", "1 2", "1 10")
+
+
+@kinds
+def test_hard_negatives_are_a_column_of_lists(kind):
+    data = {**rows(range(4)), "negatives": [["4 0"], None, [], ["5 0", " "]]}
+    table = datasets.Dataset.from_dict(data)
+    given = table if kind == "whole" else table.to_iterable_dataset()
+    items = [item for _, item in open_source(given, negatives_column="negatives").items()]
+    assert [item.negatives for item in items] == [("4 0",), (), (), ()]
+    assert [item.fault and item.fault.kind for item in items] == [None, None, None, "negative"]
+    assert not any(item.negatives for _, item in open_source(given).items())
+    assert open_source(given.remove_columns("negatives"), negatives_column="negatives").num_images in (4, None)
+    config = DataConfig(hard_negatives=1)
+    assert [item.negatives for _, item in object_source(config, given, split="train").items()][0] == ("4 0",)
+    assert not any(item.negatives for _, item in object_source(config, given, split="val").items())
+    grouped = open_source(datasets.Dataset.from_dict({**data, "image_id": [1, 2, 1, 2]}), negatives_column="negatives")
+    assert [(len(item.captions), item.negatives) for _, item in grouped.items()] == [(6, ("4 0",)), (0, ())]
 
 
 def test_pictures_in_every_form_and_their_limits(tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ def _open_data(arguments: argparse.Namespace, options: Mapping[str, Any]) -> tup
     data = saved_data_config(arguments.run_folder, {**options, **named})
     if data.train is not None and data.train.startswith("<"):
         raise CoderError(f"the run's training set ({data.train}) is not opened from its configuration: name it with --data")
-    data = replace(data, val=data.train, dataset_resampled=False)
+    data = replace(data, val=data.train, dataset_resampled=False, hard_negatives=0)  # each image once, with its captions alone
     return data, make_source(data, split=arguments.split)
 
 

@@ -13,6 +13,8 @@ import torch
 
 import coder_plugin
 from coder_plugin.cli import main
+from coder_plugin.data.hard_negatives import read_negatives
+from coder_plugin.data.item import stable_hash
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.files import read_json
 from coder_plugin.index import mine
@@ -158,6 +160,19 @@ def test_an_interrupted_encoding_continues(data: Path, model: Path, made: Path, 
     assert f"what was encoded is kept in {tmp_path / 'negatives.tsv.index'}; the same command continues" in error
     assert main(command) == 0 and "which another mine with other margins reads again" in capsys.readouterr().err
     assert (tmp_path / "negatives.tsv").read_bytes() == (made / "negatives.tsv").read_bytes()
+
+
+def test_training_reads_the_table(made: Path, data: Path, tiny_model: str, tmp_path: Path, capsys) -> None:
+    table = read_negatives(str(made / "negatives.tsv"))
+    rows = rows_of(made / "negatives.tsv")
+    assert sum(map(len, table.values())) == len(rows) == 95
+    assert table[rows[7]["key"]][2] == (rows[7]["negative"], stable_hash(rows[7]["negative_key"]))
+    command = ["train", "--model", tiny_model, "--logs", str(tmp_path), "--name", "run", "--loss", "clip + dcl"]
+    command += ["--train-data", str(data / "train.csv"), "--negatives-file", str(made / "negatives.tsv")]
+    assert main([*command, "--hard-negatives", "5", "--epochs", "1", *QUICK, "--no-report", "--max-bad-samples", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "hard negatives: 95 of 95 places filled" in printed
+    assert main(["mine", str(tmp_path / "run"), "--output", str(tmp_path / "next.tsv"), *LOOSE, *QUICK]) == 0  # and once more
 
 
 def test_a_run_names_its_training_set(data: Path, tiny_model: str, tmp_path: Path, capsys) -> None:

@@ -163,6 +163,7 @@ def test_an_interrupted_encoding_continues(data: Path, model: Path, made: Path, 
 
 
 def test_training_reads_the_table(made: Path, data: Path, tiny_model: str, tmp_path: Path, capsys) -> None:
+    """open_clip #869, sentence-transformers #2848 and #3279: hard negatives are mined, read and trained with."""
     table = read_negatives(str(made / "negatives.tsv"))
     rows = rows_of(made / "negatives.tsv")
     assert sum(map(len, table.values())) == len(rows) == 95

@@ -131,7 +131,7 @@ class LossConfig:
     gather: str = _option(
         "all",
         "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so that none "
-        "holds the global batch (ring; dcl and clip alone)",
+        "holds the global batch (ring; dcl, clip and distill of features alone)",
         choices=("all", "ring"),
     )
     loss_impl: str = _option(
@@ -250,6 +250,23 @@ class EvalConfig:
     rerank: str | None = _option(
         None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]"
     )
+    zeroshot: str | None = _option(
+        None,
+        "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before the first step too: what training costs "
+        "elsewhere",
+    )
+    zeroshot_frequency: int = _option(1, "measure zero-shot accuracy every n epochs, and at the end", at_least=1)
+    classnames: str | None = _option(
+        None, "class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]"
+    )
+    templates: str | None = _option(
+        None, "prompts for --zeroshot: openai (80), simple (7) or a file with one per line, {} for the class [openai]"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("classnames", "templates"):
+            if self.zeroshot is None and getattr(self, name) is not None:
+                raise CoderError(f"--{name} {getattr(self, name)} needs --zeroshot FOLDER, the pictures to classify")
 
 
 @dataclass(frozen=True, kw_only=True)

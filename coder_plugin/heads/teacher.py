@@ -136,8 +136,9 @@ class Teacher(FollowsModel, RepeatsOutputs):
         """Before a state dict is loaded: what it holds must not become the student's; what it leaves out stays as it is."""
         start = f"{prefix}copy.model."
         if self.weights == "base":
-            self.copy.own([name for name in self.copy._shared if f"{start}{name}" in state])
-            if not any(name.startswith(start) for name in state) and len(self.copy._shared) < len(list(self.copy.parameters())):
+            shared = self.copy._shared
+            self.copy.own([name for name in shared if f"{start}{name}" in state])
+            if not any(name.startswith(start) for name in state) and len(shared) < len(list(self.copy.parameters())):
                 return  # no teacher was saved: report it
         for name, value in self.copy.state_dict(prefix=f"{prefix}copy.").items():
             state.setdefault(name, value)
@@ -183,8 +184,8 @@ def open_teacher(spec: str, student: Any) -> Any:
     for what, (own, other) in reads.items():
         if own != other:
             raise CoderError(
-                f"teacher {spec}: it reads {what.format(other)}, and the model {what.format(own)}: both get the same batch. Take "
-                "a teacher that reads what the model does"
+                f"teacher {spec}: it reads {what.format(other)}, and the model {what.format(own)}: both get the same batch. "
+                "Take a teacher that reads what the model does"
             )
     own, other = (_ids(each, student.context_length) for each in (student.coder_name, name))
     if not torch.equal(own, other):

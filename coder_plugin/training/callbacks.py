@@ -33,7 +33,7 @@ class Callback:
 
     def on_evaluation_end(self, trainer: Any, results: Mapping[str, Any]) -> None:
         """After each evaluation. ``results`` holds ``epoch`` and ``step``, and what was measured, in percent: recall
-        (``i2t_r1`` … ``rsum``), and with ``--zeroshot`` ``zeroshot_top1``, ``zeroshot_top5`` and ``zeroshot_mean_per_class``."""
+        (``i2t_r1`` … ``rsum``), and with ``--zeroshot`` also ``zeroshot_top1`` and the like."""
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         """After each checkpoint and its export. ``folder`` is the checkpoint's."""

@@ -1,6 +1,6 @@
 """What fine-tuning loses: advice before it begins, and the zero-shot accuracy while it goes on.
 
-The thresholds are rules of thumb, explained in docs/finetune_clip.md#what-train-warns-of.
+The thresholds are rules of thumb, explained in docs/finetune_clip.md#what-train-and-doctor-warn-of.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from coder_plugin.coder import CoderLoss
 from coder_plugin.config import TrainConfig
 from coder_plugin.training.optim import after_tower, parameter_groups
 
-#: Learning rates, by a part of the optimizer's name, above which pretrained towers lose what they know. Reported to work with
-#: Adam: 1e-5 and 3e-5; to fail: 1e-4 with Lion, whose steps are larger. Other optimizers' rates are of another scale.
+#: Learning rates, by a part of the optimizer's name, above which pretrained towers lose what they know. Usual with
+#: Adam: 1e-5 to 3e-5; reported to fail: 1e-4 with Lion, whose steps are larger. Other optimizers' rates have another scale.
 LARGEST_RATES = {"lion": 1e-5, "adam": 5e-5}
 #: Pairs of a step below which most batches hold no negative that a pretrained CLIP confuses with the positive.
 FEWEST_PAIRS = 32
@@ -85,7 +85,8 @@ def _high_rate(config: TrainConfig, model: Any) -> Iterator[Advice]:
     yield Advice(
         "rate",
         f"{given}{of_towers}: with {optimizer}, pretrained weights seldom bear more than {limit:g}",
-        "recall and zero-shot accuracy may fall within some hundred steps. Give --lr 1e-5, or train fewer weights (--lora-rank 8)",
+        "recall and zero-shot accuracy may fall within some hundred steps. Give --lr 1e-5, or train fewer weights "
+        "(--lora-rank 8)",
     )
 
 

@@ -23,7 +23,7 @@ _COMMON = frozenset(
     "train_data val_data image_root regions csv_img_key csv_caption_key captions workers "
     "model pretrained lock_image lora_rank loss set concepts "
     "batch_size accum_freq epochs lr wd warmup precision "
-    "zeroshot recipe name logs resume report report_to seed dry_run".split()
+    "recipe name logs resume report report_to seed dry_run".split()
 )
 _METAVARS = {
     "set": "OWNER.OPTION=VALUE",

@@ -52,8 +52,9 @@ class ModelConfig:
 
     name: str = _option(
         "coder-tiny",
-        "open_clip model name, a model configuration (.json), or a region model such as region-bert; required with "
-        "--train-data [coder-tiny on the scenes]",
+        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (its folder, or "
+        "transformers:OWNER/NAME), or a region model such as region-bert; required with --train-data [coder-tiny on the "
+        "scenes]",
         flag="model",
     )
     kwargs: list[str] = _option(
@@ -184,6 +185,13 @@ class DataConfig:
     csv_separator: str | None = _option(None, "column separator of CSV files [detected: tab, comma, semicolon or |]")
     csv_img_key: str | None = _option(None, "CSV column of image paths [filepath]")
     csv_caption_key: str | None = _option(None, "CSV column of captions [title]")
+    csv_negatives_key: str | None = _option(None, "CSV column of hard negatives, a JSON list of texts [negatives]")
+    negatives_file: str | None = _option(
+        None, "table of hard negatives: columns key (the image's), negative, negative_key, separated by tabs"
+    )
+    hard_negatives: int = _option(
+        0, "hard negatives drawn for each image and step, for the terms clip, dcl, m_dcl and triplet; 0: none", at_least=0
+    )
     max_bad_samples: float = _option(
         0.01, "stop above this fraction of samples that cannot be used, judged once 1,000 are read", at_least=0, below=1
     )

@@ -12,7 +12,7 @@ from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.objective import Objective, TermSpec, check_keys
 
 #: The inputs of a model's forward; heads may require them.
-INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
+INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags", "text_negatives", "text_negative_ids"})
 #: What backbones give their heads but do not return: last tokens, tokens before the context stage (locals) and after it
 #: (contexts; of open_clip's towers both are projected to the joint space where the tower can project tokens), masks, pooled
 #: features before normalisation, the regions' scores for each view of an image, and a feature of the whole image. Each
@@ -22,7 +22,9 @@ INTERMEDIATE_KEYS = frozenset(
     "text_tokens text_mask text_locals text_contexts text_context_mask text_pooled".split()
 )
 #: Computed by heads only from the backbone's own features, so a term that compares a head's features cannot use them.
-_BACKBONE_ONLY = frozenset({"coder_image_keys", "coder_text_keys", "coder_noised_features", "coder_positive_features"})
+_BACKBONE_ONLY = frozenset(
+    "coder_image_keys coder_text_keys coder_noised_features coder_positive_features coder_negative_features".split()
+)
 
 OWN_DISTRIBUTION = "coder-plugin"
 
@@ -190,8 +192,9 @@ class _Resolver:
         if spec.source:
             if _BACKBONE_ONLY & keys.keys():
                 raise CoderError(
-                    f"{spec.name}@{spec.source}: the momentum banks and the generated texts have only the backbone's own "
-                    f"features, not those of {spec.source!r}; use a term that reads nothing else, such as dcl@{spec.source}"
+                    f"{spec.name}@{spec.source}: hard negatives, the momentum banks and the generated texts have only the "
+                    f"backbone's own features, not those of {spec.source!r}; use a term that reads nothing else, such as "
+                    f"dcl@{spec.source}"
                 )
             pair = self.head(spec.source).feature_keys
             if pair is None:

@@ -41,6 +41,8 @@ _METAVARS = {
     "logs": "FOLDER",
     "csv_img_key": "COLUMN",
     "csv_caption_key": "COLUMN",
+    "csv_negatives_key": "COLUMN",
+    "negatives_file": "FILE",
     "csv_separator": "CHARACTER",
     "resume": "CHECKPOINT",
     "report_to": "TRACKERS",

@@ -27,7 +27,7 @@ from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.remote import check_remote
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
-from coder_plugin.data.source import SHARD, Plan, check_captions, check_mode, draw_caption, one_caption
+from coder_plugin.data.source import SHARD, Plan, check_captions, check_mode, check_negatives, draw_caption, one_caption
 from coder_plugin.data.tables import other_names
 from coder_plugin.data.tar_index import Place, TarIndex, TarReader, scan
 from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, stream, unreadable
@@ -46,6 +46,7 @@ def open_shards(
     resampled: bool = False,
     caption_key: str = CAPTION_KEY,
     newline_captions: bool | None = None,
+    negatives_key: str | None = None,
     max_pixels: int | None = None,
 ) -> ShardSource:
     """The reader ``webdataset``.
@@ -59,6 +60,7 @@ def open_shards(
         caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
         newline_captions: each line of ``txt`` is a caption, as in CLIP_benchmark. Default: if all shards are local and have an
             ``nshards.txt`` in their folder.
+        negatives_key: key of a list of hard negatives in ``json``, which samples may lack. None: they are not read.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
@@ -74,6 +76,7 @@ def open_shards(
         resampled=resampled,
         caption_key=caption_key,
         newline_captions=newline_captions,
+        negatives_key=negatives_key,
         max_pixels=max_pixels,
     )
 
@@ -100,11 +103,13 @@ class ShardSource:
         resampled: bool = False,
         caption_key: str = CAPTION_KEY,
         newline_captions: bool = False,
+        negatives_key: str | None = None,
         max_pixels: int | None = None,
     ) -> None:
         self.name = name
         self._caption_key = caption_key
         self._newline_captions = newline_captions
+        self._negatives_key = negatives_key
         self.max_pixels = check_max_pixels(max_pixels)
         self._shards = shards
         self._resampled = resampled
@@ -125,6 +130,7 @@ class ShardSource:
             resampled=self._resampled,
             caption_key=self._caption_key,
             newline_captions=self._newline_captions,
+            negatives_key=self._negatives_key,
             max_pixels=self.max_pixels,
         )
         source._labels = self._labels  # keys must not change
@@ -293,11 +299,14 @@ class ShardSource:
                     raise fault
             extra = _metadata(sample.get("json"))
             captions = check_captions(self._captions(sample, extra))
+            listed = None if self._negatives_key is None else extra.get(self._negatives_key)
+            negatives = () if listed is None else check_negatives(listed)
         except BadSample as fault:
             return bad_item(location, fault.with_traceback(None), other_names(sample["__key__"], None, None))
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        return Item(key, captions, partial(_load, field, sample.get(field), shard, self.max_pixels), names)
+        load = partial(_load, field, sample.get(field), shard, self.max_pixels)
+        return Item(key, captions, load, names, negatives=negatives)
 
     def _captions(self, sample: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
         captions = extra.get(self._caption_key)

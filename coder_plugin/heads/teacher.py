@@ -1,4 +1,4 @@
-"""A frozen teacher: the weights that training starts from, or another open_clip model."""
+"""A frozen teacher: the weights that training starts from, or another model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coder_plugin.backbones import clip
+from coder_plugin.backbones import clip, transformers_clip
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import FollowsModel, RepeatsOutputs
@@ -21,7 +21,7 @@ _TEXTS = ["a photo of 2 Dogs, running!", "Äpfel & l'été 😀", "", "word " * 
 
 
 class TeacherCopy(ModelCopy):
-    """The teacher's towers: a copy of the model without its low-rank adapters, or a plain open_clip model in ``model``."""
+    """The teacher's towers: a copy of the model without its low-rank adapters, or another model, without heads."""
 
     def __init__(self) -> None:
         super().__init__(adapters=False)
@@ -67,7 +67,8 @@ class Teacher(FollowsModel, RepeatsOutputs):
 
     Args:
         weights: ``base``; ``MODEL/TAG`` with an open_clip model name and a tag or a file of weights; the folder of an export;
-            or ``hf-hub:OWNER/NAME``. Scoring heads and aggregators of an export are not used.
+            ``hf-hub:OWNER/NAME``; or ``transformers:OWNER/NAME`` or the folder of a CLIPModel or SiglipModel.
+            Scoring heads and aggregators of an export are not used.
 
     Raises:
         CoderError: a model that cannot be opened, or that reads other pictures or tokens than the student.
@@ -145,31 +146,35 @@ class Teacher(FollowsModel, RepeatsOutputs):
 
 
 def open_teacher(spec: str, student: Any) -> Any:
-    """A frozen open_clip model in eval mode, on the student's device.
+    """A frozen model in eval mode, on the student's device.
 
     Args:
         spec: as :class:`Teacher` takes it, but ``base``.
-        student: an open_clip model of :func:`coder_plugin.create_model`; the teacher must read the same pictures and tokens.
+        student: of :func:`coder_plugin.create_model`; the teacher must read the same pictures and tokens.
 
     Raises:
         CoderError: the model cannot be opened, or reads something else; says which of the two to change.
     """
     if not hasattr(student, "visual") or not hasattr(student.visual, "preprocess_cfg"):
-        raise CoderError(f"teacher {spec}: only an open_clip model can have another teacher than base")
-    if spec.startswith(("hf-hub:", "local-dir:")):
-        name, tag = spec, None
+        raise CoderError(f"teacher {spec}: a model that reads regions can have no other teacher than base")
+    location, name, tag = transformers_clip.find_location(spec), spec, None
+    if location is not None or spec.startswith(("hf-hub:", "local-dir:")):
+        pass
     elif Path(spec).is_dir():
-        name, tag = f"local-dir:{spec}", None
+        name = f"local-dir:{spec}"
     else:
         name, slash, tag = spec.partition("/")
         if not slash:
             raise CoderError(
                 f"teacher {spec}: give base, an open_clip model and its tag (ViT-B-32/laion2b_s34b_b79k), the folder of an "
-                "export, or hf-hub:OWNER/NAME"
+                "export, hf-hub:OWNER/NAME, or transformers:OWNER/NAME"
             )
     device = next(student.parameters()).device
     try:
-        teacher = clip.create_clip(name, pretrained=tag, device=device)
+        if location is not None:
+            teacher = transformers_clip.create(location, device=device)
+        else:
+            teacher = clip.create_clip(name, pretrained=tag, device=device)
     except CoderError as error:
         raise CoderError(f"teacher {spec}: {error}") from error
     teacher.requires_grad_(False).eval()
@@ -187,8 +192,7 @@ def open_teacher(spec: str, student: Any) -> Any:
                 f"teacher {spec}: it reads {what.format(other)}, and the model {what.format(own)}: both get the same batch. "
                 "Take a teacher that reads what the model does"
             )
-    own, other = (_ids(each, student.context_length) for each in (student.coder_name, name))
-    if not torch.equal(own, other):
+    if not torch.equal(_ids(student, student.coder_name), _ids(teacher, name)):
         raise CoderError(f"teacher {spec}: its tokenizer differs from the model's, and both get the same ids")
     return teacher
 
@@ -198,10 +202,13 @@ def _sides(model: Any) -> list[int]:
     return [size, size] if isinstance(size, int) else list(size)
 
 
-def _ids(name: str, length: int) -> Tensor:
+def _ids(model: Any, name: str) -> Tensor:
+    """The ids of some texts by a model's tokenizer."""
+    if isinstance(model, transformers_clip.TransformersTowers):
+        return model.tokenizer()(_TEXTS)
     import open_clip
 
-    return open_clip.get_tokenizer(clip.register_config(name))(_TEXTS, context_length=length)
+    return open_clip.get_tokenizer(clip.register_config(name))(_TEXTS, context_length=model.context_length)
 
 
 def _digest(model: nn.Module) -> Tensor:

@@ -57,6 +57,9 @@ class Term(nn.Module):
     #: Whether ``image_features`` may be [B, V, D], several features of an image of which the greatest similarity counts.
     takes_views: ClassVar[bool] = False
 
+    #: Whether it has the option ``hard_negatives``: hard negatives of the batch as further negatives of the images.
+    takes_negatives: ClassVar[bool] = False
+
     #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
     #: Whether the rows of one rank after the other visit this one, instead of being gathered; set by ``create_loss``.

@@ -20,8 +20,8 @@ class Distill(Term):
     """:func:`coder_plugin.functional.distill`: keeps the model near a teacher, which reads the same pictures and captions.
 
     Args:
-        teacher: ``base``, the weights that training starts from; or another open_clip model: ``MODEL/TAG``, such as
-            ``ViT-B-32/laion2b_s34b_b79k``, the folder of an export, or ``hf-hub:OWNER/NAME``
+        teacher: ``base``, the weights that training starts from; or another model: ``MODEL/TAG`` of open_clip, such as
+            ``ViT-B-32/laion2b_s34b_b79k``, the folder of an export, or a repository of the hub
             (:class:`~coder_plugin.heads.teacher.Teacher`).
         temperature: of ``kind=similarity``, for student and teacher, > 0. None: each takes its own ``logit_scale``, as in
             open_clip.

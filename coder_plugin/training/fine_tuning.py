@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from coder_plugin import distributed
-from coder_plugin.backbones import plugin_backbones
+from coder_plugin.backbones import plugin_backbones, transformers_clip
 from coder_plugin.coder import CoderLoss
 from coder_plugin.config import TrainConfig
 from coder_plugin.training.optim import after_tower, parameter_groups
@@ -50,7 +50,9 @@ def advice(config: TrainConfig, model: Any, loss: CoderLoss, *, pretrained: bool
 def starts_from_weights(config: TrainConfig) -> bool:
     """Whether the model, or one of its towers, starts from trained weights."""
     model = config.model
+    location = transformers_clip.find_location(model.name)
     named = model.name.startswith(("hf-hub:", "local-dir:"))
+    named = named or (location is not None and location.reads_weights)
     return bool(named or model.pretrained or model.pretrained_image or model.pretrained_image_path)
 
 

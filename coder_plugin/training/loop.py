@@ -26,6 +26,7 @@ from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import total
+from coder_plugin.data.from_config import make_negatives
 from coder_plugin.data.loader import TrainLoader, count_steps
 from coder_plugin.data.pixels import to_device
 from coder_plugin.errors import CoderError
@@ -136,6 +137,7 @@ class Trainer:
         source, self.val = (prepare.open_data(config, each, split) for each, split in ((train, "train"), (val, "val")))
         assert source is not None
         samples = source.samples(data.captions, data.train_num_samples)
+        negatives = make_negatives(data, source)
         count_steps(source.name, samples, optim.batch_size, distributed.world_size())  # raises before a model is built
         zeroshot, classnames, templates = (getattr(config.evaluation, x) for x in ("zeroshot", "classnames", "templates"))
         self.classes = None if zeroshot is None else read_classes(zeroshot, classnames, templates or "openai")
@@ -170,6 +172,7 @@ class Trainer:
             transform=self.train_transform,
             tokenizer=build.make_tokenizer(config.model, self.model, word_dropout=data.word_dropout),
             positives=prepare.make_positives(self.model),
+            negatives=negatives,
             tags=prepare.make_tags(self.model, config),
             seed=config.run.seed,
             rank=distributed.rank(),
@@ -444,6 +447,9 @@ class Trainer:
         if prepare.make_positives(self.model) is not None:
             counts: Counter[str] = sum(distributed.gather_objects(self.loader.positives_made), Counter())
             self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(counts.items())))
+        if self.config.data.hard_negatives:
+            drawn: Counter[str] = sum(distributed.gather_objects(self.loader.negatives_drawn), Counter())
+            self.log.say(f"hard negatives: {drawn['filled']:,} of {drawn.total():,} places filled")
         if self.model.coder.reads_tags:
             tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
             self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))

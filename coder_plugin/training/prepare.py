@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
+from coder_plugin.backbones import transformers_clip
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
@@ -27,9 +28,11 @@ from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts, heads_with
 from coder_plugin.locations import absolute
+from coder_plugin.losses.base import Term
 from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
-from coder_plugin.objective import Objective
+from coder_plugin.objective import Objective, TermSpec
+from coder_plugin.options import check_options
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
@@ -64,8 +67,10 @@ def config_of_objects(
         options["model"] = model.config()["backbone"]
     elif hasattr(model, "coder_name"):
         options["model"] = model.coder_name
+    elif transformers_clip.class_name(model) is not None and (name := transformers_clip.name_of(model)) is not None:
+        options["model"] = name
     elif not (isinstance(config, Mapping) and "model" in flatten(config)) and not isinstance(config, TrainConfig):
-        raise CoderError('give the name of the open_clip model, which selects its tokenizer: config={"model": "ViT-B-32"}')
+        raise CoderError('give the name of the model, which selects its tokenizer: config={"model": "ViT-B-32"}')
     if isinstance(config, TrainConfig):
         changed = {name: value for name, value in options.items() if config.to_flat()[name] != value}
         if "loss" in changed:  # a recipe's options are for the recipe's loss
@@ -74,7 +79,7 @@ def config_of_objects(
         config = config.with_options(**changed) if changed else config
     else:
         config = resolve_config({**flatten(config or {}), **options}, flags_name="argument")
-    paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions")}
+    paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions", "negatives_file")}
     paths = {name: absolute(path) for name, path in paths.items() if path is not None}
     config = replace(config, data=replace(config.data, **paths))
     files = {name: getattr(config.evaluation, name) for name in ("zeroshot", "classnames")}
@@ -189,6 +194,7 @@ def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> 
         settings[path.strip()] = parse_value(value)
     objective = _parse_loss(expression, model).with_options(settings)
     flags = {"negatives": config.loss.negatives, "positives": config.loss.positives}
+    objective = _with_hard_negatives(objective, config, made=isinstance(loss, CoderLoss))
     generators = {name: value for name, value in flags.items() if value is not None}
     if generators:
         has_heads = hasattr(model, "coder")
@@ -208,6 +214,47 @@ def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> 
     if local_loss is None:  # a loss that is made is computed as it was made
         local_loss = objective.local_loss or (distributed.world_size() > 1 and not isinstance(loss, CoderLoss))
     return replace(objective, local_loss=local_loss)
+
+
+def _with_hard_negatives(objective: Objective, config: TrainConfig, *, made: bool) -> Objective:
+    """The objective in which ``--hard-negatives`` has set the option ``hard_negatives`` of all terms that have it.
+
+    Args:
+        made: the loss is made, and its terms stay as they are.
+
+    Raises:
+        CoderError: a term reads hard negatives and none are drawn, or the other way round.
+    """
+    count, terms = config.data.hard_negatives, []
+    for spec in objective.terms:
+        if count and not made and "hard_negatives" not in dict(spec.options):
+            term = spec.build()
+            if spec.term is None and spec.source is None and isinstance(term, Term) and term.takes_negatives:
+                try:
+                    options = check_options("losses", spec.name, {**dict(spec.options), "hard_negatives": True})
+                    spec = replace(spec, options=options)
+                except CoderError as error:
+                    _say(f"--hard-negatives: {error}; the term stays as it is")
+            elif not _reads_negatives(spec):
+                _say(f"--hard-negatives: {spec} does not take hard negatives and stays as it is")
+        terms.append(spec)
+    readers = [str(spec) for spec in terms if _reads_negatives(spec)]
+    if count and not readers:
+        raise CoderError(
+            f'--hard-negatives {count}: no term of --loss "{objective}" takes hard negatives (clip, dcl, m_dcl and triplet do)'
+        )
+    if readers and not count:
+        raise CoderError(f"{readers[0]} reads hard negatives: give --hard-negatives N, how many are drawn for each image")
+    return replace(objective, terms=tuple(terms))
+
+
+def _reads_negatives(spec: TermSpec) -> bool:
+    return any(key.startswith("coder_negative_") for key in spec.build().requires)
+
+
+def _say(text: str) -> None:
+    if distributed.rank() == 0:
+        log.info(text)
 
 
 def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
@@ -502,5 +549,6 @@ def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: in
         "image": map_tensors(lambda each: each.to(device), image),
         "text": text,
         "image_id": torch.arange(rows, device=device),
+        **({"text_negatives": text[:, None]} if model.coder.reads_negatives else {}),
         **({"text_tags": torch.ones_like(text)} if model.coder.reads_tags else {}),
     }

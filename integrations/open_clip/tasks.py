@@ -20,7 +20,7 @@ from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.integrations.open_clip.sharding import shard_heads
 
 #: What a model with heads reads of a batch.
-INPUTS = ("image", "text", "image_id", "text_positive", "text_tags")
+INPUTS = ("image", "text", "image_id", "text_positive", "text_tags", "text_negatives", "text_negative_ids")
 
 
 class TaskLayer(Adapter):

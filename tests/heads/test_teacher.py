@@ -20,6 +20,7 @@ from coder_plugin.pretrained.export import export_model
 from coder_plugin.training import prepare
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.optim import parameter_groups
+from tests.backbones import tiny_clip
 from tests.conftest import TINY
 
 BASE = "clip + distill"
@@ -257,12 +258,25 @@ def test_names_that_are_no_teacher(model: Any, export: str, monkeypatch: pytest.
     }.items():
         with pytest.raises(CoderError, match=message):
             open_teacher(spec, model)
-    with pytest.raises(CoderError, match="only an open_clip model can have another teacher than base"):
+    with pytest.raises(CoderError, match="a model that reads regions can have no other teacher than base"):
         open_teacher(export, object())
     tokenizer = lambda name: lambda texts, context_length: torch.tensor([len(name)])  # noqa: E731
     monkeypatch.setattr("open_clip.get_tokenizer", tokenizer)
     with pytest.raises(CoderError, match="its tokenizer differs from the model's"):
         open_teacher(export, model)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_models_of_transformers_teach(kind: str, tmp_path: Path) -> None:
+    """Themselves, and each other: the folder that the student starts from is another teacher with the same features."""
+    folder = getattr(tiny_clip, kind)(tmp_path / kind)
+    for loss in (BASE, f"clip + distill(teacher='{folder}')"):
+        model = coder_plugin.create_model(str(folder), loss=loss).train()
+        image, text = torch.randn(3, 3, 32, 32), model.tokenizer()(["a dog", "two cats", "a red car"])
+        outputs = model(image[:, :, : model.visual.image_size, : model.visual.image_size], text)
+        losses = coder_plugin.create_loss(loss, model=model)(**outputs)
+        assert float(losses["distill_loss"].detach()) == pytest.approx(0, abs=1e-8)
+    assert saved(model) == {"digest"}
 
 
 def test_a_region_model_teaches_itself() -> None:

@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "has the flag. Several processes: accelerate launch -m coder_plugin.cli train ...",
     )
     add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan, with every option, as JSON")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print all of the plan, as JSON")
     parser.set_defaults(run=run)
 
 

@@ -52,7 +52,7 @@ class ModelConfig:
 
     name: str = _option(
         "coder-tiny",
-        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (its folder, or "
+        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (folder or "
         "transformers:OWNER/NAME), or a region model such as region-bert; required with --train-data [coder-tiny on the "
         "scenes]",
         flag="model",

@@ -89,6 +89,8 @@ class Teacher(FollowsModel, RepeatsOutputs):
         "digest": "the teacher's weights are not those that the run began with: distill(teacher=…) must name the same ones"
     }
 
+    digest: Tensor
+
     def __init__(self, backbone: BackboneInfo, *, weights: str = "base") -> None:
         super().__init__()
         self.weights = weights

@@ -35,7 +35,7 @@ class Distill(Term):
         tensor(0.3653)
     """
 
-    requires = ("image_features", "text_features", "coder_teacher_image_features", "coder_teacher_text_features")
+    requires: tuple[str, ...] = ("image_features", "text_features", "coder_teacher_image_features", "coder_teacher_text_features")
 
     @options_of(distill)
     def __init__(self, *, teacher: str = "base", temperature: float | None = None, **options: Any) -> None:

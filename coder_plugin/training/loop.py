@@ -572,8 +572,8 @@ class Trainer:
     def _evaluate(self, when: str, *, interruptible: bool = False) -> None:
         options = self.config.evaluation
         recall = self.val is not None and self._is_due(options.val_frequency)
-        classify = self.classes is not None and self._is_due(options.zeroshot_frequency)
-        if not (recall or classify):
+        classes = self.classes if self._is_due(options.zeroshot_frequency) else None
+        if not (recall or classes):
             return
         state_names = set(self.model.coder.state_names())  # equal on all ranks already
         for name, buffer in self.model.named_buffers():
@@ -586,16 +586,16 @@ class Trainer:
                 encoded = self.encoder(self.val)
                 self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
                 last = {**evaluate(self.encoder, self.val, rerank=options.rerank, encoded=encoded), **now}
-            if classify:
+            if classes is not None:
                 with self._same_random_states():
-                    measured = accuracies(zero_shot(self.encoder, self.classes))
+                    measured = accuracies(zero_shot(self.encoder, classes))
         results: dict[str, Any] = {}
         lines = []
         if recall:
             results = self.last = last
             rows = {"val": last, "val, shortlist": last.get("shortlist")}
             lines.append(format_table({name: row for name, row in rows.items() if row}) + format_skipped({"val": last}))
-        if classify:
+        if classes is not None:
             before = measured["zeroshot_top1"] if self.step == 0 else self.zero_shot.get("before")
             self.zero_shot = {**measured, **({} if before is None else {"before": before}), **now}
             results = {**results, **measured, **now}

@@ -471,7 +471,8 @@ def available_keys(model: Any) -> set[str]:
 def extend(model: Any, coder: nn.Module, capture: FeatureCapture | None) -> Any:
     """Make ``model`` an instance of a subclass of its class that runs ``coder`` inside forward. Returns the same object."""
     cls = type(model)
-    extended = type(f"Coder{cls.__name__}", (CoderCLIP, cls), {"__module__": cls.__module__})
+    mixin = getattr(model, "coder_class", CoderCLIP)  # transformers' models have one of their own
+    extended = type(f"Coder{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
     model.__class__ = extended
     model.coder = coder
     model._coder_capture = capture
@@ -493,6 +494,8 @@ def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEm
     """
     import open_clip
 
+    if hasattr(model, "make_word_embeddings"):  # a model of transformers
+        return model.make_word_embeddings()
     if hasattr(model, "text_decoder"):
         raise CoderError(f"{name} generates captions from images, so generated texts cannot be encoded with its captions")
     try:

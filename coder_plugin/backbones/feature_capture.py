@@ -66,8 +66,7 @@ class FeatureCapture:
         self._depth = 1  # number of timm's last feature maps
         if self.keys & _token_keys("image"):
             self._hook_image(model.visual)
-        if "image_pooled" in keys:
-            self._on_output(model.visual, "image_pooled", lambda output: output[0] if isinstance(output, tuple) else output)
+        self._hook_pooled(model)
         if self.keys & _token_keys("text"):
             self._hook_text(model)
 
@@ -151,6 +150,9 @@ class FeatureCapture:
         if self.context_blocks > len(blocks):
             raise CoderError(f"context_blocks {self.context_blocks}: the {tower} tower has {len(blocks)} blocks")
         return blocks[-self.context_blocks]
+
+    def _hook_pooled(self, model: Any) -> None:
+        self._on_output(model.visual, "image_pooled", lambda output: output[0] if isinstance(output, tuple) else output)
 
     def _hook_image(self, visual: Any) -> None:
         from open_clip.modified_resnet import ModifiedResNet

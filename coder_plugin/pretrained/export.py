@@ -1,6 +1,7 @@
-"""Exports: a trained model as a folder that plain open_clip opens, and what else its retrieval vectors need.
+"""Exports: a trained model as a folder that its library opens, and what else its retrieval vectors need.
 
-An export of an open_clip model opens as ``open_clip.create_model("local-dir:FOLDER")``, one of a region model as
+An export of an open_clip model opens as ``open_clip.create_model("local-dir:FOLDER")``, one of a model of transformers as
+``AutoModel.from_pretrained(FOLDER)`` with ``AutoProcessor.from_pretrained(FOLDER)``, one of a region model as
 ``coder_plugin.create_model(FOLDER, pretrained=FOLDER/coder_model.safetensors)``. Files of their own hold the scoring heads and
 aggregators (``coder.safetensors``), their vocabulary, and how the model reads images and computes (``coder_options.json``).
 """
@@ -18,9 +19,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from coder_plugin.backbones import plugin_backbones
+from coder_plugin.backbones import plugin_backbones, transformers_files
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
+from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_folder, atomic_path, atomic_write, read_json
 from coder_plugin.heads.base import Head
@@ -127,6 +129,10 @@ def write_export(
         weights = folder / plugin_backbones.WEIGHTS
         write_tensors(plain, weights, **mark)
         model.save_config(folder)
+    elif isinstance(model, TransformersTowers):
+        weights = folder / transformers_files.WEIGHTS
+        write_tensors(plain, weights, **mark)
+        model.save_files(folder)
     else:
         weights = folder / WEIGHTS
         write_tensors(plain, weights, **mark)
@@ -169,7 +175,8 @@ def verify(weights: str | Path | None) -> None:
     """
     if weights is not None and Path(weights).is_file():
         texts = (VOCABULARY.replace(".safetensors", ".json"), "open_clip_config.json", plugin_backbones.CONFIG)
-        verify_export(Path(weights), heads=HEADS, others=(VOCABULARY, OPTIONS, *texts))
+        own = ("config.json",) if Path(weights).name == transformers_files.WEIGHTS else ()
+        verify_export(Path(weights), heads=HEADS, others=(VOCABULARY, OPTIONS, *texts, *own))
 
 
 def check_finite(model: nn.Module, where: str) -> None:
@@ -248,10 +255,18 @@ def head_settings(model: Any) -> dict[str, Any]:
 
 
 def export_files(folder: Path) -> tuple[Path | None, Path | None]:
-    """An export's weights, or None if ``folder`` is not an export; and a region model's configuration, else None."""
+    """An export's weights, or None if ``folder`` is not an export; and the configuration of a region model or of a model of
+    transformers, else None.
+
+    A folder that transformers has saved such a model to is an export without heads.
+    """
     if (folder / plugin_backbones.WEIGHTS).is_file():
         return folder / plugin_backbones.WEIGHTS, folder / plugin_backbones.CONFIG
-    return next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None), None
+    weights = next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None)
+    own = folder / transformers_files.WEIGHTS
+    if weights is None and own.is_file() and transformers_files.has_configuration(folder):
+        return own, folder / "config.json"
+    return weights, None
 
 
 def weights_named(pretrained: str | None) -> str | None:
@@ -379,7 +394,7 @@ def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dic
 
 
 def plain_state(model: Any) -> dict[str, Tensor]:
-    """The state dict without heads, with low-rank adapters merged: that of the model's open_clip class."""
+    """The state dict without heads, with low-rank adapters merged: that of the model's class in its own library."""
     if any("lora_" in name for name, _ in model.named_parameters()):
         model = _merged(model)
     return without_heads(model.state_dict())

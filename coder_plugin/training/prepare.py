@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
-from coder_plugin.backbones import plugin_backbones
+from coder_plugin.backbones import plugin_backbones, transformers_clip
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
-from coder_plugin.data.from_config import make_source
+from coder_plugin.data.from_config import make_source, object_source
+from coder_plugin.data.huggingface import is_dataset
 from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
@@ -67,8 +68,10 @@ def config_of_objects(
         options["model"] = model.config()["backbone"]
     elif hasattr(model, "coder_name"):
         options["model"] = model.coder_name
+    elif transformers_clip.class_name(model) is not None and (name := transformers_clip.name_of(model)) is not None:
+        options["model"] = name
     elif not (isinstance(config, Mapping) and "model" in flatten(config)) and not isinstance(config, TrainConfig):
-        raise CoderError('give the name of the open_clip model, which selects its tokenizer: config={"model": "ViT-B-32"}')
+        raise CoderError('give the name of the model, which selects its tokenizer: config={"model": "ViT-B-32"}')
     if isinstance(config, TrainConfig):
         changed = {name: value for name, value in options.items() if config.to_flat()[name] != value}
         if "loss" in changed:  # a recipe's options are for the recipe's loss
@@ -161,13 +164,16 @@ def _refused_head_options(config: TrainConfig, objective: Objective, model: Any)
 
 
 def open_data(config: TrainConfig, data: Any, split: str) -> Any:
-    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a list of items, or None."""
+    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a data set of ``datasets``, a list of items,
+    or None."""
     if data is None:
         return None
     if isinstance(data, (str, Path)):
         options = {"train_data": "scenes"} if split == "train" else {"val_data": "scenes"}
         named = data != "scenes" or config.data.on_scenes
         return make_source((config if named else config.with_options(**options)).data, split=split)
+    if is_dataset(data):
+        return object_source(config.data, data, split=split)
     return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data
 
 
@@ -297,7 +303,9 @@ def say_random_weights(config: TrainConfig) -> None:
 def warn_of_default_rate(config: TrainConfig) -> None:
     """Warn where pretrained weights are trained at the default learning rate, which is that of training from scratch."""
     model, origins = config.model, config.origins
-    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path
+    location = transformers_clip.find_location(model.name)
+    reads_weights = location is not None and location.reads_weights
+    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path or reads_weights
     only_new_layers = model.lora_rank or (model.lock_image and model.lock_text)
     if not pretrained or "lr" in origins or only_new_layers or distributed.rank():
         return

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file
 from coder_plugin.integrations.hub.card import card_text
@@ -127,6 +128,7 @@ def _model_facts(trained: PretrainedModel, options: Mapping[str, Any]) -> dict[s
     class_name = type(model).__name__.removeprefix("Coder")
     return {
         "class": class_name,
+        "library": "transformers" if isinstance(model, TransformersTowers) else "open_clip",
         "name": model.name if isinstance(model, Backbone) else class_name,
         "pictures": not isinstance(model, Backbone),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

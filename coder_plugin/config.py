@@ -156,12 +156,14 @@ class DataConfig:
     train: str | None = _option(
         None,
         "training data: a .csv, Karpathy or COCO .json, shards (brace pattern, also https://, hf://, s3://, gs:// or "
-        "pipe:COMMAND), a folder of img2dataset or precomp [the built-in scenes]",
+        "pipe:COMMAND), a folder of img2dataset or precomp, or of Hugging Face: hf:OWNER/NAME, .parquet files, a saved folder "
+        "[the built-in scenes]",
         flag="train_data",
     )
     val: str | None = _option(None, "validation data, in the same forms", flag="val_data")
     dataset_type: str = _option(
-        "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, precomp, caps, scenes, or a plugin's"
+        "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, hf, hf-streaming, precomp, caps, scenes, or a "
+        "plugin's"
     )
     image_root: str | None = _option(None, "image folder of a Karpathy or COCO file")
     regions: str | None = _option(None, "region features of the images: a file or folder, or several joined with ::")
@@ -192,6 +194,9 @@ class DataConfig:
     hard_negatives: int = _option(
         0, "hard negatives drawn for each image and step, for the terms clip, dcl, m_dcl and triplet; 0: none", at_least=0
     )
+    image_column: str | None = _option(None, "column of the pictures of Hugging Face data [its images]")
+    caption_column: list[str] = _option([], "columns of the captions of Hugging Face data [captions, caption, text ...]")
+    key_column: str | None = _option(None, "column of the images' names in Hugging Face data [key, image_id, filename ...]")
     max_bad_samples: float = _option(
         0.01, "stop above this fraction of samples that cannot be used, judged once 1,000 are read", at_least=0, below=1
     )
@@ -379,6 +384,9 @@ READING = (
     "csv_separator",
     "csv_img_key",
     "csv_caption_key",
+    "image_column",
+    "caption_column",
+    "key_column",
     "regions",
     "regions_type",
 )

@@ -1,8 +1,8 @@
 """Run the Python of pages: ``python -m tests.run_documentation FOLDER PAGE …`` prints, as JSON, the output of pages that fail.
 
 The blocks of a page are one program. Each page runs in a process forked after the imports, in a copy of a folder that holds
-what pages name: the run ``logs/my-run``, its shared model ``my-model``, ``pictures.index``, pictures, and SCAN's
-``f30k_precomp``.
+what pages name: the run ``logs/my-run``, its shared model ``my-model``, pictures, ``pictures.index``, their captions
+``pairs.csv``, ``pairs.index``, and SCAN's ``f30k_precomp``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def make_folder() -> None:
         scenes[0].load().save(name)
     if command(["index", "logs/my-run", "--data", "pictures", "--output", "pictures.index", "--workers", "0"]):
         raise RuntimeError("no index")
+    rows = [f"pictures/{number}.png\t{caption}\n" for number, scene in enumerate(scenes) for caption in scene.captions]
+    Path("pairs.csv").write_text("filepath\ttitle\n" + "".join(rows))
+    if command(["index", "logs/my-run", "--data", "pairs.csv", "--output", "pairs.index", "--workers", "0"]):
+        raise RuntimeError("no index of captions")
     Path("f30k_precomp").mkdir()
     numpy.save("f30k_precomp/test_ims.npy", numpy.random.default_rng(0).random((8, 36, 2048), dtype=numpy.float32))
     Path("f30k_precomp/test_ids.txt").write_text("".join(f"{number}\n" for number in range(8)))

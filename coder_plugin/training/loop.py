@@ -77,7 +77,8 @@ class Trainer:
             as ``config={"model": NAME}``: its tokenizer goes by that name).
         loss: a loss expression, a list of terms (names and objects), an
             :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.coder.CoderLoss` of the given model.
-        train: training data: a path, ``"scenes"``, a data source, or a list of :class:`~coder_plugin.data.item.Item`.
+        train: training data: a path, ``"scenes"``, a data source, a ``Dataset`` or ``IterableDataset`` of Hugging Face's
+            ``datasets``, or a list of :class:`~coder_plugin.data.item.Item`.
         val: validation data, in the same forms. None: no evaluation.
         config: all other options: a :class:`~coder_plugin.config.TrainConfig`, or a mapping of options, flat
             (``{"lr": 1e-3}``) or nested (``{"optim": {"lr": 1e-3}}``). None: the defaults.

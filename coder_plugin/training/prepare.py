@@ -20,7 +20,8 @@ from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
-from coder_plugin.data.from_config import make_source
+from coder_plugin.data.from_config import make_source, object_source
+from coder_plugin.data.huggingface import is_dataset
 from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
@@ -163,13 +164,16 @@ def _refused_head_options(config: TrainConfig, objective: Objective, model: Any)
 
 
 def open_data(config: TrainConfig, data: Any, split: str) -> Any:
-    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a list of items, or None."""
+    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a data set of ``datasets``, a list of items,
+    or None."""
     if data is None:
         return None
     if isinstance(data, (str, Path)):
         options = {"train_data": "scenes"} if split == "train" else {"val_data": "scenes"}
         named = data != "scenes" or config.data.on_scenes
         return make_source((config if named else config.with_options(**options)).data, split=split)
+    if is_dataset(data):
+        return object_source(config.data, data, split=split)
     return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data
 
 

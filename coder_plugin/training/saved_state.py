@@ -103,6 +103,9 @@ def check_position(position: Any, *, depth: int = 0) -> None:
         raise CoderError("the checkpoint's position in the data holds something else than counts")
     if depth == _DEEP:
         raise CoderError(f"the checkpoint's epoch was continued by more than {_DEEP} numbers of ranks or workers")
+    states = fields.get("states", [])  # of streams
+    if type(states) is not list or len(states) not in (0, sizes[1]) or {type(each) for each in states} - {dict, type(None)}:
+        raise CoderError("the checkpoint's position in the data holds no list of its workers' states")
     for each in fields["rest"]:
         check_position(each, depth=depth + 1)
 

@@ -72,7 +72,7 @@ class TaskLayer(Adapter):
             run.follow(state.optimizer)
             if state.scheduler is not None:
                 state.scheduler = partial(run.at_step, state.scheduler)
-        with contextlib.nullcontext() if run is None else run.epoch():
+        with contextlib.nullcontext() if run is None else run.epoch(state.epoch):
             return self.own["train_one_epoch"](state, data, args, tb_writer=tb_writer)
 
     def evaluate(self, *args: Any, **options: Any) -> Any:

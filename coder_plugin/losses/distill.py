@@ -35,7 +35,9 @@ class Distill(Term):
         tensor(0.3653)
     """
 
-    requires: tuple[str, ...] = ("image_features", "text_features", "coder_teacher_image_features", "coder_teacher_text_features")
+    requires: tuple[str, ...] = (
+        "image_features", "text_features", "coder_teacher_image_features", "coder_teacher_text_features",
+    )  # fmt: skip
 
     @options_of(distill)
     def __init__(self, *, teacher: str = "base", temperature: float | None = None, **options: Any) -> None:

@@ -12,7 +12,7 @@ ALLOWED = {
     "needs spaCy and its small English pipeline": "files of spaCy's releases; the workflow other-parts has one",
     "CODER_OPEN_CLIP_MAIN names no checkout": "open_clip's main branch is on no index; the workflow other-parts has one",
     "no Chromium or Chrome": "a system package; it is installed where this runs as root and apt has it",
-    "../shared/data is not here": "data that the repository does not hold",
+    "../shared/data": "data that the repository does not hold",
     "no expected values here": "data that the repository does not hold",
     "expected values not at hand": "data that the repository does not hold",
     "no check vectors at": "data that the repository does not hold",

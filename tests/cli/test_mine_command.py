@@ -111,10 +111,12 @@ def test_the_summary_says_what_was_left_out_and_what_to_change(made: Path, tmp_p
     assert "0 negatives of 19 images; 0 have the 2 asked for, 0 fewer, 19 none" in out
     assert rows_of(tmp_path / "negatives.tsv") == []
     assert re.search(r"^  margin +(\d+)  +\d+\.\d %  a score", out, flags=re.M)
-    advice = "for more negatives: a larger --range-max, or, for 'margin', a smaller --relative-margin or --absolute-margin"
-    assert out.splitlines()[-1] == advice
-    assert main(["mine", *index, "--absolute-margin", "9", "--margin-from", "min"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{advice} or --margin-from max"
+    advice = "for 'margin', a smaller --relative-margin or --absolute-margin"
+    assert out.splitlines()[-1] == f"for more negatives: {advice}"
+    assert re.search(r"^negative( +–){5}$", out, flags=re.M)
+    assert main(["mine", *index, "--absolute-margin", "9", "--margin-from", "min", "--range-max", "9"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"for more negatives: a larger --range-max, or, {advice} or --margin-from max"
     assert main(["mine", *index, *LOOSE[:2], "--max-similarity", "-0.99"]) == 0
     assert "for 'similar caption', a greater --max-similarity" in capsys.readouterr().out
     assert main(["mine", *index, *LOOSE, "--range-min", "3", "--range-max", "9", "--sampling-strategy", "random"]) == 0

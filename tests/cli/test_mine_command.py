@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shutil
 from pathlib import Path
@@ -186,7 +187,13 @@ def test_a_run_names_its_training_set(data: Path, tiny_model: str, tmp_path: Pat
     assert plan["data"] == str(data / "other.csv") and plan["split"] == "train" and not plan["re-ranking"]
     assert "of 20 images; 20 have" in capsys.readouterr().out
     config = tmp_path / "run" / "config.json"
-    config.write_text(config.read_text().replace(str(data / "other.csv"), "<100 items>"))
+    content = read_json(config)
+    content["data"] |= {"dataset_resampled": True, "hard_negatives": 2, "csv_negatives_key": "wrong"}  # of training alone
+    config.write_text(json.dumps(content))
+    other = ["--data", str(data / "train.csv"), "--max-bad-samples", "0.5", "--output", str(tmp_path / "other.tsv")]
+    assert main(["mine", str(tmp_path / "run"), *other, *LOOSE, *QUICK]) == 0
+    content["data"]["train"] = "<100 items>"
+    config.write_text(json.dumps(content))
     error = refused(capsys, tmp_path / "run", "--output", tmp_path / "new.tsv")
     assert "the run's training set (<100 items>) is not opened from its configuration: name it with --data" in error
 

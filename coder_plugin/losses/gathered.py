@@ -5,7 +5,7 @@ Shapes: B pairs of this rank, N pairs of all ranks, n anchors (N, or B with a lo
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def global_scores(scores: Tensor, image_ids: Tensor | None, *, local_loss: bool 
 NEGATIVES = ("coder_negative_features", "coder_negative_ids")
 
 
-def hard_negatives(features: Tensor | None, ids: Tensor | None, *, mask_same_image: bool = True) -> dict[str, Tensor | None]:
+def hard_negatives(features: Tensor | None, ids: Tensor | None, *, mask_same_image: bool = True) -> dict[str, Any]:
     """The hard negatives of all ranks, as loss functions take them; nothing without them.
 
     Args:

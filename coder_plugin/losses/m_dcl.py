@@ -70,7 +70,7 @@ class MDCL(Term):
         bank_diversity = None
         kind, gradient = self.options["diversity"], self.options["diversity_gradient"]
         keys = None if coder_negative_keys is None else coder_negative_keys.to(batch.images.dtype)
-        further = hard_negatives(keys, coder_negative_ids, mask_same_image=self.mask_same_image)
+        further = hard_negatives(keys, coder_negative_ids)
         if kind == "std" and not gradient and not further and "bank" in self.options["diversity_over"]:
             # from the bank's running moments; the function would compute it from the similarities
             bank_diversity = banks.diversity(kind=kind, epsilon=self.options["epsilon"], gradient=False)

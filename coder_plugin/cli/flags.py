@@ -44,9 +44,14 @@ _METAVARS = {
     "csv_negatives_key": "COLUMN",
     "negatives_file": "FILE",
     "csv_separator": "CHARACTER",
+    "image_column": "COLUMN",
+    "caption_column": "COLUMN",
+    "key_column": "COLUMN",
     "resume": "CHECKPOINT",
     "report_to": "TRACKERS",
     "rerank": "K",
+    "zeroshot": "FOLDER",
+    "classnames": "FILE",
 }
 
 

@@ -166,5 +166,7 @@ def write_index(
 
 def absolute_data(data: str) -> str:
     """The data's name, the same from whichever working directory; commands and addresses stay as they are."""
-    unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith("pipe:")
+    from coder_plugin.data import HUB
+
+    unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith(("pipe:", *HUB))
     return data if unchanged else os.path.abspath(data)

@@ -20,11 +20,14 @@ from coder_plugin.locations import check_local
 log = logging.getLogger(__name__)
 
 _PIXELS = {"max_image_pixels": "max_pixels"}
+_COLUMNS = {name: name for name in ("image_column", "caption_column", "key_column")}
 #: The options that each reader takes, and their names as its arguments; a third-party reader takes all of them.
 _READER_OPTIONS = {
     "caps": {},
     "coco": {"image_root": "images", **_PIXELS},
     "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key", **_PIXELS},
+    "hf": {**_COLUMNS, **_PIXELS},
+    "hf-streaming": {**_COLUMNS, **_PIXELS},
     "img2dataset": _PIXELS,
     "karpathy": {"image_root": "images", **_PIXELS},
     "precomp": {},
@@ -32,7 +35,7 @@ _READER_OPTIONS = {
     "scenes": {},
 }
 #: Readers that check for picture files, which are not needed where regions take the pictures' place.
-_PICTURE_READERS = ("coco", "csv", "karpathy")
+_PICTURE_READERS = ("coco", "csv", "hf", "hf-streaming", "karpathy")
 
 
 def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | None:
@@ -70,6 +73,15 @@ def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | N
         options["resampled"] = True
     source = open_source(spec, split=split, **options)
     return join_regions(source, config, split=split) if join and config.regions is not None else source
+
+
+def object_source(config: DataConfig, dataset: Any, *, split: str) -> Any:
+    """A ``Dataset`` or ``IterableDataset`` of Hugging Face's ``datasets`` as a source, with the regions if they are set."""
+    options = reading_options(replace(config, dataset_type="hf"), "", pictures=config.regions is None)
+    if split == "train" and config.hard_negatives:
+        options.update(_negatives_options(config, "hf"))
+    source = open_source(dataset, split=split, **options)
+    return source if config.regions is None else join_regions(source, config, split=split)
 
 
 def join_regions(source: Any, config: DataConfig, *, split: str) -> RegionSource:
@@ -119,7 +131,8 @@ def _negatives_options(config: DataConfig, kind: str) -> dict[str, str]:
         raise CoderError(f"--csv-negatives-key is for CSV tables, and these data are read by {kind!r}: take --negatives-file")
     if kind == "csv":
         return {"csv_negatives_key": config.csv_negatives_key or NEGATIVES}
-    return {"negatives_key": NEGATIVES} if kind == "webdataset" else {}
+    names = {"webdataset": "negatives_key", "hf": "negatives_column", "hf-streaming": "negatives_column"}
+    return {names[kind]: NEGATIVES} if kind in names else {}
 
 
 def make_negatives(config: DataConfig, source: Any) -> HardNegatives | None:

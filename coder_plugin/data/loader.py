@@ -70,7 +70,7 @@ class _Position:
     """What decides which batch comes next. ``leftover`` counts the unused rows at the end of the last chunk, which worker
     ``last`` made; a batch is never larger than a chunk, so there are none before it. ``offset`` is the place in that chunk of
     the first of them. ``before`` counts the samples of all ranks that other settings have used, whose positions ``rest`` holds:
-    everything else counts from there."""
+    everything else counts from there. ``states`` holds for each worker that of its last chunk, where the source has states."""
 
     epoch: int
     batches: int = 0
@@ -80,6 +80,7 @@ class _Position:
     offset: int = 0
     before: int = 0
     rest: list[dict[str, Any]] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
 
 
 _POSITION = tuple(each.name for each in fields(_Position))
@@ -229,7 +230,8 @@ class TrainLoader:
         at = self._at
         return {
             **{name: getattr(at, name) for name in _POSITION},
-            "consumed": list(at.consumed),  # the only list that changes while batches are made
+            "consumed": list(at.consumed),  # the only lists that change while batches are made
+            "states": list(at.states) if any(at.states) else [],
             "of": self._batches_of(self._at),
             "setting": self._setting(),
             "rank": self._plan.rank,
@@ -247,11 +249,13 @@ class TrainLoader:
             skips[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
         source: Chunked = Remainder(self.source, start.rest) if start.rest else self.source
+        states = list(start.states) or [None] * plan.workers
+        starts = tuple([None] * plan.workers if start.rest else states)
         make_texts = self._tokenizer, self._positives, self._negatives, self._tags
-        stream = _TrainStream(source, plan, tuple(skips), first, self._transform, *make_texts)
+        stream = _TrainStream(source, plan, tuple(skips), starts, first, self._transform, *make_texts)
         left: dict[str, Any] = {}
         at, again, size, of = start, start.leftover, plan.batch_size, self._batches_of(start)
-        consumed, at.consumed = skips, list(start.consumed)
+        consumed, at.consumed, at.states = skips, list(start.consumed), list(states)
         if at.batches >= of:
             return
         for chunk in _load(stream, self._workers, self._pin_memory):
@@ -263,6 +267,7 @@ class TrainLoader:
                 self.tagged.update(chunk.learned.counts)
                 self._tags.add(chunk.learned.classes)
             consumed[chunk.worker] += 1
+            states[chunk.worker] = chunk.state
             if again:
                 if len(chunk) < again:
                     raise CoderError(f"{self.source.name}: images that were readable before can no longer be read")
@@ -273,7 +278,7 @@ class TrainLoader:
             rest = len(chunk) - size
             if rest >= 0:
                 at.batches += 1
-                at.consumed[:] = consumed  # with the chunks that had too few rows for a batch
+                at.consumed[:], at.states[:] = consumed, states  # with the chunks that had too few rows for a batch
                 at.last, at.leftover, at.offset = chunk.worker, rest, chunk.good[-rest] if rest else 0
                 self._again = _read_again(chunk, rest)
                 # Cloned, so that it does not keep the whole batch in memory.
@@ -418,6 +423,7 @@ class _TrainStream(_Stream):
     source: Chunked
     plan: Plan
     skips: tuple[int, ...]
+    starts: tuple[Any, ...]
     first: int
     transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
@@ -427,9 +433,11 @@ class _TrainStream(_Stream):
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         worker = (worker + self.first) % workers
-        plan = replace(self.plan, worker=worker, skip=self.skips[worker])
-        for items in self.source.chunks(plan):
+        plan = replace(self.plan, worker=worker, skip=self.skips[worker], start=self.starts[worker])
+        chunks = self.source.chunks(plan)
+        for items in chunks:
             chunk, good = decode(items, self.transform, seed=plan.seed, epoch=plan.epoch, worker=worker)
+            chunk = replace(chunk, state=getattr(chunks, "state", None))
             if good:
                 texts = [items[number].captions[0] for number in good]
                 with isolated_rng("text", plan.seed, plan.epoch, *texts):  # some tokenizers drop words at random

@@ -39,6 +39,8 @@ class Plan:
         captions: ``draw`` uses each image once an epoch with one of its captions, so that no two captions in a batch share
             an image; ``all`` makes every caption a sample.
         skip: number of this worker's chunks to skip without decoding.
+        start: the state of a chunk at or before ``skip`` (:class:`~coder_plugin.data.streams.Chunks`), from which a source may
+            read on; None: none.
     """
 
     seed: int
@@ -51,6 +53,7 @@ class Plan:
     skip: int = 0
     captions: str = "draw"
     shuffle_buffer: int = 2000
+    start: Any = None
 
 
 class Source(Protocol):
@@ -313,6 +316,7 @@ class Chunk:
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
     negatives: Counter[str] = field(default_factory=Counter)  # places of hard negatives, "filled" and "empty"
     learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged
+    state: Any = None  # from which its source can make it again (streams.Chunks)
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
-from coder_plugin.backbones import plugin_backbones, transformers_clip
+from coder_plugin.backbones import transformers_clip
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
-from coder_plugin.data.from_config import make_source
+from coder_plugin.data.from_config import make_source, object_source
+from coder_plugin.data.huggingface import is_dataset
 from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
@@ -81,7 +82,10 @@ def config_of_objects(
         config = resolve_config({**flatten(config or {}), **options}, flags_name="argument")
     paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions", "negatives_file")}
     paths = {name: absolute(path) for name, path in paths.items() if path is not None}
-    return replace(config, data=replace(config.data, **paths))
+    config = replace(config, data=replace(config.data, **paths))
+    files = {name: getattr(config.evaluation, name) for name in ("zeroshot", "classnames")}
+    files = {name: absolute(path) for name, path in files.items() if path is not None}
+    return replace(config, evaluation=replace(config.evaluation, **files))
 
 
 def _data_name(data: Any) -> str | None:
@@ -163,13 +167,16 @@ def _refused_head_options(config: TrainConfig, objective: Objective, model: Any)
 
 
 def open_data(config: TrainConfig, data: Any, split: str) -> Any:
-    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a list of items, or None."""
+    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a data set of ``datasets``, a list of items,
+    or None."""
     if data is None:
         return None
     if isinstance(data, (str, Path)):
         options = {"train_data": "scenes"} if split == "train" else {"val_data": "scenes"}
         named = data != "scenes" or config.data.on_scenes
         return make_source((config if named else config.with_options(**options)).data, split=split)
+    if is_dataset(data):
+        return object_source(config.data, data, split=split)
     return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data
 
 
@@ -294,22 +301,6 @@ def say_random_weights(config: TrainConfig) -> None:
         return
     if tags := open_clip.list_pretrained_tags_by_model(model.name):
         log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tags[-1])
-
-
-def warn_of_default_rate(config: TrainConfig) -> None:
-    """Warn where pretrained weights are trained at the default learning rate, which is that of training from scratch."""
-    model, origins = config.model, config.origins
-    location = transformers_clip.find_location(model.name)
-    reads_weights = location is not None and location.reads_weights
-    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path or reads_weights
-    only_new_layers = model.lora_rank or (model.lock_image and model.lock_text)
-    if not pretrained or "lr" in origins or only_new_layers or distributed.rank():
-        return
-    if plugin_backbones.find_backbone(model.name) is None:
-        log.warning(
-            "--lr is not given: %g is the rate for training from scratch; to fine-tune pretrained weights give --lr 1e-5",
-            config.optim.lr,
-        )
 
 
 def make_training_model(
@@ -482,7 +473,9 @@ def warn_of_one_pair(config: TrainConfig, loss: CoderLoss) -> None:
     terms = [
         spec.name
         for spec, term in zip(loss.objective.terms, loss.terms.values(), strict=True)
-        if spec.name in _NEGATIVES_OF_BATCH and "coder_image_keys" not in term.requires  # of the momentum banks
+        if spec.name in _NEGATIVES_OF_BATCH
+        and "coder_image_keys" not in term.requires  # of the momentum banks
+        and not _reads_negatives(spec)
     ]
     if terms:
         log.warning(

@@ -120,7 +120,8 @@ def test_captions_of_one_picture_are_masked(make: Any) -> None:
         (["caption"], "hold: texts$"),
         (["image"], "hold: pictures$"),
         (["caption", "again"], "hold: texts, texts$"),
-        (["image", "caption", "again"], "hold: pictures, texts, texts$"),
+        (["image", "caption", "image"], "hold: pictures, texts, pictures$"),
+        (["image", "caption", "again"], "the loss dcl reads no hard negatives"),
         (["both", "caption"], "hold: pictures and texts, texts$"),
     ],
 )
@@ -130,6 +131,31 @@ def test_other_columns_are_refused(make: Any, columns: list[str], message: str) 
     values = {"caption": ["a", "b"], "again": ["c", "d"], "image": [picture, picture], "both": [picture, "a"]}
     with pytest.raises(CoderError, match=message):
         CoderLoss(model, "dcl")([model[0].preprocess(values[name]) for name in columns])
+
+
+def test_further_columns_are_hard_negatives(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """Two for each picture, of which an empty text is none; also without a caption's column beside the picture's."""
+    expression = "clip(hard_negatives=true) + dcl(hard_negatives=true)"
+    model = runs.wrap(make(expression))
+    objective, inner = CoderLoss(model, expression), model[0].model
+    texts = {"image": runs.pictures(3), "caption": ["a", "b", "c"], "one": ["d", " ", "e"], "two": ["f", "g", "h"]}
+    columns = {name: model[0].preprocess(values) for name, values in texts.items()}
+    found = [objective([columns[name] for name in order]) for order in (texts, ["caption", "one", "image", "two"])]
+    negatives = torch.stack([columns["one"]["input_ids"], columns["two"]["input_ids"]], 1)
+    ids = torch.tensor([[-1, -1], [-2, -1], [-1, -1]])
+    image = columns["image"]
+    given = {"image_id": image["image_id"], "text_negatives": negatives, "text_negative_ids": ids}
+    raw = coder_plugin.create_loss(expression, model=inner)
+    expected = raw(**inner(image["pixel_values"], columns["caption"]["input_ids"], **given))
+    assert found[0] == expected == found[1]
+    del given["text_negative_ids"]
+    assert raw(**inner(image["pixel_values"], columns["caption"]["input_ids"], **given)) != expected
+    data = pairs.add_column("negative", pairs["caption"][1:] + pairs["caption"][:1])
+    trainer = runs.trainer(model, data, tmp_path, loss=objective, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    with pytest.raises(CoderError, match="needs coder_negative_features"):
+        objective([columns["image"], columns["caption"]])
 
 
 def test_labels_are_integers(make: Any) -> None:

@@ -117,20 +117,20 @@ class PictureText(nn.Module):
 
         Returns:
             ``is_text`` [n], and if there are any, ``input_ids``: token ids [t, T] with ``is_empty`` [t], and ``pixel_values``
-            [i, 3, H, W] with ``image_id``, int64 [i], which pictures of equal pixels share. sentence-transformers' trainer finds
-            the features of a column by the names ``input_ids`` and ``pixel_values``.
+            [i, 3, H, W] with ``image_id``, int64 [i], which pictures of equal pixels share. The trainer finds the features of a
+            column by the names ``input_ids`` and ``pixel_values``.
 
         Raises:
             ValueError: an input is neither a text nor a picture.
         """
-        texts = [f"{prompt or ''}{each}" for each in inputs if isinstance(each, str)]
+        texts = [each for each in inputs if isinstance(each, str)]
         pictures = [each for each in inputs if hasattr(each, "convert")]
         if len(texts) + len(pictures) != len(inputs):
             other = next(each for each in inputs if not isinstance(each, str) and not hasattr(each, "convert"))
             raise ValueError(f"this model reads texts (str) and pictures (PIL), not a {type(other).__name__}")
         features = {"is_text": torch.tensor([isinstance(each, str) for each in inputs])}
         if texts:
-            features["input_ids"] = self.tokenizer(texts)
+            features["input_ids"] = self.tokenizer([f"{prompt or ''}{text}" for text in texts])
             features["is_empty"] = torch.tensor([not text.strip() for text in texts])
         if pictures:
             features["pixel_values"] = torch.stack([self.transform(each.convert("RGB")) for each in pictures])

@@ -78,8 +78,14 @@ class CoderLoss(nn.Module):
             labels: the images' ids, int64 [B]; None: by their pixels.
 
         Raises:
-            CoderError: other columns, labels that are no integers, or hard negatives that the loss does not read.
+            CoderError: other columns, labels that are no integers, hard negatives that the loss does not read, or another model
+                than the loss was made for.
         """
+        if next(self.model.parameters()) is not next(self._inner[0].parameters()):
+            raise CoderError(
+                "the trainer trains another model than the one that this loss was made for: with model_init, give the trainer "
+                "loss=lambda model: CoderLoss(model, …)"
+            )
         if not self._state_is_shared:
             self._share_state()
         pairs = _pairs(list(sentence_features), labels)

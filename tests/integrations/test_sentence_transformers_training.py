@@ -265,6 +265,38 @@ def test_a_shared_model_gets_the_heads_of_the_loss(make: Any, pairs: Any, tmp_pa
     assert inner.coder.followed_by.steps == 3 and inner.coder.heads["momentum"].bank.count == 12
 
 
+def test_a_larger_loss_keeps_the_bank(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """Momentum towers and bank go on, and a new momentum copy has the aggregator that the model has."""
+    model = make("dcl + m_dcl")
+    runs.trainer(runs.wrap(model), pairs, tmp_path, loss="dcl + m_dcl", max_steps=2).train()
+    before = {name: value.clone() for name, value in model.coder.heads["momentum"].state_dict().items()}
+    CoderLoss(runs.wrap(model), "dcl + m_dcl + pgc")
+    assert "prototypes" in model.coder.heads and before["bank.count"] == 8
+    after = model.coder.heads["momentum"].state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert not torch.equal(after["towers.model.visual.proj"], model.visual.proj)
+    pooled = make("dcl", aggregator="gpo")
+    CoderLoss(runs.wrap(pooled), "dcl + m_dcl")
+    copied = pooled.coder.heads["momentum"].towers.model.coder.aggregators.state_dict()
+    assert copied and all(torch.equal(copied[name], value) for name, value in pooled.coder.aggregators.state_dict().items())
+
+
+def test_the_loss_of_another_model_is_refused(make: Any) -> None:
+    """As with ``model_init``, which makes the trainer's model anew."""
+    objective = CoderLoss(runs.wrap(make("dcl")), "dcl")
+    with pytest.raises(CoderError, match="loss=lambda model: CoderLoss"):
+        objective.model = runs.wrap(make("dcl"))
+        objective([])
+
+
+def test_ddp_leaves_banks_alone(make: Any) -> None:
+    model = runs.wrap(make())
+    CoderLoss(model, "dcl + m_dcl")
+    ignored = model._ddp_params_and_buffers_to_ignore
+    present = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert "0.model.coder.heads.momentum.bank.image" in ignored and set(ignored) <= present
+
+
 def test_heads_that_are_there_stay(make: Any) -> None:
     model = make("dcl + m_dcl + clip")
     coder = model.coder

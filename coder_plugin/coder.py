@@ -78,7 +78,9 @@ class Coder(nn.Module):
             self.aggregators.update(
                 {side: Aggregator(width, backbone.embed_dim, decoder=decoder) for side, width in channels.items()}
             )
-        options = dict(objective.heads)
+        options: dict[str, Any] = dict(objective.heads)
+        for name, given in resolution.options.items():
+            options[name] = {**given, **dict(options.get(name, ()))}
         self.heads: Any = nn.ModuleDict()
         self._kept: dict[str, Any] | None = None
         #: What advances the state (:func:`coder_plugin.follow`), if anything does.

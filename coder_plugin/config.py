@@ -52,7 +52,7 @@ class ModelConfig:
 
     name: str = _option(
         "coder-tiny",
-        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (its folder, or "
+        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (folder or "
         "transformers:OWNER/NAME), or a region model such as region-bert; required with --train-data [coder-tiny on the "
         "scenes]",
         flag="model",
@@ -132,7 +132,7 @@ class LossConfig:
     gather: str = _option(
         "all",
         "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so that none "
-        "holds the global batch (ring; dcl and clip alone)",
+        "holds the global batch (ring; dcl, clip and distill of features alone)",
         choices=("all", "ring"),
     )
     loss_impl: str = _option(
@@ -263,6 +263,23 @@ class EvalConfig:
     rerank: str | None = _option(
         None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]"
     )
+    zeroshot: str | None = _option(
+        None,
+        "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before the first step too: what training costs "
+        "elsewhere",
+    )
+    zeroshot_frequency: int = _option(1, "measure zero-shot accuracy every n epochs, and at the end", at_least=1)
+    classnames: str | None = _option(
+        None, "class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]"
+    )
+    templates: str | None = _option(
+        None, "prompts for --zeroshot: openai (80), simple (7) or a file with one per line, {} for the class [openai]"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("classnames", "templates"):
+            if self.zeroshot is None and getattr(self, name) is not None:
+                raise CoderError(f"--{name} {getattr(self, name)} needs --zeroshot FOLDER, the pictures to classify")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,9 +300,13 @@ class RunConfig:
     )
     save_every_steps: int = _option(0, "also save every n steps within an epoch [0: never]", at_least=0)
     log_every_n_steps: int = _option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
-    report: bool = _option(True, "write report.html into the run's folder at the end")
-    report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
-    wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")
+    report: bool = _option(True, "write the run's report.html at its end")
+    report_to: str = _option(
+        "",
+        "trackers, separated by commas: tensorboard, wandb, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or all "
+        "that are installed",
+    )
+    wandb_project_name: str = _option("coder-plugin", "project of the trackers that collect runs in projects")
     seed: int = _option(0, "seed of weights, data order and augmentation")
     rank_timeout: float = _option(
         3600.0,

@@ -7,6 +7,8 @@ what pages name: the run ``logs/my-run``, its shared model ``my-model``, picture
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +16,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -24,8 +27,11 @@ import coder_plugin.training.loop  # noqa: F401  (all that pages need: forked pr
 from coder_plugin.cli import main as command
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.functional import dcl  # noqa: F401
+from tests import huge_pages
 from tests.documentation import ROOT, blocks
 
+#: Imported where they are used, which is in most pages.
+LATE = ("open_clip", "coder_plugin.integrations", "coder_plugin.cli.index", "sklearn.manifold", "matplotlib.figure")
 FIGURE = "scripts/figures/search_scenes.py"
 
 
@@ -92,6 +98,11 @@ def draw_figure() -> None:
 
 def main(folder: Path, pages: list[Path]) -> int:
     torch.set_num_threads(1)
+    for name in LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()
+    huge_pages.use()
     made, failures = folder / "made", {}
     made.mkdir()
     os.chdir(made)

@@ -508,9 +508,9 @@ def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEm
 
 def probe_backbone(model: Any, capture: FeatureCapture | None) -> BackboneInfo:
     """Sizes of an open_clip model. Token channels are measured in one forward of a blank image and text."""
-    embed_dim = _embed_dim(model)
+    dim = embed_dim(model)
     if capture is None:
-        return BackboneInfo(embed_dim=embed_dim)
+        return BackboneInfo(embed_dim=dim)
     size = model.visual.image_size
     height, width = (size, size) if isinstance(size, int) else size
     stem = next(parameter for parameter in model.visual.parameters() if parameter.ndim == 4)
@@ -524,10 +524,11 @@ def probe_backbone(model: Any, capture: FeatureCapture | None) -> BackboneInfo:
     model.train(training)
     features = capture.collect(text)
     channels = {key: features[key].shape[-1] for key in _CHANNEL_KEYS if key in features}
-    return BackboneInfo(embed_dim=embed_dim, **channels)
+    return BackboneInfo(embed_dim=dim, **channels)
 
 
-def _embed_dim(model: Any) -> int:
+def embed_dim(model: Any) -> int:
+    """D of an open_clip model."""
     text = getattr(model, "text", model)
     projection = getattr(text, "text_projection", None)
     if isinstance(projection, nn.Linear):

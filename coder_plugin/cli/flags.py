@@ -50,6 +50,8 @@ _METAVARS = {
     "resume": "CHECKPOINT",
     "report_to": "TRACKERS",
     "rerank": "K",
+    "zeroshot": "FOLDER",
+    "classnames": "FILE",
 }
 
 

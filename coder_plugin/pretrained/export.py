@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from coder_plugin.backbones import plugin_backbones, transformers_files
+from coder_plugin.backbones.adapters import remove_adapters
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
 from coder_plugin.backbones.transformers_clip import TransformersTowers
@@ -396,7 +397,13 @@ def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dic
 def plain_state(model: Any) -> dict[str, Tensor]:
     """The state dict without heads, with low-rank adapters merged: that of the model's class in its own library."""
     if any("lora_" in name for name, _ in model.named_parameters()):
-        model = _merged(model)
+        coder, model.coder = model.coder, nn.Module()  # do not copy banks and momentum towers
+        try:
+            merged = copy.deepcopy(model)
+        finally:
+            model.coder = coder
+        remove_adapters(merged, merge=True)
+        model = merged
     return without_heads(model.state_dict())
 
 
@@ -416,30 +423,3 @@ def write_tensors(state: Mapping[str, Tensor], path: Path, **metadata: str) -> N
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # safetensors makes its files private, whatever the user's umask
-
-
-def _merged(model: Any) -> nn.Module:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    coder = model.coder
-    model.coder = nn.Module()  # do not copy banks and momentum towers
-    try:
-        merged = copy.deepcopy(model)
-    finally:
-        model.coder = coder
-    layers = [(name, module) for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]
-    outer: list[str] = []
-    for name, module in layers:
-        if outer and name.startswith(f"{outer[-1]}."):
-            continue  # part of an attention that has been merged already
-        outer.append(name)
-        parent, _, child = name.rpartition(".")
-        setattr(merged.get_submodule(parent), child, _plain_layer(module))
-    return merged
-
-
-def _plain_layer(module: Any) -> nn.Module:
-    if hasattr(module, "unload_and_optionally_merge_module"):
-        return module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    module.merge()
-    return module.get_base_layer()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
-from coder_plugin.backbones import plugin_backbones, transformers_clip
+from coder_plugin.backbones import transformers_clip
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
@@ -82,7 +82,10 @@ def config_of_objects(
         config = resolve_config({**flatten(config or {}), **options}, flags_name="argument")
     paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions", "negatives_file")}
     paths = {name: absolute(path) for name, path in paths.items() if path is not None}
-    return replace(config, data=replace(config.data, **paths))
+    config = replace(config, data=replace(config.data, **paths))
+    files = {name: getattr(config.evaluation, name) for name in ("zeroshot", "classnames")}
+    files = {name: absolute(path) for name, path in files.items() if path is not None}
+    return replace(config, evaluation=replace(config.evaluation, **files))
 
 
 def _data_name(data: Any) -> str | None:
@@ -298,22 +301,6 @@ def say_random_weights(config: TrainConfig) -> None:
         return
     if tags := open_clip.list_pretrained_tags_by_model(model.name):
         log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tags[-1])
-
-
-def warn_of_default_rate(config: TrainConfig) -> None:
-    """Warn where pretrained weights are trained at the default learning rate, which is that of training from scratch."""
-    model, origins = config.model, config.origins
-    location = transformers_clip.find_location(model.name)
-    reads_weights = location is not None and location.reads_weights
-    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path or reads_weights
-    only_new_layers = model.lora_rank or (model.lock_image and model.lock_text)
-    if not pretrained or "lr" in origins or only_new_layers or distributed.rank():
-        return
-    if plugin_backbones.find_backbone(model.name) is None:
-        log.warning(
-            "--lr is not given: %g is the rate for training from scratch; to fine-tune pretrained weights give --lr 1e-5",
-            config.optim.lr,
-        )
 
 
 def make_training_model(

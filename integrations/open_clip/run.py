@@ -64,6 +64,8 @@ class Run:
         self.started = False
         if plugin_backbones.find_backbone(args.model) is not None:
             raise CoderError(f"{args.model} reads regions, which open_clip's trainer cannot load: use coder-plugin train")
+        if getattr(args, "distill_model", None) and any(term.name == "distill" for term in self.objective.terms):
+            raise CoderError("--distill-model and distill in --loss are two teachers: leave out one")
         if getattr(args, "distill_model", None) and "coca" in args.model.lower():
             raise CoderError("--distill-model cannot be combined with a CoCa model (a limit of open_clip)")
 

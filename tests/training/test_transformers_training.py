@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from torch import Tensor
 
 import coder_plugin
@@ -182,6 +184,25 @@ def test_an_export_is_shared_and_opened(folders: dict[str, str], tmp_path: Path)
     (shared / "config.json").write_text((shared / "config.json").read_text().replace("gelu_pytorch_tanh", "relu"))
     with pytest.raises(CoderError, match=r"config\.json"):
         coder_plugin.from_pretrained(shared)
+
+
+def test_a_repository_of_transformers_is_opened(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``from_pretrained("OWNER/NAME")`` downloads the weights that transformers has saved, which open_clip's repositories
+    have other names for."""
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        assert name == "owner/siglip"
+        files = [path.name for path in Path(folders["siglip"]).iterdir()]
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            shutil.copy(Path(folders["siglip"], file), tmp_path / "cache")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    opened = coder_plugin.from_pretrained("owner/siglip")
+    assert opened.encode_texts(["a dog"]).equal(coder_plugin.from_pretrained(folders["siglip"]).encode_texts(["a dog"]))
 
 
 def ranks_gradient(folder: str, loss: str) -> dict[str, Tensor]:

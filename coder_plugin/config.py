@@ -301,8 +301,12 @@ class RunConfig:
     save_every_steps: int = _option(0, "also save every n steps within an epoch [0: never]", at_least=0)
     log_every_n_steps: int = _option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
     report: bool = _option(True, "write the run's report.html at its end")
-    report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
-    wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")
+    report_to: str = _option(
+        "",
+        "trackers, separated by commas: tensorboard, wandb, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or all "
+        "that are installed",
+    )
+    wandb_project_name: str = _option("coder-plugin", "project of the trackers that collect runs in projects")
     seed: int = _option(0, "seed of weights, data order and augmentation")
     rank_timeout: float = _option(
         3600.0,

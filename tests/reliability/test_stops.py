@@ -357,8 +357,7 @@ def test_other_files_that_cannot_be_written(tmp_path, what, monkeypatch):
 
 def test_a_row_of_the_log_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
     made = trainer(options(tmp_path, report_to="tensorboard"))
-    monkeypatch.setattr(made.accelerator, "log", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("tracker")))
-    monkeypatch.setattr(made.accelerator, "init_trackers", lambda *_, **__: None)
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("x")))
     failing(monkeypatch, "metrics.jsonl")
     made.run()
     assert made.step == 8

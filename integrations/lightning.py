@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from importlib import import_module
 from typing import Any
 
 from coder_plugin.errors import CoderError
 from coder_plugin.following import Following, clamp_logit_scale, find_model, follow
 
-try:
-    from lightning.pytorch import Callback
-except ImportError:
-    from pytorch_lightning import Callback  # either package's callbacks work in both trainers
+_BASES: dict[Any, None] = {}  # each package's trainer wants its own
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    with contextlib.suppress(ModuleNotFoundError):
+        _BASES[import_module(_package).Callback] = None
+if not _BASES:
+    raise CoderError("Lightning is not installed: pip install lightning")
+_Callback: Any = type("Callback", tuple(_BASES), {})
 
 #: Strategies that hold only a part of the model in each process.
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
-class FollowCallback(Callback):
+class FollowCallback(_Callback):
     """Advances banks, momentum towers and centres once after every step that Lightning's ``Trainer`` performs, and keeps a
     trained ``logit_scale`` at most log(100).
 

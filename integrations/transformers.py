@@ -101,7 +101,6 @@ class CoderTrainer(Trainer):
         options.setdefault("compute_metrics", retrieval_metrics)
         super().__init__(model, callbacks=[*(callbacks or []), self._follow], **options)
         self.args.remove_unused_columns = False  # the collator reads columns that the model does not
-        self.model_accepts_loss_kwargs = False  # its keyword arguments are for the towers
         _ = self.criterion
 
     @property

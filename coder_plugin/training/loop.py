@@ -584,8 +584,7 @@ class Trainer:
                 self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
                 last = {**evaluate(self.encoder, self.val, rerank=options.rerank, encoded=encoded), **now}
             if classes is not None:
-                with self._same_random_states():
-                    measured = accuracies(zero_shot(self.encoder, classes))
+                measured = accuracies(zero_shot(self.encoder, classes))
         results: dict[str, Any] = {}
         lines = []
         if recall:

@@ -1,4 +1,4 @@
-"""Trainings for test_frameworks.py: the same one in a raw loop, in Hugging Face's Trainer and in Lightning.
+"""Trainings for test_frameworks.py: the same one in a raw loop, Hugging Face's Trainer, Lightning and sentence-transformers.
 
 Importing this takes seconds, so tests import it in a fixture.
 """
@@ -26,12 +26,13 @@ from coder_plugin import distributed, follow
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.following import clamp_logit_scale
 from coder_plugin.integrations.lightning import FollowCallback
-from coder_plugin.integrations.transformers import CoderTrainer
+from coder_plugin.integrations.transformers import CoderTrainer, retrieval_metrics
 from coder_plugin.integrations.transformers import FollowCallback as HuggingFaceFollowCallback
 from coder_plugin.objective import Objective
 from coder_plugin.training.optim import create_optimizer
+from tests.integrations import sentence_transformers_runs
 
-__all__ = ["create_optimizer"]
+__all__ = ["create_optimizer", "retrieval_metrics"]
 
 BANKS = "dcl + m_dcl"
 #: A bank of two and a half batches; prototypes are clustered after the third step.
@@ -232,6 +233,20 @@ def in_lightning(
     trainer = lightning_trainer(folder, package=package, accumulate_grad_batches=accumulate, **options)
     trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=resume)
     return trainer
+
+
+def sentence_transformers(
+    model: Any,
+    loss: Any,
+    data: list[Batch],
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    make_optimizer: MakeOptimizer = adamw,
+) -> None:
+    options = {"gradient_accumulation_steps": accumulate, "max_steps": len(data) // accumulate}
+    place = folder / "sentence-transformers"
+    sentence_transformers_runs.train(model, loss.objective, data, place, make_optimizer(model), **options)
 
 
 class InFloat32(MixedPrecision):

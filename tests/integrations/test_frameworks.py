@@ -21,13 +21,14 @@ from torch import Tensor
 import coder_plugin
 from coder_plugin import CoderError
 from coder_plugin.evaluation import recall
+from tests.documentation import ROOT, blocks
 from tests.reliability import ranks
 
 BANKS = "dcl + m_dcl"
 State = dict[str, Tensor]
 
+LOOPS = ["raw", "hugging_face", "in_lightning", "sentence_transformers"]
 framework = pytest.mark.parametrize("name", ["hugging_face", "in_lightning"])
-loops = pytest.mark.parametrize("name", ["raw", "hugging_face", "in_lightning"])
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +52,19 @@ def differences(state: State, other: State) -> list[str]:
 
 @pytest.mark.parametrize("loss", [BANKS, "coder"])
 def test_every_loop_trains_to_the_same_bits(runs: Any, tiny_model: str, tmp_path: Path, loss: str) -> None:
-    """A raw loop, Hugging Face's Trainer, Lightning and our trainer, which propagates the loss's gradient in two stages."""
+    """A raw loop, Hugging Face's Trainer, Lightning and sentence-transformers; and our trainer, which takes the gradient of the
+    features first."""
     model = runs.make(tiny_model, loss)
     trainer = runs.ours(model, loss, tmp_path)
     assert len(trainer.seen) == trainer.following.steps == runs.STEPS
     assert bool(loss == BANKS or model.coder.heads["prototypes"].centres.ready)
     same = {"loss": loss, "make_optimizer": lambda model: runs.create_optimizer(model, trainer.config)}
-    for drive in (runs.raw, runs.hugging_face, runs.in_lightning):
+    for drive in (runs.raw, runs.hugging_face, runs.in_lightning, runs.sentence_transformers):
         state = runs.train(drive, tiny_model, trainer.seen, tmp_path, **same)
         assert differences(state, model.state_dict()) == [], drive.__name__
 
 
-@framework
+@pytest.mark.parametrize("name", LOOPS[1:])
 def test_accumulated_batches_are_one_step(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
     """Their losses are averaged, and the bank gets the keys of the last one. Lightning-AI/pytorch-lightning #11688: what moves
     after each performed step, and only then."""
@@ -93,7 +95,7 @@ def test_a_step_that_the_loss_scaler_skips_writes_nothing(runs: Any, name: str, 
     assert differences(model.state_dict(), expected) == []
 
 
-@loops
+@pytest.mark.parametrize("name", LOOPS[:3])  # in sentence-transformers the loss follows by itself
 def test_a_loop_that_follows_nothing_warns(
     runs: Any, name: str, tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,7 +153,7 @@ def on_two_ranks(runs: Any, path: str, folder: Path) -> None:
     rank = coder_plugin.distributed.rank()
     data = runs.batches(3, seed=rank + 1)
     results = {}
-    for name in ("raw", "hugging_face", "in_lightning"):
+    for name in LOOPS:
         torch.manual_seed(rank)  # weights that differ: DDP begins with rank 0's
         model = coder_plugin.create_model(path, loss=runs.objective(BANKS)).train()
         loss = coder_plugin.create_loss(runs.objective(BANKS, local_loss=True), model=model)
@@ -168,7 +170,7 @@ def test_two_processes_train_alike_in_every_loop(runs: Any, tiny_model: str, tmp
     endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder), tmp_path)
     assert [each.status for each in endings] == [0, 0], endings[0].output + endings[1].output
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    for name in ("raw", "hugging_face", "in_lightning"):
+    for name in LOOPS:
         assert differences(first[name], second[name]) == differences(first[name], first["raw"]) == [], name
     assert first["logs"] == second["logs"] and len(first["logs"]) == 3
     for row in first["logs"]:
@@ -186,9 +188,10 @@ def test_two_processes_train_alike_in_every_loop(runs: Any, tiny_model: str, tmp
 
 
 def test_lightnings_other_package(runs: Any, tiny_model: str, tmp_path: Path) -> None:
-    """``pytorch_lightning`` has classes of its own, and takes the same callback."""
+    """``pytorch_lightning`` has classes of its own, and takes the same callback, which is one of either."""
     package = importlib.import_module("pytorch_lightning")
-    assert package.Callback not in type(runs.FollowCallback()).__mro__
+    assert isinstance(runs.FollowCallback(), package.Callback)
+    assert isinstance(runs.FollowCallback(), runs.lightning.pytorch.Callback)
     state = runs.train(runs.in_lightning, tiny_model, runs.batches(2), tmp_path, package=package)
     assert differences(state, runs.train(runs.raw, tiny_model, runs.batches(2), tmp_path)) == []
 
@@ -246,13 +249,21 @@ def test_trainer_evaluates_by_recall(runs: Any, tiny_model: str, tmp_path: Path)
     texts = torch.stack([batch["text"][number % 4].roll(number) for number in range(6)])
     rows = [{"image": images[i], "text": texts[n], "image_id": int(ids[i])} for n, i in enumerate(order)]
     arguments = runs.TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to="none")
-    found = runs.CoderTrainer(model, loss=loss, args=arguments, eval_dataset=rows).evaluate()
+    trainer = runs.CoderTrainer(model, loss=loss, args=arguments, eval_dataset=rows)
+    found = trainer.evaluate()
+    vectors = trainer.predict(rows).predictions
     with torch.no_grad():
-        expected = recall(model.eval().embed_image(images[[2, 0, 1]]) @ model.embed_text(texts).T, owner)
+        pictures, captions = model.eval().embed_image(images[order]), model.embed_text(texts)
+        expected = recall(pictures[:3] @ captions.T, owner)
+    for each, whole in zip(vectors, (pictures, captions), strict=True):
+        torch.testing.assert_close(torch.from_numpy(each), whole)
     assert {name: found[f"eval_{name}"] for name in ("i2t_r1", "t2i_r1", "rsum")} == {
         name: expected[name] for name in ("i2t_r1", "t2i_r1", "rsum")
     }
-    assert expected["rsum"] < 600 and model.embed_text(texts).shape[1] > 32
+    assert vectors[0].shape == vectors[1].shape == (6, 64)  # with the concepts' part
+    ids, vectors = torch.tensor([7, 9, 9, 8]), torch.eye(3)[[0, 2, 2, 1]]
+    prediction = SimpleNamespace(predictions=(vectors, vectors), label_ids=ids)
+    assert runs.retrieval_metrics(prediction)["rsum"] == 600
 
 
 def test_trainer_makes_its_model_and_loss_anew(runs: Any, tiny_model: str, tmp_path: Path) -> None:
@@ -273,6 +284,10 @@ def test_trainer_refuses_what_would_lose_state(runs: Any, tiny_model: str, monke
     model = runs.make(tiny_model)
     objects = {"model": model, "optimizer": runs.adamw(model)}
     callback = runs.HuggingFaceFollowCallback()
+    for _ in range(2):  # a training that was broken off does not end it
+        callback.on_train_begin(SimpleNamespace(n_gpu=0), None, None, **objects)
+        assert model.coder.followed_by is callback.following
+    callback.on_train_end(None, None, None)
     with pytest.raises(CoderError, match="2 GPUs with DataParallel, .* start one process for each"):
         callback.on_train_begin(SimpleNamespace(n_gpu=2), None, None, **objects)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -293,3 +308,10 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     module = importlib.import_module(f"coder_plugin.integrations.{name}")
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert result.attempted and not result.failed
+
+
+def test_the_page_runs(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/frameworks.md as printed."""
+    monkeypatch.chdir(tmp_path)
+    text = "\n\n".join(block.text for block in blocks(ROOT / "docs" / "frameworks.md", "python"))
+    exec(compile(text, "frameworks.md", "exec"), {"__name__": "page"})

@@ -158,6 +158,29 @@ def test_a_model_object_names_its_folder(folders: dict[str, str], tmp_path: Path
     assert_transformers_opens(tmp_path / "run" / "export" / "last", model, batch(model))
 
 
+def test_hugging_faces_trainer_trains_and_resumes_it(folders: dict[str, str], tmp_path: Path) -> None:
+    """Bit for bit, banks and momentum towers included, though the Trainer saves it as a model of transformers."""
+    from coder_plugin.integrations.transformers import CoderTrainer
+
+    def trainer() -> Any:
+        torch.manual_seed(0)
+        model = create_model(folders["clip"], loss="clip + m_dcl")
+        inputs = batch(model)
+        rows = [dict(zip(inputs, row, strict=True)) for row in zip(*inputs.values(), strict=True)]
+        options = {"report_to": "none", "disable_tqdm": True, "save_steps": 1, "learning_rate": 1e-3, "use_cpu": True}
+        args = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2, **options)
+        return CoderTrainer(model=model, loss="clip + m_dcl", args=args, train_dataset=rows)
+
+    whole, resumed = trainer(), trainer()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    state = resumed.model.state_dict()
+    assert all(value.equal(state[name]) for name, value in whole.model.state_dict().items())
+    assert whole.model.coder.heads["momentum"].bank.count == 8
+    export_model(whole.model, tmp_path / "export")
+    assert_transformers_opens(tmp_path / "export", whole.model, batch(whole.model))
+
+
 def test_weights_of_half_precision_become_float32(folders: dict[str, str], tmp_path: Path) -> None:
     transformers.AutoModel.from_pretrained(folders["clip"], dtype=torch.float16).save_pretrained(tmp_path / "half")
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"

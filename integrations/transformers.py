@@ -92,9 +92,12 @@ class CoderTrainer(Trainer):
 
     #: The loss of a micro-batch is a mean over its pairs: Trainer divides it by the number of micro-batches.
     loss_is_scaled_for_ga = False
+    model: Any
 
     def __init__(self, model: Any = None, *, loss: Any, callbacks: Any = None, **options: Any) -> None:
-        self._loss, self._loss_of, self._criterion = loss, None, None
+        self._loss: Any = loss
+        self._criterion: Any = None
+        self._loss_of: Any = None
         self._logged: dict[str, Tensor] = {}
         self._logged_steps = 0.0
         self._follow = FollowCallback()

@@ -88,6 +88,7 @@ def train(
         options["optimizers"] = (optimizer, None)
     steps = Dataset.from_dict({"step": range(len(batches))})
     runs = trainer(wrap(model), steps, folder, loss=loss, **{"max_steps": len(batches), **options, **more})
+    assert runs.accelerator.num_processes == ranks
     runs.get_train_dataloader = lambda: torch.utils.data.DataLoader(features, batch_size=None)  # type: ignore[method-assign]
     losses: list[float] = []  # older trainers log four digits of them
     runs.loss.register_forward_hook(lambda *call: losses.append(torch.stack(list(call[-1].values())).sum().item()))

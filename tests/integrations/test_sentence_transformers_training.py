@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import gc
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def test_the_trainer_equals_a_raw_loop(make: Any, tmp_path: Path, caplog: Any, e
     assert losses == raw_loop(other, expression, batches)
     trained, expected = dict(model.named_parameters()), dict(other.named_parameters())
     assert all(torch.equal(trained[name], expected[name]) for name in expected)
-    torch.testing.assert_close(model.state_dict(), other.state_dict())
+    # version 5.0 makes buffers of another type float32
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), check_dtype=False)
     assert "have not moved" not in caplog.text
 
 
@@ -376,6 +378,9 @@ def two_ranks(tiny_model: str, folder: str) -> tuple[list[float], dict[str, Tens
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.skipif(
+    version("transformers").startswith("4."), reason="transformers 4's trainer does not find the other processes of a CPU group"
+)
 def test_two_processes_equal_one(make: Any, tiny_model: str, tmp_path: Path) -> None:
     """huggingface/sentence-transformers #2848: the negatives of all processes."""
     (losses, first), (_, second) = gloo.run(two_ranks, tiny_model, str(tmp_path))

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,15 +242,25 @@ def test_resuming_a_stream_that_is_mapped_or_filtered(tmp_path, change):
         stream = stream.map(lambda row: {"caption": [text + "0" for text in row["caption"]]})
     if change != "map":
         stream = stream.filter(lambda row: row["image_id"] % 3 > 0)
-    source = open_source(stream)
-    plan = Plan(seed=0, epoch=0, batch_size=4, shuffle_buffer=6)
+    _resume_everywhere(open_source(stream), range(NUMBER) if change == "map" else [n for n in range(NUMBER) if n % 3])
+
+
+@streams
+def test_resuming_in_a_shard_that_two_ranks_share():
+    """Which rows are whose, and the names of rows without a key, follow from their places in the shard."""
+    stream = whole().remove_columns("image_id").to_iterable_dataset(num_shards=3)
+    _resume_everywhere(open_source(stream), None, rank=1, world_size=2)
+
+
+def _resume_everywhere(source: Any, keys: Any, **part: int) -> None:
+    plan = Plan(seed=0, epoch=0, batch_size=4, shuffle_buffer=6, **part)
     chunks, states, expected = source.chunks(plan), [], []
     for chunk in chunks:
         expected.append([(item.key, item.captions) for item in chunk])
         states.append(json.loads(json.dumps(chunks.state)))
-    assert len({key for chunk in expected for key, _ in chunk}) == (NUMBER if change == "map" else 28)
+    assert keys is None or sorted(int(key) for chunk in expected for key, _ in chunk) == list(keys)
     for number, state in enumerate(states):
-        left = source.chunks(Plan(seed=0, epoch=0, batch_size=4, shuffle_buffer=6, skip=number, start=state))
+        left = source.chunks(replace(plan, skip=number, start=state))
         assert [[(item.key, item.captions) for item in chunk] for chunk in left] == expected[number:]
 
 

@@ -153,6 +153,11 @@ def add_heads(
     passed = _heads_by_name(custom_heads)
     objective = Objective.parse(loss, heads=passed)
     is_region_model = isinstance(model, Backbone)
+    if hasattr(model, "coder"):
+        raise CoderError(
+            f"the {type(model).__name__} has heads already: give create_model the whole loss, or add the heads to a new model "
+            "with its weights"
+        )
     if transformers_clip.class_name(model) is not None:
         model = transformers_clip.adapt(model, name, cache_dir=cache_dir)
     elif not is_region_model and not all(hasattr(model, part) for part in ("visual", "encode_image", "encode_text")):

@@ -21,6 +21,8 @@ from coder_plugin.errors import CoderError
 #: A place in a worker's part of an epoch: ``shard`` and ``sample`` (their numbers in the part), ``position`` in the shard, and
 #: the state of the ``dataset``, which is None at the start of a shard.
 Mark = dict[str, Any]
+#: What ``datasets.interleave_datasets`` reads with.
+_INTERLEAVING = ("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable")
 
 
 class StreamSource:
@@ -30,13 +32,13 @@ class StreamSource:
     shards than workers, those that share one all read it. For evaluation whole shards are dealt.
 
     Args:
-        dataset: a ``datasets.IterableDataset`` that is not shuffled.
+        dataset: a ``datasets.IterableDataset`` that is neither shuffled nor interleaved.
         make_item: ``make_item(row, key)`` -> the item of a row; ``key`` is its key unless the row has one.
         name: for messages.
         num_images: how many rows there are; None: unknown.
 
     Raises:
-        CoderError: the data set is shuffled.
+        CoderError: the data set is shuffled or interleaved.
     """
 
     by_shards = True
@@ -49,10 +51,15 @@ class StreamSource:
         name: str = "stream",
         num_images: int | None = None,
     ) -> None:
-        if _is_shuffled(getattr(dataset, "_ex_iterable", None)):
+        if _passes_through(getattr(dataset, "_ex_iterable", None), "BufferShuffledExamplesIterable"):
             raise CoderError(
                 f"{name}: a stream with a shuffle buffer of its own cannot be resumed exactly: pass it without .shuffle(); "
                 "shards and samples are shuffled by --seed"
+            )
+        if _passes_through(getattr(dataset, "_ex_iterable", None), *_INTERLEAVING):
+            raise CoderError(
+                f"{name}: a stream of interleave_datasets can hang or lose samples when its files are divided between processes: "
+                "pass datasets.concatenate_datasets([...]); shards and samples are shuffled by --seed"
             )
         self.name, self.num_images = name, num_images
         self._dataset, self._make_item = dataset, make_item
@@ -174,12 +181,12 @@ def _rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
         yield {name: values[0] for name, values in batch.items()}
 
 
-def _is_shuffled(examples: Any) -> bool:
-    """Whether a data set's examples pass through a buffer of its own."""
-    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+def _passes_through(examples: Any, *names: str) -> bool:
+    """Whether a data set's examples pass through a class of one of these names."""
+    if type(examples).__name__ in names:
         return True
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
-    return any(_is_shuffled(each) for each in inner if each is not None)
+    return any(_passes_through(each, *names) for each in inner if each is not None)
 
 
 def _checked(start: Any, name: str) -> dict[str, Any] | None:

@@ -104,6 +104,8 @@ class Teacher(FollowsModel, RepeatsOutputs):
         self.register_load_state_dict_pre_hook(Teacher._fill_in)
 
     def attach(self, model: Any) -> None:
+        if self.weights == "base" and not any(each is model for each in self._student):
+            model.register_load_state_dict_pre_hook(_fill_from_student)  # a module sees its own part of a state dict alone
         self._student = (model,)
         if self.weights == "base":
             self.copy.copy_from(model)
@@ -145,6 +147,20 @@ class Teacher(FollowsModel, RepeatsOutputs):
                 return  # no teacher was saved: report it
         for name, value in self.copy.state_dict(prefix=f"{prefix}copy.").items():
             state.setdefault(name, value)
+
+
+def _fill_from_student(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a model's state dict is loaded: what it leaves out of its teacher was the student's when it was saved."""
+    heads = model.coder.heads.items() if hasattr(model, "coder") else ()
+    for name, head in heads:
+        start = f"{prefix}coder.heads.{name}.copy.model."
+        if not isinstance(head, Teacher) or head.weights != "base" or not any(key.startswith(start) for key in state):
+            continue
+        student = {plain_name(key): value for key, value in state.items()}
+        for path, _ in head.copy.model.named_parameters(remove_duplicate=False):
+            value = student.get(plain_name(prefix + path))
+            if value is not None and path not in head.copy._shared:
+                state.setdefault(start + path, value)
 
 
 def open_teacher(spec: str, student: Any) -> Any:

@@ -66,6 +66,9 @@ class CoderLoss(nn.Module):
         if state_names:
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, state_names)
         self._state_is_shared = False
+        self._followed: set[int] = set()  # the parameters that the followed optimizer steps
+        self._optimizer: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that one
+        self._earlier: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those before it, of other parameters
         _follow_every_optimizer(self)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -109,7 +112,11 @@ class CoderLoss(nn.Module):
         self._state_is_shared = True
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow an optimizer that is about to step the model's weights, unless the model follows it already."""
+        """Follow an optimizer that is about to step the model's weights, unless the model follows it already.
+
+        Raises:
+            CoderError: an optimizer of other parameters has stepped since this one's last step.
+        """
         inner = self._inner[0]
         following = inner.coder.followed_by
         if following is not None and following.advances_with(optimizer):
@@ -117,8 +124,16 @@ class CoderLoss(nn.Module):
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in stepped for parameter in inner.parameters()):
             return
+        if optimizer in self._earlier and not self._followed & stepped:
+            raise CoderError(
+                "two optimizers step parts of the model in turn, so its banks and momentum towers would advance twice a step: "
+                "call coder_plugin.follow(model, [one, other]) before training, or give all parameters to one optimizer"
+            )
         if following is not None:
             following.remove()  # of an earlier training
+            if not self._followed & stepped:
+                self._earlier.update(self._optimizer)
+        self._followed, self._optimizer = stepped, weakref.WeakSet([optimizer])
         follow(inner, optimizer, after_step=lambda: clamp_logit_scale(inner))
 
 

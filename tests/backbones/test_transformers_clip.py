@@ -377,6 +377,8 @@ def test_heads_are_added_to_a_model_of_transformers(folder: str) -> None:
     own = transformers.AutoModel.from_pretrained(folder)
     assert transformers_clip.name_of(own) == folder and transformers_clip.class_name(own) == type(own).__name__
     model = add_heads(own, folder, loss="dcl")
+    with pytest.raises(CoderError, match="has heads already: give create_model the whole loss"):
+        add_heads(model, folder, loss="clip")
     assert model is own and not model.logit_scale.requires_grad and model.tokenizer()(["a cat"]).shape[1] > 10
     outputs = model.train()(pictures(2), model.tokenizer()(TEXTS[:2]), image_id=torch.arange(2))
     assert create_loss("dcl", model=model)(**outputs)["dcl_loss"].requires_grad

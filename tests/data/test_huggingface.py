@@ -485,6 +485,10 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     assert "leave out 'hf:'" in fault(open_source, f"hf:{tmp_path}")
     stream = whole().to_iterable_dataset()
     assert "pass it without .shuffle()" in fault(open_source, stream.shuffle(seed=0).map(lambda row: row))
+    for probabilities in (None, [0.5, 0.5]):
+        mixed = datasets.interleave_datasets([stream, stream], probabilities=probabilities, seed=0)
+        assert "pass datasets.concatenate_datasets" in fault(open_source, mixed.map(lambda row: row))
+    assert sum(1 for _ in open_source(datasets.concatenate_datasets([stream, stream])).items()) == 2 * NUMBER
     assert "give one of its splits, such as dataset['test']" in fault(open_source, datasets.DatasetDict({"test": whole()}))
     transformed = whole().with_transform(lambda batch: batch)
     assert "its own transform would not be used" in fault(open_source, transformed)

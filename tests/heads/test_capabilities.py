@@ -36,6 +36,7 @@ CAPABILITIES = {
     "momentum": {FollowsModel, KeepsState},
     "progress": {KeepsState},
     "prototypes": {KeepsState},
+    "teacher": {FollowsModel},
     "tokens": set(),
     "views": set(),
 }

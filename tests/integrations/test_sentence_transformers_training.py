@@ -326,6 +326,34 @@ def test_a_later_trainer_is_followed_too(make: Any, pairs: Any, tmp_path: Path) 
     assert model.coder.followed_by is following
 
 
+def test_two_optimizers_of_parts_are_refused_unless_they_are_followed(make: Any) -> None:
+    """Two trainings of different parts, one after the other, are none of this."""
+    model = make()
+    wrapped = runs.wrap(model)
+    objective = CoderLoss(wrapped, "dcl + m_dcl")
+    whole = [each for each in model.parameters() if each.requires_grad]
+    one, other = (torch.optim.SGD(part, lr=0.1) for part in (whole[:4], whole[4:]))
+
+    def step(*optimizers: torch.optim.Optimizer) -> None:
+        losses = objective([wrapped[0].preprocess(runs.pictures(2)), wrapped[0].preprocess(["a", "b"])])
+        sum(losses.values()).backward()
+        for each in optimizers:
+            each.step()
+
+    step(one)
+    step(one)
+    step(other)
+    step(other)
+    assert model.coder.followed_by.steps == 2
+    with pytest.raises(CoderError, match=r"call coder_plugin.follow\(model, \[one, other\]\)"):
+        step(one, other)
+    model.coder.followed_by.remove()
+    following = coder_plugin.follow(model, [one, other])
+    for _ in range(2):
+        step(one, other)
+    assert model.coder.followed_by is following and following.steps == 2
+
+
 def test_a_loss_that_is_gone_follows_nothing(make: Any) -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 

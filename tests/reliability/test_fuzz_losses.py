@@ -188,6 +188,15 @@ def _cosine(fuzz: Fuzz) -> Tensor:
     return functional.cosine(fuzz.values((n, d), kind="units"), fuzz.values((q, d), kind="equal"))
 
 
+def _distill(fuzz: Fuzz) -> Tensor:
+    n, d = fuzz.integer(0, 6), fuzz.integer(1, 9)
+    kind = fuzz.choose(("features", "similarity"))
+    e = d if kind == "features" else fuzz.integer(1, 9)
+    scales = {name: fuzz.choose((1.0, 14.0, 100.0)) for name in ("logit_scale", "teacher_logit_scale")}
+    features = [fuzz.values((n, width), kind=fuzz.choose(KINDS[:-4])) for width in (d, d, e, e)]
+    return functional.distill(*features, kind=kind, **scales)
+
+
 FUNCTIONS: dict[str, Callable[[Fuzz], Tensor]] = {
     name.removeprefix("_"): function
     for name, function in list(globals().items())

@@ -128,8 +128,12 @@ class HardNegatives:
         captions = getattr(source, "captions", source)  # of images with regions
         if not isinstance(captions, ItemSource) or any(self._of(item) for _, item in captions.items()):
             return
-        where = "give --negatives-file FILE, or a list of texts in a CSV column (--csv-negatives-key)"
-        if self.table:
-            first, item = next(iter(self.table)), next(item for _, item in captions.items())
-            where = f"the table names images such as {shorten(first)!r}, the data {shorten(item.key)!r}"
+        where = self.where(next(item.key for _, item in captions.items()))
         raise CoderError(f"{source.name}: none of {captions.num_images} images has a hard negative: {where}")
+
+    def where(self, key: str) -> str:
+        """Why data of which one key is ``key`` may have few hard negatives, for a message."""
+        if not self.table:
+            return "give --negatives-file FILE, or a list of texts in a CSV column (--csv-negatives-key)"
+        first = next(iter(self.table))
+        return f"the table names images such as {shorten(first)!r}, the data {shorten(key)!r}"

@@ -183,6 +183,7 @@ class TrainLoader:
         self._tags = tags
         self.positives_made: Counter[str] = Counter()
         self.negatives_drawn: Counter[str] = Counter()
+        self._key = ""  # of an image that was read
         self.tagged: Counter[str] = Counter()
         self._plan = Plan(
             seed=seed,
@@ -303,8 +304,16 @@ class TrainLoader:
         """Count the places, and warn once 1,000 rows had no hard negative (a small data set is checked before training)."""
         before, drawn = self.negatives_drawn.total(), self.negatives_drawn
         drawn.update(chunk.negatives)
+        self._key = next(iter(chunk.keys), self._key)
         if self._negatives is not None and not drawn["filled"] and before < 1000 * self._negatives.count <= drawn.total():
-            log.warning("%s: none of the first 1,000 samples has a hard negative", self.source.name)
+            why = self.few_negatives(drawn)
+            log.warning("%s: none of the first 1,000 samples has a hard negative%s", self.source.name, why)
+
+    def few_negatives(self, drawn: Counter[str]) -> str:
+        """What is likely the matter where below 10 % of the places ``drawn`` are filled, for a message; else ``""``."""
+        if self._negatives is None or 10 * drawn["filled"] >= drawn.total():
+            return ""
+        return f": {self._negatives.where(self._key)}"
 
     def _setting(self) -> dict[str, Any]:
         plan = self._plan
@@ -479,6 +488,7 @@ class _TrainStream(_Stream):
         chunk.tensors["text_negatives"], chunk.tensors["text_negative_ids"] = tokens.unflatten(0, shape), ids.view(shape)
         empty = int((ids == NO_TEXT).sum())
         chunk.negatives.update(filled=len(drawn) - empty, empty=empty)
+        chunk.keys.append(items[0].key)
 
 
 @dataclass

@@ -58,8 +58,8 @@ class StreamSource:
             )
         if _passes_through(getattr(dataset, "_ex_iterable", None), *_INTERLEAVING):
             raise CoderError(
-                f"{name}: a stream of interleave_datasets can hang or lose samples when its files are divided between processes: "
-                "pass datasets.concatenate_datasets([...]); shards and samples are shuffled by --seed"
+                f"{name}: a stream of interleave_datasets can hang or lose samples when its files are divided between "
+                "processes: pass datasets.concatenate_datasets([...]); shards and samples are shuffled by --seed"
             )
         self.name, self.num_images = name, num_images
         self._dataset, self._make_item = dataset, make_item

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from coder_plugin import distributed
 from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.launchers import ranks_from_slurm
@@ -36,8 +37,8 @@ def make_accelerator(config: TrainConfig) -> Any:
     """The accelerator for ``--precision`` and ``--report-to``. Under SLURM the ranks are ``srun``'s.
 
     Raises:
-        CoderError: a form of parallel training other than DDP is asked for, an unknown tracker, one that is not installed, or a
-            precision that the device does not have.
+        CoderError: a form of parallel training other than DDP is asked for, an unknown tracker, one that is not installed, a
+            precision that the device does not have, or a process group that accelerate does not see.
     """
     from accelerate import Accelerator, utils
 
@@ -58,6 +59,12 @@ def make_accelerator(config: TrainConfig) -> Any:
         accelerator = Accelerator(mixed_precision=mixed, cpu=not cuda, **options)
     except (ValueError, ImportError) as error:
         raise CoderError(f"accelerate: {error}") from error
+    if (ranks := distributed.world_size()) != accelerator.num_processes:
+        raise CoderError(
+            f"there is a process group of {ranks} processes, and accelerate sees {accelerator.num_processes}, so each would "
+            "train a model of its own: start the script with torchrun or accelerate launch, or set RANK, LOCAL_RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT before the Trainer is made"
+        )
     check_parallelism({}, getattr(accelerator.state, "parallelism_config", None))
     return accelerator
 

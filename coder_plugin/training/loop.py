@@ -450,6 +450,8 @@ class Trainer:
         if self.config.data.hard_negatives:
             drawn: Counter[str] = sum(distributed.gather_objects(self.loader.negatives_drawn), Counter())
             self.log.say(f"hard negatives: {drawn['filled']:,} of {drawn.total():,} places filled")
+            if few := self.loader.few_negatives(drawn):
+                logging.warning("hard negatives: below 10 %% of the places are filled%s", few)
         if self.model.coder.reads_tags:
             tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
             self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))

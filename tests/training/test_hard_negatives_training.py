@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import re
 import tarfile
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_accumulated_steps_take_those_of_all_micro_batches(tmp_path, config):
         Trainer.from_config(config(name, epochs=1, train_num_samples=8, **options)).run()
     one, two = losses(tmp_path, "one"), losses(tmp_path, "two")
     assert one.keys() == two.keys() and all(abs(one[key] - two[key]) < 1e-4 for key in one)
+
+
+def test_few_filled_places_are_explained(tmp_path, config, caplog):
+    """A table with the keys of other data, of which one image is in these."""
+    table = tmp_path / "other.tsv"
+    table.write_text("key\tnegative\ntrain/0.png\ta cow\n0.png\ta cow\n")
+    options = {"train": "plain.csv", "epochs": 1, "loss": "dcl"}
+    Trainer.from_config(config("few", negatives_file=str(table), **options)).run()
+    (told,) = [each.getMessage() for each in caplog.records if "below 10 %" in each.getMessage()]
+    assert re.search(r"names images such as 'train/0.png', the data '\d+\.png'", told)
+    caplog.clear()
+    table.write_text("key\tnegative\n" + "".join(f"{n}.png\ta cow\n" for n in range(4)))
+    Trainer.from_config(config("enough", negatives_file=str(table), **options)).run()  # 4 of 32 places
+    assert "below 10 %" not in caplog.text
 
 
 def objective(loss: str, **options: Any) -> str:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from coder_plugin import CoderError, Trainer, distributed
+from coder_plugin.config import TrainConfig
 from coder_plugin.launchers import first_machine, ranks_from_slurm
 from coder_plugin.training import disk
-from coder_plugin.training.accelerator import check_parallelism
+from coder_plugin.training.accelerator import check_parallelism, make_accelerator
+from tests import gloo
 from tests.reliability import ranks as forked
 from tests.reliability.rank_faults import options
 
@@ -166,3 +168,15 @@ def test_machines_that_share_no_folder_are_refused_before_the_first_step(tmp_pat
     assert "coder-plugin: error: rank 1 on " in endings[1].output and "--logs must be on a file system" in endings[0].output
     assert not any("a step was taken" in ending.output for ending in endings)
     assert not list(tmp_path.rglob(".shared-*"))
+
+
+def two_models() -> str:
+    with pytest.raises(CoderError) as told:
+        make_accelerator(TrainConfig())
+    return str(told.value)
+
+
+def test_a_process_group_that_accelerate_does_not_see_is_refused():
+    """Without a launcher's variables each rank would train a model of its own."""
+    for told in gloo.run(two_models):
+        assert "a process group of 2 processes, and accelerate sees 1" in told and "torchrun" in told

@@ -25,6 +25,7 @@ from coder_plugin.heads.aggregator import Aggregator
 from coder_plugin.heads.base import BackboneInfo, Head
 from coder_plugin.heads.capabilities import (
     AddsTexts,
+    EncodesNegatives,
     FollowsModel,
     KeepsState,
     ReadsTags,
@@ -77,7 +78,9 @@ class Coder(nn.Module):
             self.aggregators.update(
                 {side: Aggregator(width, backbone.embed_dim, decoder=decoder) for side, width in channels.items()}
             )
-        options = dict(objective.heads)
+        options: dict[str, Any] = dict(objective.heads)
+        for name, given in resolution.options.items():
+            options[name] = {**given, **dict(options.get(name, ()))}
         self.heads: Any = nn.ModuleDict()
         self._kept: dict[str, Any] | None = None
         #: What advances the state (:func:`coder_plugin.follow`), if anything does.
@@ -132,6 +135,16 @@ class Coder(nn.Module):
     def adds_texts(self) -> AddsTexts | None:
         """The head that has further texts encoded, if there is one."""
         return next(iter(heads_with(self.heads, AddsTexts).values()), None)
+
+    @property
+    def encodes_negatives(self) -> bool:
+        """Whether hard negatives are encoded together with the captions."""
+        return any(head.encodes for head in heads_with(self.heads, EncodesNegatives).values())
+
+    @property
+    def reads_negatives(self) -> bool:
+        """Whether a head reads hard negatives."""
+        return bool(heads_with(self.heads, EncodesNegatives))
 
     @property
     def reads_tags(self) -> bool:
@@ -346,7 +359,8 @@ class CoderLoss(nn.Module):
             if missing:
                 raise CoderError(
                     f"loss {spec.name!r} needs {', '.join(missing)}, which the model did not return: is the model made "
-                    "with this loss, in training mode, and given what its heads require (image_id, text_positive)?"
+                    "with this loss, in training mode, and given what its heads require (image_id, text_positive, "
+                    "text_negatives)?"
                 )
             own = {argument: outputs[key] for argument, key in binding.items() if key in outputs}
             arguments.append(term.prepare(**own) if term.takes_gathered else own)

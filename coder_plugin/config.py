@@ -52,8 +52,9 @@ class ModelConfig:
 
     name: str = _option(
         "coder-tiny",
-        "open_clip model name, a model configuration (.json), or a region model such as region-bert; required with "
-        "--train-data [coder-tiny on the scenes]",
+        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (folder or "
+        "transformers:OWNER/NAME), or a region model such as region-bert; required with --train-data [coder-tiny on the "
+        "scenes]",
         flag="model",
     )
     kwargs: list[str] = _option(
@@ -131,7 +132,7 @@ class LossConfig:
     gather: str = _option(
         "all",
         "with several processes: each rank gets the features of all ranks (all), or of one rank after the other, so that none "
-        "holds the global batch (ring; dcl and clip alone)",
+        "holds the global batch (ring; dcl, clip and distill of features alone)",
         choices=("all", "ring"),
     )
     loss_impl: str = _option(
@@ -155,12 +156,14 @@ class DataConfig:
     train: str | None = _option(
         None,
         "training data: a .csv, Karpathy or COCO .json, shards (brace pattern, also https://, hf://, s3://, gs:// or "
-        "pipe:COMMAND), a folder of img2dataset or precomp [the built-in scenes]",
+        "pipe:COMMAND), a folder of img2dataset or precomp, or of Hugging Face: hf:OWNER/NAME, .parquet files, a saved folder "
+        "[the built-in scenes]",
         flag="train_data",
     )
     val: str | None = _option(None, "validation data, in the same forms", flag="val_data")
     dataset_type: str = _option(
-        "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, precomp, caps, scenes, or a plugin's"
+        "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, hf, hf-streaming, precomp, caps, scenes, or a "
+        "plugin's"
     )
     image_root: str | None = _option(None, "image folder of a Karpathy or COCO file")
     regions: str | None = _option(None, "region features of the images: a file or folder, or several joined with ::")
@@ -184,6 +187,16 @@ class DataConfig:
     csv_separator: str | None = _option(None, "column separator of CSV files [detected: tab, comma, semicolon or |]")
     csv_img_key: str | None = _option(None, "CSV column of image paths [filepath]")
     csv_caption_key: str | None = _option(None, "CSV column of captions [title]")
+    csv_negatives_key: str | None = _option(None, "CSV column of hard negatives, a JSON list of texts [negatives]")
+    negatives_file: str | None = _option(
+        None, "table of hard negatives: columns key (the image's), negative, negative_key, separated by tabs"
+    )
+    hard_negatives: int = _option(
+        0, "hard negatives drawn for each image and step, for the terms clip, dcl, m_dcl and triplet; 0: none", at_least=0
+    )
+    image_column: str | None = _option(None, "column of the pictures of Hugging Face data [its images]")
+    caption_column: list[str] = _option([], "columns of the captions of Hugging Face data [captions, caption, text ...]")
+    key_column: str | None = _option(None, "column of the images' names in Hugging Face data [key, image_id, filename ...]")
     max_bad_samples: float = _option(
         0.01, "stop above this fraction of samples that cannot be used, judged once 1,000 are read", at_least=0, below=1
     )
@@ -250,6 +263,23 @@ class EvalConfig:
     rerank: str | None = _option(
         None, "candidates per query that a fusion head re-ranks: a number, or all for every pair [32]"
     )
+    zeroshot: str | None = _option(
+        None,
+        "also measure zero-shot accuracy on the pictures in FOLDER/CLASS/, before the first step too: what training costs "
+        "elsewhere",
+    )
+    zeroshot_frequency: int = _option(1, "measure zero-shot accuracy every n epochs, and at the end", at_least=1)
+    classnames: str | None = _option(
+        None, "class names for --zeroshot: JSON, or lines of folder TAB name [FOLDER/classnames.txt]"
+    )
+    templates: str | None = _option(
+        None, "prompts for --zeroshot: openai (80), simple (7) or a file with one per line, {} for the class [openai]"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("classnames", "templates"):
+            if self.zeroshot is None and getattr(self, name) is not None:
+                raise CoderError(f"--{name} {getattr(self, name)} needs --zeroshot FOLDER, the pictures to classify")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +300,13 @@ class RunConfig:
     )
     save_every_steps: int = _option(0, "also save every n steps within an epoch [0: never]", at_least=0)
     log_every_n_steps: int = _option(20, "steps between log lines; an epoch's last step has one too", at_least=1)
-    report: bool = _option(True, "write report.html into the run's folder at the end")
-    report_to: str = _option("", "trackers: tensorboard, wandb, or both separated by a comma")
-    wandb_project_name: str = _option("coder-plugin", "project of the W&B tracker")
+    report: bool = _option(True, "write the run's report.html at its end")
+    report_to: str = _option(
+        "",
+        "trackers, separated by commas: tensorboard, wandb, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or all "
+        "that are installed",
+    )
+    wandb_project_name: str = _option("coder-plugin", "project of the trackers that collect runs in projects")
     seed: int = _option(0, "seed of weights, data order and augmentation")
     rank_timeout: float = _option(
         3600.0,
@@ -371,6 +405,9 @@ READING = (
     "csv_separator",
     "csv_img_key",
     "csv_caption_key",
+    "image_column",
+    "caption_column",
+    "key_column",
     "regions",
     "regions_type",
 )

@@ -46,6 +46,10 @@ class Following:
         """Whether it advances this one, and not that of which this one is a copy."""
         return coder is self._coder
 
+    def advances_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer is among those whose steps advance the state."""
+        return any(optimizer is each for each in self._optimizers)
+
     @torch.compiler.disable
     def _on_step(self, optimizer: Any, *_: Any) -> None:
         overflow = getattr(optimizer, "found_inf", None)

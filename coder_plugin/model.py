@@ -32,26 +32,30 @@ def create_model(
     inference: bool | Sequence[str] = False,
     **options: Any,
 ) -> Any:
-    """An open_clip model, or a region model, with the heads that a loss needs under ``model.coder``.
+    """An open_clip model, a CLIPModel or SiglipModel of transformers, or a region model, with the heads that a loss needs under
+    ``model.coder``.
 
-    An open_clip model keeps its class, attributes and state-dict keys. In training mode ``model(image, text, image_id=…)``
-    returns the backbone's keys and the heads' (``coder_*``), batch-first; in eval mode only the backbone's.
+    A model of open_clip or transformers keeps its class, attributes and state-dict keys. In training mode
+    ``model(image, text, image_id=…)`` returns the backbone's keys and the heads' (``coder_*``), batch-first; in eval mode only
+    the backbone's.
     ``embed_image`` and ``embed_text`` give retrieval vectors whose inner product is the score. Parameters that no term
     reads, such as ``logit_scale`` under ``dcl``, are frozen.
 
     Args:
-        name: any open_clip model name, ``local-dir:…``, ``hf-hub:…``, or the path of a model configuration (``.json``); or
-            a backbone of the group ``coder_plugin.backbones``: ``region-bert``, ``region-bigru``, ``region-bert-camera``,
-            ``region-bigru-vsrn``, or the ``coder_model.json`` of its export.
+        name: any open_clip model name, ``local-dir:…``, ``hf-hub:…``, or the path of a model configuration (``.json``); of
+            transformers, ``transformers:OWNER/NAME``, a folder that ``save_pretrained`` wrote, or the ``config.json`` in it for
+            random weights; or a backbone of the group ``coder_plugin.backbones``: ``region-bert``, ``region-bigru``,
+            ``region-bert-camera``, ``region-bigru-vsrn``, or the ``coder_model.json`` of its export.
         loss: a loss expression, an :class:`~coder_plugin.objective.Objective`, a term object, or a list of these;
             ``(weight, loss)`` weighs any of them.
         custom_heads: head classes or objects that are not registered. The loss must need each of them.
-        pretrained: an open_clip tag, or a file that open_clip can load, such as an export. For region models an export's
-            weights, or a released VSE-infinity, VSRN or CAMERA ``.pth``.
+        pretrained: an open_clip tag, or a file that open_clip can load, such as an export. For models of transformers a
+            ``.safetensors`` file instead of the folder's own. For region models an export's weights, or a released
+            VSE-infinity, VSRN or CAMERA ``.pth``.
         pretrained_image_path: weights of the image tower.
         aggregator: ``"tower"``, or ``"gpo"``: a projection and GPO over patch and word tokens, whose features replace the
             towers' own in training and in ``embed_*``. ``"gpo-mlp"``: GPO with the two-layer perceptron that CODER prints.
-        context_blocks: number of the last blocks of an open_clip tower between the layer that gives locals and the layer
+        context_blocks: number of the last blocks of a tower between the layer that gives locals and the layer
             that gives contexts, at least 1. Convolutional and hierarchical image towers have no such blocks, and region
             models have their own context stage.
         return_intermediates: further keys of ``resolver.INTERMEDIATE_KEYS`` that ``describe_image`` and ``describe_text``
@@ -78,7 +82,7 @@ def create_model(
         >>> model.embed_image(image).shape == model.embed_text(text).shape
         True
     """
-    from coder_plugin.backbones import clip, plugin_backbones
+    from coder_plugin.backbones import clip, plugin_backbones, transformers_clip
 
     passed = _heads_by_name(custom_heads)
     objective = Objective.parse(loss, heads=passed)
@@ -93,6 +97,10 @@ def create_model(
         if context_blocks != 1:
             raise CoderError(f"{name} has a context stage of its own: context_blocks is for open_clip's towers")
         model: Any = plugin_backbones.create_backbone(backbone, pretrained=pretrained, **options)
+    elif (location := transformers_clip.find_location(name)) is not None:
+        model = transformers_clip.create(
+            location, pretrained=pretrained, pretrained_image_path=pretrained_image_path, **options
+        )
     else:
         model = clip.create_clip(
             name,
@@ -129,21 +137,29 @@ def add_heads(
     """Add the heads that a loss needs to an existing model, in place.
 
     Args:
-        model: an open_clip model that returns a dict, or a region model.
-        name: the name that it was created by; where texts are generated, the tokenizer is found by it.
+        model: an open_clip model that returns a dict, a CLIPModel or SiglipModel of transformers, or a region model.
+        name: the name that it was created by; the tokenizer is found by it, and a model of transformers is exported with the
+            tokenizer and the image processor that are there.
         loss, custom_heads, aggregator, context_blocks, return_intermediates, inference: as in :func:`create_model`.
         cache_dir: folder of the tokenizer's download.
 
     Raises:
-        CoderError: as in :func:`create_model`.
+        CoderError: as in :func:`create_model`, and for a model of another kind.
     """
-    from coder_plugin.backbones import clip
+    from coder_plugin.backbones import clip, transformers_clip
     from coder_plugin.backbones.base import Backbone, make_word_embeddings
     from coder_plugin.backbones.feature_capture import AGGREGATOR_KEYS, FeatureCapture
 
     passed = _heads_by_name(custom_heads)
     objective = Objective.parse(loss, heads=passed)
     is_region_model = isinstance(model, Backbone)
+    if transformers_clip.class_name(model) is not None:
+        model = transformers_clip.adapt(model, name, cache_dir=cache_dir)
+    elif not is_region_model and not all(hasattr(model, part) for part in ("visual", "encode_image", "encode_text")):
+        raise CoderError(
+            f"heads cannot be added to a {type(model).__name__}: only to an open_clip model, to a CLIPModel or SiglipModel of "
+            "transformers, and to a region model"
+        )
     intermediates: Set[str] = model.intermediate_keys if is_region_model else clip.INTERMEDIATE_KEYS
     _check_intermediates(return_intermediates, intermediates)
     if isinstance(inference, bool):
@@ -163,7 +179,8 @@ def add_heads(
         keys = (resolution.reads | set(return_intermediates)) & clip.INTERMEDIATE_KEYS
         if aggregator != "tower":
             keys |= AGGREGATOR_KEYS
-        capture = FeatureCapture(model, keys, context_blocks=context_blocks) if keys else None
+        capture_class = getattr(model, "capture_class", FeatureCapture)
+        capture = capture_class(model, keys, context_blocks=context_blocks) if keys else None
         info = clip.probe_backbone(model, capture)
         coder = Coder(objective, resolution, info, aggregator=aggregator, context_blocks=context_blocks)
         model = clip.extend(model, coder.to(device), capture)
@@ -172,6 +189,8 @@ def add_heads(
         model.word_embeddings = (
             make_word_embeddings(model) if is_region_model else clip.make_word_embeddings(model, name, cache_dir)
         )
+    if model.coder.encodes_negatives and hasattr(model, "text_decoder"):
+        raise CoderError(f"{name} generates captions from images, so hard negatives cannot be encoded with its captions")
     model.coder.attach(model)
     for key in ("logit_scale", "logit_bias"):
         parameter = getattr(model, key, None)

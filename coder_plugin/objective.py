@@ -249,7 +249,7 @@ def check_names(text: str) -> Expression:
     expression = Expression.parse(text, kind="loss", item="a loss or an objective")
     groups = registry.names("losses"), recipes.objectives(), recipes.names()
     for item in expression.items:
-        if not any(item.name in names for names in groups):
+        if not (registry.is_loss(item.name) or any(item.name in names for names in groups)):
             hint, known = did_you_mean(item.name, *groups), ", ".join([*groups[0], *groups[1]])
             message = (
                 f"unknown loss or objective {item.name!r}{hint} (known: {known}; one that Python code registers is known in "
@@ -274,7 +274,7 @@ def _parse_item(expression: Expression, item: Item, heads: Collection[str], pare
     if not (weight > 0 and math.isfinite(weight)):
         message = f"a weight must be > 0, got {item.weight}; leave the term out instead"
         raise expression.error(item.columns["weight"], message)
-    if item.name in registry.names("losses"):
+    if registry.is_loss(item.name):
         return Objective((_parse_term(expression, item, weight, heads),))
     column = item.columns["name"]
     try:

@@ -18,7 +18,10 @@ from typing import Any
 from coder_plugin.errors import CoderError, did_you_mean
 
 PREFIX = "coder_plugin."
-GROUPS = ("losses", "heads", "negatives", "positives", "backbones", "detectors", "readers", "regions", "recipes")
+GROUPS = (
+    *("losses", "heads", "negatives", "positives", "backbones", "detectors", "readers", "regions", "recipes"),
+    "loss_libraries",
+)
 
 #: The distribution of plugins that were registered in this process, not by an entry point.
 REGISTERED = "register()"
@@ -49,7 +52,7 @@ def list_plugins(group: str | None = None, *, check: bool = False) -> list[Plugi
 
     Args:
         group: one of ``losses``, ``heads``, ``negatives``, ``positives``, ``backbones``, ``detectors``, ``readers``,
-            ``regions`` and ``recipes``.
+            ``regions``, ``recipes`` and ``loss_libraries``.
         check: also import each plugin. Failures are recorded in ``error`` and not raised, so one call shows all faults.
 
     Returns:
@@ -128,6 +131,12 @@ def names(group: str) -> list[str]:
     return sorted({plugin.name for plugin in _discover(_short(group))})
 
 
+def is_loss(name: str) -> bool:
+    """Whether a name is that of a loss, or of a library of losses with a dot and more; whether the library has it is not
+    checked."""
+    return name in names("losses") or _library(name) is not None
+
+
 def load(group: str, name: str) -> Any:
     """The object behind a name. Imports only the module that holds it.
 
@@ -136,6 +145,8 @@ def load(group: str, name: str) -> Any:
     """
     group = _short(group)
     claims = [plugin for plugin in _discover(group) if plugin.name == name]
+    if not claims and group == "losses" and (library := _library(name)):
+        return load("loss_libraries", library)(name.removeprefix(f"{library}."))
     if not claims:
         raise _unknown(f"name in {PREFIX}{group}", name, names(group))
     if len(claims) > 1:
@@ -172,6 +183,12 @@ def format_names(plugins: Iterable[Plugin]) -> str:
         groups.setdefault(plugin.group, []).append(f"{plugin.name}{origin}{note}")
     width = max(map(len, groups), default=0)
     return "\n".join(f"{group:<{width}}  {', '.join(names)}" for group, names in groups.items()) or "no plugins found"
+
+
+def _library(name: str) -> str | None:
+    """The library of losses that ``LIBRARY.NAME`` belongs to: in ``loss_libraries``, a function from NAME to its term."""
+    library, dot, _ = name.partition(".")
+    return library if dot and library in names("loss_libraries") else None
 
 
 def _short(group: str) -> str:

@@ -12,7 +12,7 @@ from coder_plugin.errors import CoderError, did_you_mean
 from coder_plugin.objective import Objective, TermSpec, check_keys
 
 #: The inputs of a model's forward; heads may require them.
-INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags"})
+INPUTS = frozenset({"image", "text", "image_id", "text_positive", "text_tags", "text_negatives", "text_negative_ids"})
 #: What backbones give their heads but do not return: last tokens, tokens before the context stage (locals) and after it
 #: (contexts; of open_clip's towers both are projected to the joint space where the tower can project tokens), masks, pooled
 #: features before normalisation, the regions' scores for each view of an image, and a feature of the whole image. Each
@@ -22,7 +22,9 @@ INTERMEDIATE_KEYS = frozenset(
     "text_tokens text_mask text_locals text_contexts text_context_mask text_pooled".split()
 )
 #: Computed by heads only from the backbone's own features, so a term that compares a head's features cannot use them.
-_BACKBONE_ONLY = frozenset({"coder_image_keys", "coder_text_keys", "coder_noised_features", "coder_positive_features"})
+_BACKBONE_ONLY = frozenset(
+    "coder_image_keys coder_text_keys coder_noised_features coder_positive_features coder_negative_features".split()
+)
 
 OWN_DISTRIBUTION = "coder-plugin"
 
@@ -36,18 +38,21 @@ class Resolution:
         bindings: for each term, the key that each of its arguments reads.
         reads: every key that some term or head reads.
         targets: the class or object of each head that was passed as an object.
+        options: options of heads, by head, that terms set.
     """
 
     heads: tuple[str, ...]
     bindings: tuple[Mapping[str, str], ...]
     reads: frozenset[str]
     targets: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def of_heads(self, names: Sequence[str]) -> Resolution:
         """The same with only these heads, which must need no others, and without terms."""
         heads = [self.head(name) for name in names]
         reads = frozenset(key for head in heads for key in (*head.requires, *head.uses))
-        return Resolution(tuple(names), (), reads, {name: head for name, head in self.targets.items() if name in names})
+        targets, options = ({name: each[name] for name in each if name in names} for each in (self.targets, self.options))
+        return Resolution(tuple(names), (), reads, targets, options)
 
     def head(self, name: str) -> Any:
         """The class, or the object that was passed, of a head."""
@@ -84,6 +89,7 @@ class _Resolver:
         self.heads: list[str] = []
         self.open: list[str] = []
         self.reads: set[str] = set()
+        self.options: dict[str, dict[str, Any]] = {}
 
     def run(self, objective: Objective) -> Resolution:
         bindings = []
@@ -100,9 +106,19 @@ class _Resolver:
                 preferred = spec.source if key != argument else spec.head
                 self.need(key, who, preferred, trusted=_trusted(spec) if argument in term.uses else None)
             bindings.append(binding)
+            for name, options in term.head_options.items():
+                self.set_options(spec.head or name, options, who)
         self.check_overlap()
         targets = {name: self.extra[name] for name in self.heads if name in self.extra}
-        return Resolution(tuple(self.heads), tuple(bindings), frozenset(self.reads), targets)
+        options = {name: self.options[name] for name in self.heads if name in self.options}
+        return Resolution(tuple(self.heads), tuple(bindings), frozenset(self.reads), targets, options)
+
+    def set_options(self, head: str, options: Mapping[str, Any], who: str) -> None:
+        """Options of a head that follow from a term's. Two terms must agree."""
+        for option, value in options.items():
+            other = self.options.setdefault(head, {}).setdefault(option, value)
+            if other != value:
+                raise CoderError(f"{who} needs {head}.{option}={value}, and another term needs {other}: a loss can have one")
 
     def need(self, key: str, who: str, preferred: str | None, *, trusted: Set[str] | None = None) -> None:
         """Build the head that provides a key.
@@ -176,8 +192,9 @@ class _Resolver:
         if spec.source:
             if _BACKBONE_ONLY & keys.keys():
                 raise CoderError(
-                    f"{spec.name}@{spec.source}: the momentum banks and the generated texts have only the backbone's own "
-                    f"features, not those of {spec.source!r}; use a term that reads nothing else, such as dcl@{spec.source}"
+                    f"{spec.name}@{spec.source}: hard negatives, the momentum banks and the generated texts have only the "
+                    f"backbone's own features, not those of {spec.source!r}; use a term that reads nothing else, such as "
+                    f"dcl@{spec.source}"
                 )
             pair = self.head(spec.source).feature_keys
             if pair is None:

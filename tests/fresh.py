@@ -36,7 +36,8 @@ def run(
     cwd: Path = ROOT,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)``, where they begin with -c or -m."""
+    """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)``, where they begin with -c, -m or the
+    path of a script."""
     with tempfile.TemporaryDirectory() as folder:
         started = context().Process(target=_interpreter, args=(list(arguments), dict(env or os.environ), str(cwd), folder))
         started.start()
@@ -58,14 +59,17 @@ def _interpreter(arguments: list[str], environment: dict[str, str], cwd: str, fo
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-    option, code, *rest = arguments
-    sys.argv = [option, *rest]
+    option, *rest = arguments
+    sys.argv = [option, *(rest[1:] if option in ("-c", "-m") else rest)]
     status: object = 0
     try:
         if option == "-m":
-            runpy.run_module(code, run_name="__main__", alter_sys=True)
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif option == "-c":
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
-            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+            sys.path.insert(0, os.path.dirname(option))
+            runpy.run_path(option, run_name="__main__")
     except SystemExit as ended:
         status = ended.code
         if isinstance(status, str):

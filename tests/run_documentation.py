@@ -1,12 +1,14 @@
 """Run the Python of pages: ``python -m tests.run_documentation FOLDER PAGE …`` prints, as JSON, the output of pages that fail.
 
 The blocks of a page are one program. Each page runs in a process forked after the imports, in a copy of a folder that holds
-what pages name: the run ``logs/my-run``, its shared model ``my-model``, ``pictures.index``, pictures, and SCAN's
-``f30k_precomp``.
+what pages name: the run ``logs/my-run``, its shared model ``my-model``, pictures, ``pictures.index``, their captions
+``pairs.csv``, ``pairs.index``, and SCAN's ``f30k_precomp``.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +16,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -24,8 +27,11 @@ import coder_plugin.training.loop  # noqa: F401  (all that pages need: forked pr
 from coder_plugin.cli import main as command
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.functional import dcl  # noqa: F401
+from tests import huge_pages
 from tests.documentation import ROOT, blocks
 
+#: Imported where they are used, which is in most pages.
+LATE = ("open_clip", "coder_plugin.integrations", "coder_plugin.cli.index", "sklearn.manifold", "matplotlib.figure")
 FIGURE = "scripts/figures/search_scenes.py"
 
 
@@ -44,6 +50,10 @@ def make_folder() -> None:
         scenes[0].load().save(name)
     if command(["index", "logs/my-run", "--data", "pictures", "--output", "pictures.index", "--workers", "0"]):
         raise RuntimeError("no index")
+    rows = [f"pictures/{number}.png\t{caption}\n" for number, scene in enumerate(scenes) for caption in scene.captions]
+    Path("pairs.csv").write_text("filepath\ttitle\n" + "".join(rows))
+    if command(["index", "logs/my-run", "--data", "pairs.csv", "--output", "pairs.index", "--workers", "0"]):
+        raise RuntimeError("no index of captions")
     Path("f30k_precomp").mkdir()
     numpy.save("f30k_precomp/test_ims.npy", numpy.random.default_rng(0).random((8, 36, 2048), dtype=numpy.float32))
     Path("f30k_precomp/test_ids.txt").write_text("".join(f"{number}\n" for number in range(8)))
@@ -88,6 +98,11 @@ def draw_figure() -> None:
 
 def main(folder: Path, pages: list[Path]) -> int:
     torch.set_num_threads(1)
+    for name in LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()
+    huge_pages.use()
     made, failures = folder / "made", {}
     made.mkdir()
     os.chdir(made)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from tests import fresh
+
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "bench"
 
 
@@ -61,8 +63,9 @@ def test_the_feed_is_compared_with_decoding_alone(tmp_path) -> None:
     """In its smallest form: the figures mean nothing."""
     options = "--samples 9 --batch-size 4 --size 32 --repeats 2 --picture 40 30 --clock cpu".split()
     feeds = ["loader, 0 workers", "loader, 1 worker, normalized"]
-    command = [sys.executable, str(SCRIPTS / "data_feed.py"), *options, "--json", str(tmp_path / "feed"), "--feeds", *feeds]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = fresh.run(
+        [str(SCRIPTS / "data_feed.py"), *options, "--json", str(tmp_path / "feed"), "--feeds", *feeds], timeout=300
+    )
     assert done.returncode == 0, done.stderr
     machine, case = map(json.loads, (tmp_path / "feed").read_text().splitlines())
     assert machine["bench"] == "data_feed" and {"torchvision", "pillow", "webdataset"} <= machine["machine"].keys()
@@ -74,8 +77,7 @@ def test_the_feed_is_compared_with_decoding_alone(tmp_path) -> None:
 
 def test_decoders_are_compared_with_the_readers_own(tmp_path) -> None:
     options = "--samples 2 --size 12 --repeats 1 --picture 40 30".split()
-    command = [sys.executable, str(SCRIPTS / "decoders.py"), *options, "--json", str(tmp_path / "decoders")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = fresh.run([str(SCRIPTS / "decoders.py"), *options, "--json", str(tmp_path / "decoders")], timeout=300)
     assert done.returncode == 0, done.stderr
     _, decoding, feed = map(json.loads, (tmp_path / "decoders").read_text().splitlines())
     assert decoding["peer"] == feed["peer"] == "pillow"

@@ -287,7 +287,7 @@ MISTAKES = [
     ("clip + 2*ascl/table2-full", 10, "'ascl/table2-full' is a recipe, a whole set-up: use --recipe ascl/table2-full. "),
     ("clip + whole", 8, 'Its loss is "0.5*dcl(mu=0.2) + clip" with --set gate.size=5'),
     ("dcl(mo=0.1)", 5, "'dcl' has no option 'mo'; it has: mu, gamma, epsilon,"),
-    ("clip(mu=1)", 6, "'clip' has no option 'mu'; it has: none"),
+    ("clip(mu=1)", 6, "'clip' has no option 'mu'; it has: hard_negatives"),
     ("dcl(mu=x)", 5, "'dcl': option mu=x must be float"),
     ("dcl(gamma=0.2, mu='0.1')", 16, "'dcl': option mu='0.1' must be float"),
     ("dcl(mask_same_image=1)", 5, "option mask_same_image=1 must be bool"),

@@ -205,23 +205,42 @@ def _imports(path: Path) -> list[tuple[str, bool]]:
 
 
 HEAVY = ("torch", "numpy", "open_clip", "transformers", "timm", "accelerate", "faiss", "PIL", "webdataset")
+LOADED = f"import sys; print('loaded', *(name for name in {HEAVY} if name in sys.modules))"
 
 
 @pytest.mark.parametrize(
-    ("code", "allowed"),
+    "code",
     [
-        ("import coder_plugin", set()),
-        ("import coder_plugin; coder_plugin.list_plugins(); coder_plugin.CoderError", set()),
-        ("import coder_plugin.cli as cli; cli.build_parser()", set()),
-        ("import coder_plugin.cli as cli; cli.main(['plugins'])", set()),
-        ("import coder_plugin.functional", {"torch", "numpy"}),
-        ("import coder_plugin; coder_plugin.create_model; coder_plugin.create_loss", {"torch", "numpy"}),
-        ("from coder_plugin.objective import Objective; Objective.parse('dcl + triplet')", {"torch", "numpy"}),
+        "import coder_plugin",
+        "import coder_plugin; coder_plugin.list_plugins(); coder_plugin.CoderError",
+        "import coder_plugin.cli as cli; cli.build_parser()",
+        "import coder_plugin.cli as cli; cli.main(['plugins'])",
     ],
 )
-def test_imports_are_light(code: str, allowed: set[str]) -> None:
-    loaded = python(f"{code}\nimport sys; print('loaded', *(name for name in {HEAVY} if name in sys.modules))")
-    assert set(loaded.splitlines()[-1].split()[1:]) <= allowed
+def test_imports_are_light(code: str) -> None:
+    assert python(f"{code}\n{LOADED}").splitlines()[-1].split() == ["loaded"]
+
+
+FORKS = """
+import os, torch
+for code in {}:
+    if os.fork() == 0:
+        break
+    assert os.wait()[1] == 0
+else:
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, so that torch is imported once")
+def test_imports_of_what_computes_are_torch_and_numpy() -> None:
+    codes = (
+        "import coder_plugin.functional",
+        "import coder_plugin; coder_plugin.create_model; coder_plugin.create_loss",
+        "from coder_plugin.objective import Objective; Objective.parse('dcl + triplet')",
+    )
+    loaded = python(f"{FORKS.format(codes)}\nexec(code)\n{LOADED}").splitlines()
+    assert [set(line.split()) - {"torch", "numpy"} for line in loaded] == [{"loaded"}] * len(codes)
 
 
 def test_help_answers_at_once() -> None:

@@ -21,7 +21,7 @@ from tests.backbones import tiny_bert
 
 ALL_HEADS = {"ids", "momentum", "concepts", "prototypes"}
 OBJECTIVES = [
-    "ascl-clip", "ascl-fusion", "ascl-hybrid", "coder", "coder-clip", "coder-paper", "coder-printed",
+    "ascl-clip", "ascl-fusion", "ascl-hybrid", "coder", "coder-clip", "coder-paper", "coder-printed", "finetune-clip",
     "selfalign", "selfalign-clip", "vse-infinity",
 ]  # fmt: skip
 #: CODER, section 4.2, on VSE-infinity's base.
@@ -68,7 +68,7 @@ def options(name: str) -> dict[str, dict]:
 def test_names():
     assert recipes.objectives() == OBJECTIVES
     names = recipes.names()
-    assert len(names) == 78 and len({*names, *OBJECTIVES}) == 84
+    assert len(names) == 79 and len({*names, *OBJECTIVES}) == 85
     rows = {prefix: sum(name.startswith(f"{prefix}/") for name in names) for prefix in ("coder", "ascl", "selfalign")}
     assert rows == {"coder": 29, "ascl": 20, "selfalign": 12}, rows
 
@@ -77,10 +77,10 @@ def test_names():
 def test_every_recipe_resolves_and_survives_its_file_form(name):
     objective = objective_of(name)
     assert set(required_heads(objective)) <= ALL_HEADS | {
-        "asymmetry", "fusion", "alignment", "contexts", "views", "captioner", "progress"
+        "asymmetry", "fusion", "alignment", "contexts", "views", "captioner", "progress", "teacher",
     }  # fmt: skip
     assert Objective.from_dict(objective.to_dict()) == objective
-    coder, ascl = {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}, {"ascl", "clip"}
+    coder, ascl = {"triplet", "dcl", "m_dcl", "concept_dcl", "pgc"}, {"ascl", "clip", "distill"}
     selfalign = {"lca", "cra", "view_diversity", "caption"}
     assert {term.name for term in objective.terms} <= coder | ascl | selfalign
     if name in OBJECTIVES and recipes.has_recipe(name):
@@ -107,6 +107,7 @@ def test_every_recipe_resolves_and_survives_its_file_form(name):
         ("ascl-f30k-hybrid", ASCL_TRAINING),
         ("ascl-coco-hybrid", ASCL_TRAINING | {"lr": 5e-4}),
         ("ascl-clip", {"lr": 1e-5, "wd": 0.1}),
+        ("finetune-clip", {"lr": 1e-5, "wd": 0.1, "batch_size": 128, "epochs": 5, "warmup_epochs": 0.5, "grad_clip_norm": 1.0}),
         ("ascl/table2-without-fusion", ASCL_TRAINING),
         ("ascl/table2-triplet", ASCL_TRAINING),
         ("ascl/fig3-mixture", ASCL_TRAINING),

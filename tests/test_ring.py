@@ -221,8 +221,8 @@ def test_passes_go_to_the_next_rank(results) -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("triplet", "loss 'triplet' cannot pass blocks around .gather='ring'.: only dcl and clip can; take gather='all'"),
-        ("dcl + siglip", "loss 'siglip' cannot .* only dcl and clip can"),
+        ("triplet", "cannot pass blocks around .*: only dcl, clip and distill.kind=features. can; take"),
+        ("dcl + siglip", "loss 'siglip' cannot .* only dcl, clip and"),
         ("dcl(diversity=entropy)", "loss 'dcl' cannot .* not with diversity=entropy; take"),
         ("dcl(diversity_gradient=true)", "loss 'dcl' cannot .* not with diversity_gradient=true; take"),
         ("clip + dcl(diversity_over='batch+bank')", "loss 'dcl' cannot .* not with diversity_over=batch.bank; take"),

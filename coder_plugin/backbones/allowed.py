@@ -330,6 +330,11 @@ def transformers_size(folder: Path) -> int:
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if not isinstance(config, Mapping):
         raise CoderError(f"{folder / 'config.json'} cannot be read: it is not an object")
+    return encoder_size(config)
+
+
+def encoder_size(config: Mapping[str, Any]) -> int:
+    """A lower bound on the parameters of an encoder from its configuration in transformers' format."""
     sizes = {
         size: max((config[name] for name in names if type(config.get(name)) is int), default=0)
         for size, names in _TRANSFORMERS_SIZES.items()

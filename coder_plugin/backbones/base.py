@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from coder_plugin.backbones.norm import statistics_of
 from coder_plugin.backbones.word_embeddings import WordEmbeddings
+from coder_plugin.data.item import UNKNOWN_IMAGE
 
 #: The file of an export that holds a backbone's name and options.
 CONFIG = "coder_model.json"
@@ -60,35 +62,86 @@ def forward_with_heads(
     text_positive: Tensor | None = None,
     text_tags: Tensor | None = None,
     image_id: Tensor | None = None,
+    text_negatives: Tensor | None = None,
+    text_negative_ids: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Towers, aggregators and heads of a model in training mode. Generated captions enter here and nowhere else.
+    """Towers, aggregators and heads of a model in training mode. Further captions enter here and nowhere else.
 
     Args:
         model: has ``coder`` and, if a head adds texts, ``word_embeddings``.
         run_towers: (image, ids [R, T]) -> the backbone's outputs, and what heads may read besides.
         image: images as the towers read them. text: int64 [B, T].
         text_positive: positive captions [B, T]. text_tags: classes of words [B, T]. image_id: [B].
+        text_negatives: hard negatives of each image [B, n, T]. text_negative_ids: the ids of the images that they are captions
+            of [B, n]; -1 where that is not known, -2 where there is no text. None: no image is known.
 
     Returns:
         the backbone's outputs and the heads' ``coder_*`` keys.
+
+    Raises:
+        ValueError: hard negatives or ids of other shapes.
     """
     model.coder.watch(model)
     generator = model.coder.adds_texts
     texts = None
     if generator is not None and text is not None:
         texts = generator.further_texts(model.word_embeddings, text, text_positive)
+    rows = text if texts is None else texts.ids
+    if text is not None and text_negatives is not None:
+        text_negative_ids = _negative_ids(text, text_negatives, text_negative_ids)
+        if model.coder.encodes_negatives:  # after the captions and before generated texts, the last of which are noised
+            rows = torch.cat([text, text_negatives.flatten(0, 1), rows[len(text) :]])
+    encoded = 0 if text is None or rows is text else len(rows) - len(text if texts is None else texts.ids)
     with contextlib.ExitStack() as stack:
         if texts is not None:
             stack.enter_context(model.word_embeddings.noise_in(texts))
-            stack.enter_context(statistics_of(model, texts.batch))
-        outputs, intermediates = run_towers(image, text if texts is None else texts.ids)
+        if text is not None and rows is not text:
+            stack.enter_context(statistics_of(model, len(text)))
+        outputs, intermediates = run_towers(image, rows)
     features = _present({**outputs, **intermediates})
     features.update(model.coder.aggregate(features))
+    if encoded:
+        features = _split_negatives(features, len(text), encoded)
     if texts is not None:
         features = texts.split(features)
     outputs = {key: features.get(key, value) for key, value in outputs.items()}
-    inputs = {"image": image, "text": text, "text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
+    inputs = {
+        "image": image,
+        "text": text,
+        "text_positive": text_positive,
+        "text_tags": text_tags,
+        "image_id": image_id,
+        "text_negatives": text_negatives,
+        "text_negative_ids": text_negative_ids,
+    }
     return {**outputs, **model.coder({**features, **_present(inputs)})}
+
+
+def _negative_ids(text: Tensor, negatives: Tensor, ids: Tensor | None) -> Tensor:
+    """The ids of the hard negatives' images, checked."""
+    if negatives.ndim != 3 or (len(negatives), negatives.shape[2]) != tuple(text.shape):
+        raise ValueError(
+            f"text_negatives must have shape ({len(text)}, n, {text.shape[1]}), as text has {tuple(text.shape)}, got "
+            f"{tuple(negatives.shape)}"
+        )
+    if ids is None:
+        return text.new_full(negatives.shape[:2], UNKNOWN_IMAGE)
+    if ids.shape != negatives.shape[:2]:
+        raise ValueError(f"text_negative_ids must have shape {tuple(negatives.shape[:2])}, got {tuple(ids.shape)}")
+    return ids
+
+
+def _split_negatives(features: Mapping[str, Any], batch: int, count: int) -> dict[str, Any]:
+    """Every ``text_KEY`` without the rows of ``count`` hard negatives that follow those of the captions, and of these
+    ``negative_features`` [B, n, D]."""
+    split = dict(features)
+    for key, value in features.items():
+        if key.startswith("text_"):
+            rows = value.split([batch, count, len(value) - batch - count])
+            split[key] = torch.cat([rows[0], rows[2]]) if len(rows[2]) else rows[0]
+            if key == "text_features":
+                split["negative_features"] = rows[1].unflatten(0, (batch, -1))
+    return split
 
 
 def _present(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,6 +225,8 @@ class Backbone(nn.Module):
         text_positive: Tensor | None = None,
         text_tags: Tensor | None = None,
         image_id: Tensor | None = None,
+        text_negatives: Tensor | None = None,
+        text_negative_ids: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Images and ids [B, T] -> :data:`OUTPUT_KEYS` and, in training mode, the heads' ``coder_*`` keys.
 
@@ -179,8 +234,17 @@ class Backbone(nn.Module):
         """
         if not self.training:
             return self._run_towers(image, text)[0]
-        extra = {"text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
-        return forward_with_heads(self, self._run_towers, image, text, **extra)
+        return forward_with_heads(
+            self,
+            self._run_towers,
+            image,
+            text,
+            text_positive=text_positive,
+            text_tags=text_tags,
+            image_id=image_id,
+            text_negatives=text_negatives,
+            text_negative_ids=text_negative_ids,
+        )
 
     def _run_towers(self, image: Any, text: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         features = {"logit_scale": self.logit_scale.exp()}

@@ -66,11 +66,14 @@ class CoderCLIP:
         text_positive: Tensor | None = None,
         text_tags: Tensor | None = None,
         image_id: Tensor | None = None,
+        text_negatives: Tensor | None = None,
+        text_negative_ids: Tensor | None = None,
         **upstream: Any,
     ) -> Any:
         """Images [B, 3, H, W] and ids [B, T] -> open_clip's keys and, in training mode, the heads' ``coder_*`` keys.
 
-        ``text_positive`` [B, T], ``text_tags`` [B, T] and ``image_id`` [B] are for the heads that require them.
+        ``text_positive`` [B, T], ``text_tags`` [B, T], ``image_id`` [B], ``text_negatives`` [B, n, T] and ``text_negative_ids``
+        [B, n] are for the heads that require them (:func:`coder_plugin.backbones.base.forward_with_heads`).
 
         Raises:
             CoderError: an image dict of NaFlex.
@@ -79,8 +82,17 @@ class CoderCLIP:
             raise CoderError("NaFlex image dicts are not supported: give images as one tensor [B, 3, H, W]")
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(image, text, *args, **upstream)  # type: ignore[misc]
-        extra = {"text_positive": text_positive, "text_tags": text_tags, "image_id": image_id}
-        return forward_with_heads(self, partial(self._run_towers, args, upstream), image, text, **extra)
+        return forward_with_heads(
+            self,
+            partial(self._run_towers, args, upstream),
+            image,
+            text,
+            text_positive=text_positive,
+            text_tags=text_tags,
+            image_id=image_id,
+            text_negatives=text_negatives,
+            text_negative_ids=text_negative_ids,
+        )
 
     def _run_towers(
         self, args: tuple[Any, ...], upstream: dict[str, Any], image: Tensor | None, text: Tensor | None
@@ -459,11 +471,19 @@ def available_keys(model: Any) -> set[str]:
 def extend(model: Any, coder: nn.Module, capture: FeatureCapture | None) -> Any:
     """Make ``model`` an instance of a subclass of its class that runs ``coder`` inside forward. Returns the same object."""
     cls = type(model)
-    extended = type(f"Coder{cls.__name__}", (CoderCLIP, cls), {"__module__": cls.__module__})
+    mixin = getattr(model, "coder_class", CoderCLIP)  # transformers' models have one of their own
+    extended = type(f"Coder{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
     model.__class__ = extended
     model.coder = coder
     model._coder_capture = capture
     return model
+
+
+def retract(model: Any) -> None:
+    """Undo :func:`extend`, in place: the model has its own class again, and no heads. The hooks of its capture stay and, as
+    nothing starts it, do nothing."""
+    model.__class__ = next(cls for cls in type(model).__mro__ if not issubclass(cls, CoderCLIP))
+    del model.coder, model._coder_capture
 
 
 def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEmbeddings:
@@ -474,6 +494,8 @@ def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEm
     """
     import open_clip
 
+    if hasattr(model, "make_word_embeddings"):  # a model of transformers
+        return model.make_word_embeddings()
     if hasattr(model, "text_decoder"):
         raise CoderError(f"{name} generates captions from images, so generated texts cannot be encoded with its captions")
     try:
@@ -486,9 +508,9 @@ def make_word_embeddings(model: Any, name: str, cache_dir: str | None) -> WordEm
 
 def probe_backbone(model: Any, capture: FeatureCapture | None) -> BackboneInfo:
     """Sizes of an open_clip model. Token channels are measured in one forward of a blank image and text."""
-    embed_dim = _embed_dim(model)
+    dim = embed_dim(model)
     if capture is None:
-        return BackboneInfo(embed_dim=embed_dim)
+        return BackboneInfo(embed_dim=dim)
     size = model.visual.image_size
     height, width = (size, size) if isinstance(size, int) else size
     stem = next(parameter for parameter in model.visual.parameters() if parameter.ndim == 4)
@@ -502,10 +524,11 @@ def probe_backbone(model: Any, capture: FeatureCapture | None) -> BackboneInfo:
     model.train(training)
     features = capture.collect(text)
     channels = {key: features[key].shape[-1] for key in _CHANNEL_KEYS if key in features}
-    return BackboneInfo(embed_dim=embed_dim, **channels)
+    return BackboneInfo(embed_dim=dim, **channels)
 
 
-def _embed_dim(model: Any) -> int:
+def embed_dim(model: Any) -> int:
+    """D of an open_clip model."""
     text = getattr(model, "text", model)
     projection = getattr(text, "text_projection", None)
     if isinstance(projection, nn.Linear):

@@ -66,8 +66,7 @@ class FeatureCapture:
         self._depth = 1  # number of timm's last feature maps
         if self.keys & _token_keys("image"):
             self._hook_image(model.visual)
-        if "image_pooled" in keys:
-            self._on_output(model.visual, "image_pooled", lambda output: output[0] if isinstance(output, tuple) else output)
+        self._hook_pooled(model)
         if self.keys & _token_keys("text"):
             self._hook_text(model)
 
@@ -152,6 +151,9 @@ class FeatureCapture:
             raise CoderError(f"context_blocks {self.context_blocks}: the {tower} tower has {len(blocks)} blocks")
         return blocks[-self.context_blocks]
 
+    def _hook_pooled(self, model: Any) -> None:
+        self._on_output(model.visual, "image_pooled", lambda output: output[0] if isinstance(output, tuple) else output)
+
     def _hook_image(self, visual: Any) -> None:
         from open_clip.modified_resnet import ModifiedResNet
         from open_clip.timm_model import TimmModel
@@ -195,7 +197,8 @@ class FeatureCapture:
         if not hasattr(trunk, "forward_intermediates"):
             raise CoderError(f"no token features from timm's {type(trunk).__name__}")
         cls = type(visual)
-        visual.__class__ = type(cls.__name__, (_TimmCapture, cls), {"__module__": cls.__module__})
+        if not isinstance(visual, _TimmCapture):  # of an earlier capture
+            visual.__class__ = type(cls.__name__, (_TimmCapture, cls), {"__module__": cls.__module__})
         visual._coder_capture = self
 
     def _num_context_maps(self, trunk: Any) -> int:

@@ -12,8 +12,10 @@ from coder_plugin.errors import CoderError
 
 #: Our own configurations of open_clip models.
 CONFIGS = Path(__file__).parent / "model_configs"
-#: What a name that open_clip looks up elsewhere begins with.
-SCHEMES = ("hf-hub:", "local-dir:")
+#: What the name of a model of transformers begins with, if it is not a folder's: ``transformers:OWNER/NAME``.
+TRANSFORMERS = "transformers:"
+#: What a name that is looked up elsewhere begins with.
+SCHEMES = ("hf-hub:", "local-dir:", TRANSFORMERS)
 
 
 def model_names() -> list[str]:

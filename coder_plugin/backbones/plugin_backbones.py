@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from coder_plugin import registry
 from coder_plugin.backbones.base import CONFIG, Backbone
@@ -83,21 +83,37 @@ def load_weights(model: Backbone, path: str) -> None:
     Raises:
         CoderError: no such file, or tensors that are missing, left over or of another shape.
     """
-    weights: Mapping[str, Tensor]
+    if path.endswith(".safetensors") or not Path(path).is_file():
+        fit_weights(model, read_weights(path), path)
+        return
+    from coder_plugin.backbones.released_checkpoints import read_released
+
+    fit_weights(model, read_released(path, model), path)
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """The tensors of a ``.safetensors`` file.
+
+    Raises:
+        CoderError: no such file, or it cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     if not Path(path).is_file():
         raise CoderError(f"weights {path} do not exist")
-    if path.endswith(".safetensors"):
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CoderError(f"weights {path} cannot be read: {error}") from error
 
-        try:
-            weights = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise CoderError(f"weights {path} cannot be read: {error}") from error
-    else:
-        from coder_plugin.backbones.released_checkpoints import read_released
 
-        weights = read_released(path, model)
+def fit_weights(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
+    """Load the tensors of a file into a model, in place.
+
+    Raises:
+        CoderError: tensors that are missing, left over or of another shape.
+    """
     expected = {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
     missing, left = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     wrong = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]

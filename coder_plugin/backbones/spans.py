@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from coder_plugin.backbones.tokenizers import Located, Span
+from coder_plugin.backbones.transformers_files import TransformersTokenizer
 from coder_plugin.errors import CoderError
 
 Locate = Callable[[list[str]], tuple[Tensor, list[Located]]]
@@ -31,7 +32,7 @@ def locator(tokenizer: Any) -> Locate:
     if isinstance(tokenizer, SimpleTokenizer):
         return partial(_by_word, tokenizer)
     kind = type(tokenizer).__name__
-    if isinstance(tokenizer, (HFTokenizer, SigLipTokenizer)):
+    if isinstance(tokenizer, (HFTokenizer, SigLipTokenizer, TransformersTokenizer)):
         if tokenizer.tokenizer.is_fast:
             return partial(_by_offset, tokenizer)
         kind = type(tokenizer.tokenizer).__name__
@@ -63,7 +64,7 @@ def _by_word(tokenizer: Any, captions: list[str]) -> tuple[Tensor, list[Located]
 
 
 def _by_offset(tokenizer: Any, captions: list[str]) -> tuple[Tensor, list[Located]]:
-    """For open_clip's wrappers around a fast tokenizer of transformers, which returns offsets."""
+    """For wrappers, open_clip's and ours, around a fast tokenizer of transformers, which returns offsets."""
     from open_clip.tokenizer import basic_clean, canonicalize_text
 
     ids, inner = tokenizer(captions), tokenizer.tokenizer

@@ -8,7 +8,20 @@ import sys
 from collections.abc import Sequence
 
 from coder_plugin import __version__
-from coder_plugin.cli import concepts, doctor, eval, index, plugins, recipes, regions, report, search, share, train
+from coder_plugin.cli import (
+    concepts,
+    doctor,
+    eval,
+    index,
+    mine,
+    plugins,
+    recipes,
+    regions,
+    report,
+    search,
+    share,
+    train,
+)
 from coder_plugin.cli.parsing import CommandParser
 from coder_plugin.errors import CoderError
 from coder_plugin.terminal import PrintableFormatter, echo
@@ -47,6 +60,6 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, eval, report, index, search, concepts, regions, recipes, share, plugins, doctor):
+    for command in (train, eval, report, index, search, mine, concepts, regions, recipes, share, plugins, doctor):
         command.add_parser(commands)
     return parser

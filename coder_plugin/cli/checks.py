@@ -16,7 +16,9 @@ from coder_plugin.objective import check_names
 from coder_plugin.registry import list_plugins, names
 
 #: Options that name files or folders which must exist.
-FILES = ("train_data", "val_data", "image_root", "concepts", "pretrained_image_path")
+FILES = (
+    "train_data", "val_data", "image_root", "concepts", "negatives_file", "pretrained_image_path", "zeroshot", "classnames"
+)
 #: Files of weights; anything else that ``--pretrained`` names may be a tag of open_clip.
 _WEIGHTS = re.compile(r"\.(pt|pth|bin|safetensors|npz)$")
 

@@ -15,7 +15,8 @@ from coder_plugin.terminal import echo
 
 def flags() -> list[str]:
     """The options of training that concern model, loss, data or machine."""
-    more = ("batch_size", "accum_freq", "epochs", "precision", "logs", "seed")
+    more = ["batch_size", "accum_freq", "epochs", "lr", "opt", "layer_decay", "text_lr_scale", "precision", "logs", "seed"]
+    more += ["recipe", "zeroshot", "classnames", "templates"]
     subjects = ("model", "loss", "data")
     return [name for name, option in options_by_name().items() if option.subject in subjects or name in more]
 

@@ -41,10 +41,17 @@ _METAVARS = {
     "logs": "FOLDER",
     "csv_img_key": "COLUMN",
     "csv_caption_key": "COLUMN",
+    "csv_negatives_key": "COLUMN",
+    "negatives_file": "FILE",
     "csv_separator": "CHARACTER",
+    "image_column": "COLUMN",
+    "caption_column": "COLUMN",
+    "key_column": "COLUMN",
     "resume": "CHECKPOINT",
     "report_to": "TRACKERS",
     "rerank": "K",
+    "zeroshot": "FOLDER",
+    "classnames": "FILE",
 }
 
 

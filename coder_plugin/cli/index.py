@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
@@ -72,13 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
 def index_command(arguments: argparse.Namespace) -> str:
     """Build the index that the flags describe; returns a summary."""
     from coder_plugin import distributed
-    from coder_plugin.backbones.base import Backbone
     from coder_plugin.cli.flags import read_options
-    from coder_plugin.config import OPENING, READING
     from coder_plugin.data.from_config import make_source, pictures_under_regions
     from coder_plugin.data.pictures import Pictures, is_pictures
-    from coder_plugin.index.build import absolute, build_index, model_record
-    from coder_plugin.pretrained.build import check_data, first_image
     from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
 
     options = read_options(arguments)
@@ -90,27 +88,19 @@ def index_command(arguments: argparse.Namespace) -> str:
     else:
         source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
     export = arguments.export or default_export(spec)
-    model = open_pretrained(spec, options, export=export, name=spec)
-    if arguments.what != "captions":
-        example = first_image(source, reads_regions=isinstance(model.model, Backbone))
-        check_data(model.model, example, source.name, max_regions=model.config.max_regions)
-    overrides = {name: options[name] for name in OPENING if name in options}
-    manifest = build_index(
+    manifest = write_index(
         arguments.output,
-        model.encoder(),
+        open_pretrained(spec, options, export=export, name=spec),
         source,
-        model=model_record(model, spec, export=export, options=overrides),
+        model_from={"spec": spec, "export": export, "options": options},
+        data=data,
+        location=arguments.data,
+        split=arguments.split,
         what=arguments.what,
         factory=arguments.factory,
         thumbnails=arguments.thumbnails,
         rerank=arguments.rerank_items,
         pictures=pictures,
-        data={
-            "data": _absolute_data(arguments.data),
-            "split": arguments.split,
-            "precision": model.config.precision,
-            **{name: absolute(getattr(data, name)) for name in READING},
-        },
     )
     if distributed.rank() != 0:
         return ""
@@ -124,7 +114,59 @@ def index_command(arguments: argparse.Namespace) -> str:
     return f"index {arguments.output}: {sizes_text}; vectors of {vectors}{lost}"
 
 
-def _absolute_data(data: str) -> str:
+def write_index(
+    folder: str | Path,
+    model: Any,
+    source: Any,
+    *,
+    model_from: Mapping[str, Any],
+    data: Any,
+    location: str,
+    split: str,
+    **options: Any,
+) -> dict[str, Any]:
+    """Encode a data set into an index, after a check that the model reads it.
+
+    Args:
+        folder: to write.
+        model: :class:`~coder_plugin.pretrained.open.PretrainedModel`.
+        source: the data.
+        model_from: what the model was opened with: ``spec``, ``export``, and ``options`` by flat name.
+        data: how the data are read, a :class:`~coder_plugin.config.DataConfig`.
+        location: their name or path.
+        split: of them.
+        **options: of :func:`~coder_plugin.index.build.build_index`.
+
+    Returns:
+        The manifest.
+    """
+    from coder_plugin.backbones.base import Backbone
+    from coder_plugin.config import OPENING, READING
+    from coder_plugin.index.build import absolute, build_index, model_record
+    from coder_plugin.pretrained.build import check_data, first_image
+
+    if options.get("what") != "captions":
+        example = first_image(source, reads_regions=isinstance(model.model, Backbone))
+        check_data(model.model, example, source.name, max_regions=model.config.max_regions)
+    opened = {name: value for name, value in model_from["options"].items() if name in OPENING}
+    return build_index(
+        folder,
+        model.encoder(),
+        source,
+        model=model_record(model, model_from["spec"], export=model_from["export"], options=opened),
+        data={
+            "data": absolute_data(location),
+            "split": split,
+            "precision": model.config.precision,
+            **{name: absolute(getattr(data, name)) for name in READING},
+        },
+        **options,
+    )
+
+
+def absolute_data(data: str) -> str:
     """The data's name, the same from whichever working directory; commands and addresses stay as they are."""
-    unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith("pipe:")
+    from coder_plugin.data import HUB
+
+    unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith(("pipe:", *HUB))
     return data if unchanged else os.path.abspath(data)

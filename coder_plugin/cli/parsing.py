@@ -29,6 +29,8 @@ _ELSEWHERE = {
     "--checkpoint": "--resume",
     "--wandb": "--report-to",
     "--tokenizer": "--model",
+    "--margin": "--relative-margin",
+    "--top-k": "--num-negatives",
 }
 
 

@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "has the flag. Several processes: accelerate launch -m coder_plugin.cli train ...",
     )
     add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan, with every option, as JSON")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print all of the plan, as JSON")
     parser.set_defaults(run=run)
 
 
@@ -79,6 +79,10 @@ def summary(trainer: Trainer, result: Mapping[str, Any]) -> str:
         if best := result["best"]:
             rows[f"best (epoch {best['epoch']})"] = best
         lines += ["", format_table(rows), f"chance R@1: {100 / last['images']:.2f} %   images: {last['images']}"]
+    if trainer.zero_shot:
+        from coder_plugin.training.fine_tuning import format_accuracy
+
+        lines.append(format_accuracy(trainer.zero_shot))
     lines.append(f"checkpoints, exports and metrics: {result['folder']}")
     return "\n".join([*lines, "next:", *(f"  {command}" for command in next_commands(trainer))])
 
@@ -100,6 +104,8 @@ def next_commands(trainer: Trainer) -> list[str]:
     export = [] if trainer.best else ["--export", "last"]
     known = config.data.val is not None and all(map(is_local, filter(None, (data, config.data.regions))))
     evaluate = [] if known or config.data.on_scenes else ["--val-data", data, *reading]  # eval takes no others from the run
+    if config.evaluation.zeroshot is not None and config.model.pretrained:  # also weights between those before and after
+        evaluate += ["--zeroshot", config.evaluation.zeroshot, "--wise-ft", "0", "0.25", "0.5", "0.75", "1"]
     unseen = config.data.val is not None or config.data.on_scenes  # recall on the training data would say little
     commands = (
         *([["eval", folder, *export, *evaluate]] if unseen else []),

@@ -14,16 +14,19 @@ __all__ = ["check_location", "guess_kind", "open_source", "to_device"]
 
 #: Endings of picture files.
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_TABLES = {"_caps.txt": "caps", ".csv": "csv", ".tsv": "csv", ".txt": "csv"}
+_TABLES = {"_caps.txt": "caps", ".csv": "csv", ".tsv": "csv", ".txt": "csv", ".parquet": "hf"}
+#: How data sets of the Hugging Face hub begin; shards on it begin with ``hf://``.
+HUB = ("hf:", "hf-streaming:")
 _PATTERN = "{*?["
 _PEEK = 65536  # bytes: COCO's files have tens of megabytes
 
 
-def open_source(spec: str, kind: str = "auto", *, split: str = "train", **options: Any) -> Source:
+def open_source(spec: Any, kind: str = "auto", *, split: str = "train", **options: Any) -> Source:
     """Open the data set ``spec`` by the reader ``kind``, one of the entry points ``coder_plugin.readers``.
 
     Args:
-        spec: a file, folder, shard pattern, or ``scenes``.
+        spec: a file, folder, shard pattern, name on the hub (``hf:OWNER/NAME``), or ``scenes``; or a ``Dataset`` or
+            ``IterableDataset`` of Hugging Face's ``datasets``.
         kind: the reader; ``auto`` tells it from the spec (:func:`guess_kind`).
         split: which split, where a data set holds several.
         options: of the reader; those that are None are ignored.
@@ -39,7 +42,8 @@ def open_source(spec: str, kind: str = "auto", *, split: str = "train", **option
     from coder_plugin.data.source import ItemSource
     from coder_plugin.registry import load
 
-    kind = guess_kind(spec) if kind == "auto" else kind
+    if kind == "auto":
+        kind = guess_kind(spec) if isinstance(spec, str) else "hf"
     reader: Any = load("readers", kind)
     options = {name: value for name, value in options.items() if value is not None}
     _check_options(kind, reader, options)
@@ -65,6 +69,8 @@ def guess_kind(spec: str) -> str:
 
     if spec == "scenes":
         return "scenes"
+    if spec.startswith(HUB) and not spec.startswith("hf://"):
+        return spec.partition(":")[0]
     if spec.startswith("pipe:") or "::" in spec:
         return "webdataset"
     if os.path.isdir(spec):
@@ -79,8 +85,8 @@ def guess_kind(spec: str) -> str:
     check_location(spec)
     raise CoderError(
         f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, a _caps.txt, "
-        "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset or CLIP_benchmark, or 'scenes', or set the "
-        "kind (--dataset-type)"
+        "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset, CLIP_benchmark or Hugging Face datasets, "
+        "hf:OWNER/NAME of the hub, .parquet files, or 'scenes', or set the kind (--dataset-type)"
     )
 
 
@@ -97,7 +103,7 @@ def check_location(spec: str) -> None:
 
     from coder_plugin.errors import CoderError, did_you_mean
 
-    marks = ("<", "pipe:", "file:")
+    marks = ("<", "pipe:", "file:", *HUB)
     if spec == "scenes" or spec.startswith(marks) or "::" in spec or "://" in spec or any(sign in spec for sign in _PATTERN):
         return
     if os.path.exists(spec):
@@ -134,6 +140,8 @@ def _folder_kind(spec: str) -> str:
         return "precomp"
     if has("[0-9]*/[0-9]*.json") or has("[0-9]*/[0-9]*.txt"):
         return "img2dataset"
+    if any(map(has, ("state.json", "dataset_dict.json", "metadata.csv", "metadata.jsonl", "*.parquet", "*/*.parquet"))):
+        return "hf"  # save_to_disk's, pictures with a table of captions, or Parquet files
     inside = islice(os.walk(spec), 20)  # also in subfolders, but not all of a large tree
     if any(name.lower().endswith(PICTURES) for _, _, names in inside for name in names):
         raise CoderError(
@@ -143,7 +151,8 @@ def _folder_kind(spec: str) -> str:
         )
     raise CoderError(
         f"cannot tell what kind of data the folder {spec!r} holds: neither SCAN's (train_ims.npy), CLIP_benchmark's "
-        f"(nshards.txt) nor img2dataset's files (00000/000000000.txt); for shards, give '{spec}/*.tar'"
+        "(nshards.txt), img2dataset's (00000/000000000.txt) nor Hugging Face datasets' files (state.json, .parquet); for "
+        f"shards, give '{spec}/*.tar'"
     )
 
 

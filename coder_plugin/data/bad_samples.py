@@ -19,6 +19,7 @@ KINDS = {
     "file_size": "a file in a shard, or an array, that is larger than any sample's should be",
     "json": "JSON that is broken or nested too deep",
     "caption": "no caption, an empty one, or one that is not text",
+    "negative": "hard negatives that are not a list of texts, or an empty one among them",
     "regions": "region features that are missing, damaged, not finite, or of another shape or dtype",
     "region_width": "region features of another width than the model reads",
     "duplicate": "two files of one name in a sample",

@@ -61,10 +61,7 @@ def decode_image(data: bytes | str, *, max_pixels: int | None = None) -> Image.I
             with Image.open(file, formats=FORMATS) as picture:
                 width, height = picture.size
                 if width * height > limit:
-                    raise BadSample(
-                        "picture_size",
-                        f"{width} x {height} pixels are more than the {limit:,} that --max-image-pixels allows",
-                    )
+                    raise _too_many(f"{width} x {height}", limit)
                 if picture.mode == "RGB" and picture.format == "JPEG":  # convert would copy it
                     picture.load()
                     picture.info[STORED] = picture.mode
@@ -79,12 +76,32 @@ def decode_image(data: bytes | str, *, max_pixels: int | None = None) -> Image.I
         except Image.DecompressionBombError as exc:
             pixels = re.search(r"\d+", str(exc))
             count = f"{int(pixels[0]):,}" if pixels else "its"
-            raise BadSample(
-                "picture_size", f"{count} pixels are more than the {limit:,} that --max-image-pixels allows"
-            ) from None
+            raise _too_many(count, limit) from None
         except Exception as exc:  # Pillow raises many kinds of errors on damaged files
             name = "" if type(exc) in (OSError, ValueError) else f"{type(exc).__name__}: "
             raise BadSample("picture", f"{name}{exc}") from exc
+
+
+def from_picture(picture: Image.Image, *, max_pixels: int | None = None) -> Image.Image:
+    """A picture that is open already, as :func:`decode_image` returns those of files.
+
+    Raises:
+        BadSample: it has too many pixels, or cannot be decoded.
+    """
+    limit = MAX_PIXELS if max_pixels is None else max_pixels
+    width, height = picture.size
+    if width * height > limit:
+        raise _too_many(f"{width} x {height}", limit)
+    try:
+        converted = picture.convert("RGB")
+    except Exception as exc:
+        raise BadSample("picture", str(exc)) from exc
+    converted.info[STORED] = picture.mode
+    return converted
+
+
+def _too_many(pixels: str, limit: int) -> BadSample:
+    return BadSample("picture_size", f"{pixels} pixels are more than the {limit:,} that --max-image-pixels allows")
 
 
 def _open(path: str) -> io.BufferedReader:

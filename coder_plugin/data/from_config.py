@@ -10,6 +10,7 @@ from typing import Any
 from coder_plugin.config import DataConfig
 from coder_plugin.data import guess_kind, open_source
 from coder_plugin.data.bad_samples import BadSamples, describe
+from coder_plugin.data.hard_negatives import NEGATIVES, HardNegatives, read_negatives
 from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import RegionFile
 from coder_plugin.data.regions.join import Joined, RegionSource
@@ -19,11 +20,14 @@ from coder_plugin.locations import check_local
 log = logging.getLogger(__name__)
 
 _PIXELS = {"max_image_pixels": "max_pixels"}
+_COLUMNS = {name: name for name in ("image_column", "caption_column", "key_column")}
 #: The options that each reader takes, and their names as its arguments; a third-party reader takes all of them.
 _READER_OPTIONS = {
     "caps": {},
     "coco": {"image_root": "images", **_PIXELS},
     "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key", **_PIXELS},
+    "hf": {**_COLUMNS, **_PIXELS},
+    "hf-streaming": {**_COLUMNS, **_PIXELS},
     "img2dataset": _PIXELS,
     "karpathy": {"image_root": "images", **_PIXELS},
     "precomp": {},
@@ -31,7 +35,7 @@ _READER_OPTIONS = {
     "scenes": {},
 }
 #: Readers that check for picture files, which are not needed where regions take the pictures' place.
-_PICTURE_READERS = ("coco", "csv", "karpathy")
+_PICTURE_READERS = ("coco", "csv", "hf", "hf-streaming", "karpathy")
 
 
 def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | None:
@@ -61,12 +65,23 @@ def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | N
     elif config.on_scenes:  # train on scenes, evaluate on other data
         kind = "auto"
     options = reading_options(replace(config, dataset_type=kind), spec, pictures=config.regions is None)
+    if split == "train" and config.hard_negatives:
+        options.update(_negatives_options(config, options["kind"]))
     if split == "train" and config.dataset_resampled:
         if options["kind"] in _READER_OPTIONS and options["kind"] != "webdataset":
             raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {options['kind']!r}")
         options["resampled"] = True
     source = open_source(spec, split=split, **options)
     return join_regions(source, config, split=split) if join and config.regions is not None else source
+
+
+def object_source(config: DataConfig, dataset: Any, *, split: str) -> Any:
+    """A ``Dataset`` or ``IterableDataset`` of Hugging Face's ``datasets`` as a source, with the regions if they are set."""
+    options = reading_options(replace(config, dataset_type="hf"), "", pictures=config.regions is None)
+    if split == "train" and config.hard_negatives:
+        options.update(_negatives_options(config, "hf"))
+    source = open_source(dataset, split=split, **options)
+    return source if config.regions is None else join_regions(source, config, split=split)
 
 
 def join_regions(source: Any, config: DataConfig, *, split: str) -> RegionSource:
@@ -108,6 +123,33 @@ def reading_options(config: DataConfig, spec: str, *, pictures: bool = True) -> 
     if kind in _PICTURE_READERS and not pictures:
         options["pictures"] = False
     return {"kind": kind, **options}
+
+
+def _negatives_options(config: DataConfig, kind: str) -> dict[str, str]:
+    """What a reader is told to read hard negatives from."""
+    if config.csv_negatives_key is not None and kind != "csv":
+        raise CoderError(f"--csv-negatives-key is for CSV tables, and these data are read by {kind!r}: take --negatives-file")
+    if kind == "csv":
+        return {"csv_negatives_key": config.csv_negatives_key or NEGATIVES}
+    names = {"webdataset": "negatives_key", "hf": "negatives_column", "hf-streaming": "negatives_column"}
+    return {names[kind]: NEGATIVES} if kind in names else {}
+
+
+def make_negatives(config: DataConfig, source: Any) -> HardNegatives | None:
+    """What draws the hard negatives of the training data; None without ``--hard-negatives``.
+
+    Raises:
+        CoderError: a faulty ``--negatives-file``, flags that need ``--hard-negatives``, or no image has a hard negative.
+    """
+    if not config.hard_negatives:
+        flags = {"--negatives-file": config.negatives_file, "--csv-negatives-key": config.csv_negatives_key}
+        if given := [flag for flag, value in flags.items() if value is not None]:
+            raise CoderError(f"{given[0]} without --hard-negatives N, how many are drawn for each image: give both")
+        return None
+    table = {} if config.negatives_file is None else read_negatives(config.negatives_file)
+    negatives = HardNegatives(config.hard_negatives, table)
+    negatives.check(source)
+    return negatives
 
 
 def make_regions(config: DataConfig, *, split: str) -> RegionFile:

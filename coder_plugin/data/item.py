@@ -34,6 +34,8 @@ NO_POSITIVE = "none"
 #: The kind of a positive whose tokens equal the caption's, since the context length cut what was added. Where a tokenizer
 #: drops words at random, equal texts rarely have equal tokens, so only few of these are counted.
 SAME_TOKENS = "same tokens"
+#: In place of the id of a hard negative's image: the image is not known; there is no text in this place.
+UNKNOWN_IMAGE, NO_TEXT = -1, -2
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Item:
             same kind of name for all images of a data set, None where an image has none.
         others: in a training sample, the image's other captions in their order.
         caption_names: the captions' names, such as their numbers in COCO, one each; or empty.
+        negatives: hard negatives, texts that are wrong for the image.
+        negative_ids: the ids of the images that the negatives are captions of, one each, -1 where that is not known; or empty.
         fault: why the sample cannot be used, found by its reader (:func:`bad_item`); None for all others.
 
     Example:
@@ -61,6 +65,8 @@ class Item:
     names: tuple[str | None, ...] = ()
     others: tuple[str, ...] = ()
     caption_names: tuple[str | None, ...] = ()
+    negatives: tuple[str, ...] = ()
+    negative_ids: tuple[int, ...] = ()
     fault: BadSample | None = None
 
     @property

@@ -19,7 +19,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples
-from coder_plugin.data.item import NO_POSITIVE, SAME_TOKENS, Item
+from coder_plugin.data.hard_negatives import HardNegatives
+from coder_plugin.data.item import NO_POSITIVE, NO_TEXT, SAME_TOKENS, Item
 from coder_plugin.data.remainder import Chunked, Remainder
 from coder_plugin.data.source import (
     Chunk,
@@ -69,7 +70,7 @@ class _Position:
     """What decides which batch comes next. ``leftover`` counts the unused rows at the end of the last chunk, which worker
     ``last`` made; a batch is never larger than a chunk, so there are none before it. ``offset`` is the place in that chunk of
     the first of them. ``before`` counts the samples of all ranks that other settings have used, whose positions ``rest`` holds:
-    everything else counts from there."""
+    everything else counts from there. ``states`` holds for each worker that of its last chunk, where the source has states."""
 
     epoch: int
     batches: int = 0
@@ -79,6 +80,7 @@ class _Position:
     offset: int = 0
     before: int = 0
     rest: list[dict[str, Any]] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
 
 
 _POSITION = tuple(each.name for each in fields(_Position))
@@ -124,6 +126,9 @@ class TrainLoader:
         shuffle_buffer: samples from which a stream of shards is shuffled.
         positives: adds ``text_positive`` [B, T] int64, the tokens of a positive caption for each row; everything else stays
             the same. ``positives_made`` counts the rows by the kind of their positive.
+        negatives: adds ``text_negatives`` [B, n, T] int64, the tokens of n hard negatives for each row, and
+            ``text_negative_ids`` [B, n] int64, the ids of the images that they are captions of: -1 where that is not known, -2
+            where there is no text (its tokens are those of an empty one). ``negatives_drawn`` counts filled and empty places.
         tags: adds ``text_tags`` [B, T] int64, the class of each token's word; ids stay the same. ``tagged`` counts tokens by
             class, captions, and ``unmatched`` captions.
 
@@ -160,6 +165,7 @@ class TrainLoader:
         pin_memory: bool = False,
         shuffle_buffer: int = 2000,
         positives: MakePositive | None = None,
+        negatives: HardNegatives | None = None,
         tags: TagWords | None = None,
     ) -> None:
         for name, number, least in (("batch size", batch_size, 1), ("workers", workers, 0)):
@@ -170,11 +176,13 @@ class TrainLoader:
         self.steps_per_epoch = count_steps(source.name, self.samples_per_epoch, batch_size, world_size)
         self.bad = BadSamples(source.name, max_bad_samples)
         self._workers, self._pin_memory = workers, pin_memory and torch.cuda.is_available()
-        self._transform, self._tokenizer, self._positives = transform, tokenizer, positives
+        self._transform, self._tokenizer = transform, tokenizer
+        self._positives, self._negatives = positives, negatives
         if tags is not None:
             tags.check(tokenizer)
         self._tags = tags
         self.positives_made: Counter[str] = Counter()
+        self.negatives_drawn: Counter[str] = Counter()
         self.tagged: Counter[str] = Counter()
         self._plan = Plan(
             seed=seed,
@@ -222,7 +230,8 @@ class TrainLoader:
         at = self._at
         return {
             **{name: getattr(at, name) for name in _POSITION},
-            "consumed": list(at.consumed),  # the only list that changes while batches are made
+            "consumed": list(at.consumed),  # the only lists that change while batches are made
+            "states": list(at.states) if any(at.states) else [],
             "of": self._batches_of(self._at),
             "setting": self._setting(),
             "rank": self._plan.rank,
@@ -240,22 +249,25 @@ class TrainLoader:
             skips[first] -= 1
         plan = replace(self._plan, epoch=start.epoch)
         source: Chunked = Remainder(self.source, start.rest) if start.rest else self.source
-        stream = _TrainStream(
-            source, plan, tuple(skips), first, self._transform, self._tokenizer, self._positives, self._tags
-        )
+        states = list(start.states) or [None] * plan.workers
+        starts = tuple([None] * plan.workers if start.rest else states)
+        make_texts = self._tokenizer, self._positives, self._negatives, self._tags
+        stream = _TrainStream(source, plan, tuple(skips), starts, first, self._transform, *make_texts)
         left: dict[str, Any] = {}
         at, again, size, of = start, start.leftover, plan.batch_size, self._batches_of(start)
-        consumed, at.consumed = skips, list(start.consumed)
+        consumed, at.consumed, at.states = skips, list(start.consumed), list(states)
         if at.batches >= of:
             return
         for chunk in _load(stream, self._workers, self._pin_memory):
             if not again:  # else it was counted before
                 self.bad.add(len(chunk) + len(chunk.bad), chunk.bad)
             self.positives_made.update(chunk.positives)
+            self._count_negatives(chunk)
             if self._tags is not None and chunk.learned is not None:
                 self.tagged.update(chunk.learned.counts)
                 self._tags.add(chunk.learned.classes)
             consumed[chunk.worker] += 1
+            states[chunk.worker] = chunk.state
             if again:
                 if len(chunk) < again:
                     raise CoderError(f"{self.source.name}: images that were readable before can no longer be read")
@@ -266,7 +278,7 @@ class TrainLoader:
             rest = len(chunk) - size
             if rest >= 0:
                 at.batches += 1
-                at.consumed[:] = consumed  # with the chunks that had too few rows for a batch
+                at.consumed[:], at.states[:] = consumed, states  # with the chunks that had too few rows for a batch
                 at.last, at.leftover, at.offset = chunk.worker, rest, chunk.good[-rest] if rest else 0
                 self._again = _read_again(chunk, rest)
                 # Cloned, so that it does not keep the whole batch in memory.
@@ -286,6 +298,13 @@ class TrainLoader:
             at.batches,
             of,
         )
+
+    def _count_negatives(self, chunk: Chunk) -> None:
+        """Count the places, and warn once 1,000 rows had no hard negative (a small data set is checked before training)."""
+        before, drawn = self.negatives_drawn.total(), self.negatives_drawn
+        drawn.update(chunk.negatives)
+        if self._negatives is not None and not drawn["filled"] and before < 1000 * self._negatives.count <= drawn.total():
+            log.warning("%s: none of the first 1,000 samples has a hard negative", self.source.name)
 
     def _setting(self) -> dict[str, Any]:
         plan = self._plan
@@ -404,17 +423,21 @@ class _TrainStream(_Stream):
     source: Chunked
     plan: Plan
     skips: tuple[int, ...]
+    starts: tuple[Any, ...]
     first: int
     transform: Callable[[Any], Any]
     tokenizer: Callable[[list[str]], torch.Tensor]
     positives: MakePositive | None = None
+    negatives: HardNegatives | None = None
     tags: TagWords | None = None
 
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         worker = (worker + self.first) % workers
-        plan = replace(self.plan, worker=worker, skip=self.skips[worker])
-        for items in self.source.chunks(plan):
+        plan = replace(self.plan, worker=worker, skip=self.skips[worker], start=self.starts[worker])
+        chunks = self.source.chunks(plan)
+        for items in chunks:
             chunk, good = decode(items, self.transform, seed=plan.seed, epoch=plan.epoch, worker=worker)
+            chunk = replace(chunk, state=getattr(chunks, "state", None))
             if good:
                 texts = [items[number].captions[0] for number in good]
                 with isolated_rng("text", plan.seed, plan.epoch, *texts):  # some tokenizers drop words at random
@@ -424,6 +447,8 @@ class _TrainStream(_Stream):
                         chunk.tensors["text"], chunk.tensors["text_tags"] = self.tags(texts, self.tokenizer)
                 if self.positives is not None:
                     self._add_positives(chunk, [items[number] for number in good], plan, self.positives)
+                if self.negatives is not None:
+                    self._add_negatives(chunk, [items[number] for number in good], plan, self.negatives)
                 if self.tags is not None:
                     chunk = replace(chunk, learned=self.tags.take())
             yield chunk
@@ -444,6 +469,16 @@ class _TrainStream(_Stream):
         for ids, positive_ids, kind in zip(chunk.tensors["text"], tokens, kinds, strict=True):
             chunk.positives[SAME_TOKENS if kind != NO_POSITIVE and torch.equal(ids, positive_ids) else kind] += 1
         chunk.tensors["text_positive"] = tokens
+
+    def _add_negatives(self, chunk: Chunk, items: list[Item], plan: Plan, negatives: HardNegatives) -> None:
+        drawn = [pair for item in items for pair in negatives.draw(item, seed=plan.seed, epoch=plan.epoch)]
+        texts, ids = [text for text, _ in drawn], torch.tensor([image for _, image in drawn])
+        with isolated_rng("negative text", plan.seed, plan.epoch, *texts):  # a separate call, as of positives
+            tokens = self.tokenizer(texts)
+        shape = len(items), negatives.count
+        chunk.tensors["text_negatives"], chunk.tensors["text_negative_ids"] = tokens.unflatten(0, shape), ids.view(shape)
+        empty = int((ids == NO_TEXT).sum())
+        chunk.negatives.update(filled=len(drawn) - empty, empty=empty)
 
 
 @dataclass

@@ -76,6 +76,7 @@ def _dealt(left: list[Iterator[_Read]], plan: Plan) -> Iterator[_Read]:
 def _left(source: Source, position: dict[str, Any]) -> Iterator[_Read]:
     """The samples that a rank would have used after its position, in order."""
     setting, consumed, workers = position["setting"], list(position["consumed"]), position["setting"]["workers"]
+    states = position.get("states") or [None] * workers
     reader: Chunked = Remainder(source, position["rest"]) if position.get("rest") else source
     first = (position["last"] + 1) % workers
     if position["leftover"]:  # the last chunk again, from its first unused row
@@ -93,6 +94,7 @@ def _left(source: Source, position: dict[str, Any]) -> Iterator[_Read]:
             skip=consumed[worker],
             captions=setting["captions"],
             shuffle_buffer=setting["shuffle buffer"],
+            start=states[worker],
         )
         for worker in [*range(first, workers), *range(first)]
     ]

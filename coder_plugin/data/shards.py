@@ -20,6 +20,7 @@ import webdataset as wds
 from PIL.Image import Image
 
 from coder_plugin.data.bad_samples import BadSample, shorten
+from coder_plugin.data.dealing import Sample, deal_slices, deal_whole
 from coder_plugin.data.decode import check_max_pixels, decode_image
 from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.data.json_text import parse_json
@@ -27,7 +28,7 @@ from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.data.remote import check_remote
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
-from coder_plugin.data.source import SHARD, Plan, check_captions, check_mode, draw_caption, one_caption
+from coder_plugin.data.source import Plan, check_captions, check_mode, check_negatives
 from coder_plugin.data.tables import other_names
 from coder_plugin.data.tar_index import Place, TarIndex, TarReader, scan
 from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, stream, unreadable
@@ -46,6 +47,7 @@ def open_shards(
     resampled: bool = False,
     caption_key: str = CAPTION_KEY,
     newline_captions: bool | None = None,
+    negatives_key: str | None = None,
     max_pixels: int | None = None,
 ) -> ShardSource:
     """The reader ``webdataset``.
@@ -59,6 +61,7 @@ def open_shards(
         caption_key: key of a caption or list of captions in ``json``; another than ``captions`` must be in every sample.
         newline_captions: each line of ``txt`` is a caption, as in CLIP_benchmark. Default: if all shards are local and have an
             ``nshards.txt`` in their folder.
+        negatives_key: key of a list of hard negatives in ``json``, which samples may lack. None: they are not read.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     Raises:
@@ -74,16 +77,13 @@ def open_shards(
         resampled=resampled,
         caption_key=caption_key,
         newline_captions=newline_captions,
+        negatives_key=negatives_key,
         max_pixels=max_pixels,
     )
 
 
 class ShardSource:
-    """Tar shards divided equally between ranks and workers, whatever the number of shards.
-
-    With P parts (ranks × workers), each shard has P slices; sample j is in slice j mod P. The epoch's shuffled sequence of
-    slices is cut into P equal runs. So a part shares at most the shards at the two ends of its run with others, and no part is
-    idle when shards do not divide evenly or are fewer than workers.
+    """Tar shards divided equally between ranks and workers, whatever the number of shards (:mod:`coder_plugin.data.dealing`).
 
     Of local shards a part reads the tar headers, from which it knows the places of samples, and else only its own samples. Of
     remote shards, and of those compressed as a whole, it reads all of each shard from which it has a slice.
@@ -100,11 +100,13 @@ class ShardSource:
         resampled: bool = False,
         caption_key: str = CAPTION_KEY,
         newline_captions: bool = False,
+        negatives_key: str | None = None,
         max_pixels: int | None = None,
     ) -> None:
         self.name = name
         self._caption_key = caption_key
         self._newline_captions = newline_captions
+        self._negatives_key = negatives_key
         self.max_pixels = check_max_pixels(max_pixels)
         self._shards = shards
         self._resampled = resampled
@@ -125,6 +127,7 @@ class ShardSource:
             resampled=self._resampled,
             caption_key=self._caption_key,
             newline_captions=self._newline_captions,
+            negatives_key=self._negatives_key,
             max_pixels=self.max_pixels,
         )
         source._labels = self._labels  # keys must not change
@@ -154,9 +157,9 @@ class ShardSource:
         Samples are read in the order of their shards, when they come into the buffer. Of local shards those of skipped chunks
         are not read.
         """
-        waiting: dict[int, _Sample] | None = {} if plan.skip else None  # those in the buffer while chunks are skipped
+        waiting: dict[int, Sample] | None = {} if plan.skip else None  # those in the buffer while chunks are skipped
 
-        def entering() -> Iterator[_Sample]:
+        def entering() -> Iterator[Sample]:
             for sample in self._samples(plan):
                 if waiting is None:
                     sample()
@@ -198,28 +201,17 @@ class ShardSource:
         With fewer shards than ranks, the ranks that share a shard all fetch it and take its blocks in turn.
         """
         if self.by_shards:
-            yield from self._items_by_shards(rank, world_size, block)
+            yield from deal_whole(self._shards, self._read, rank, world_size, block)
             return
         index = 0
         for shard in self._shards:
-            read = self._items_by_number(shard)
-            for item in read or self._stream(shard):
+            for item in self._read(shard):
                 if index // block % world_size == rank:
                     yield index, item() if callable(item) else item
                 index += 1
 
-    def _items_by_shards(self, rank: int, world_size: int, block: int) -> Iterator[tuple[int, Item]]:
-        turn, first = divmod(rank, len(self._shards))
-        for number in range(first, len(self._shards), world_size):
-            ranks = len(range(number, world_size, len(self._shards)))  # that share this shard
-            ranks = max(1, min(ranks, SHARD // block))
-            if turn >= ranks:
-                continue
-            shard = self._shards[number]
-            items: Iterable[Item | Callable[[], Item]] = self._items_by_number(shard) or self._stream(shard)
-            for position, item in enumerate(items):
-                if position // block % ranks == turn:
-                    yield number * SHARD + position, item() if callable(item) else item
+    def _read(self, shard: str) -> Iterable[Item | Callable[[], Item]]:
+        return self._items_by_number(shard) or self._stream(shard)
 
     def _items_by_number(self, shard: str) -> list[Callable[[], Item]] | None:
         index = self._index(shard) if is_local(shard) else None
@@ -228,33 +220,20 @@ class ShardSource:
         reader = _ItemReader(self, shard, index)
         return [partial(reader.item, number, images=False) for number in range(len(index))]
 
-    def _samples(self, plan: Plan) -> Iterator[_Sample]:
-        for shard, slices, of in self._resample(plan) if self._resampled else self._part(plan):
+    def _samples(self, plan: Plan) -> Iterator[Sample]:
+        for shard, slices, of in self._resample(plan) if self._resampled else deal_slices(self._shards, plan):
             index = self._index(shard) if is_local(shard) else None
             if index is None or not index.seekable:
                 for position, item in enumerate(self._stream(shard)):
                     if position % of in slices:
                         captions = 1 if plan.captions == "draw" or item.fault is not None else len(item.captions)
-                        yield from (_Sample(lambda item=item: item, plan, n) for n in range(captions))  # type: ignore[misc]
+                        yield from (Sample(lambda item=item: item, plan, n) for n in range(captions))  # type: ignore[misc]
                 continue
             reader = _ItemReader(self, shard, index)
             for position in range(len(index)):
                 if position % of in slices:
                     captions = 1 if plan.captions == "draw" else reader.captions(position)
-                    yield from (_Sample(partial(reader.item, position), plan, n) for n in range(captions))
-
-    def _part(self, plan: Plan) -> Iterator[tuple[str, range, int]]:
-        """The plan's run of slices, as (shard, its slices, number of slices a shard)."""
-        shards = list(self._shards)
-        random.Random(stable_hash("shards", plan.seed, plan.epoch)).shuffle(shards)
-        parts = plan.world_size * plan.workers
-        # A run has as many slices as there are shards. Runs are ordered by rank, then by worker.
-        start = (plan.rank * plan.workers + plan.worker) * len(shards)
-        for number in range(start // parts, len(shards)):
-            first, last = max(start - number * parts, 0), min(start + len(shards) - number * parts, parts)
-            if first >= last:
-                return
-            yield shards[number], range(first, last), parts
+                    yield from (Sample(partial(reader.item, position), plan, n) for n in range(captions))
 
     def _resample(self, plan: Plan) -> Iterator[tuple[str, range, int]]:
         rng = random.Random(stable_hash("resample", plan.seed, plan.epoch, plan.rank, plan.worker, plan.workers))
@@ -293,11 +272,14 @@ class ShardSource:
                     raise fault
             extra = _metadata(sample.get("json"))
             captions = check_captions(self._captions(sample, extra))
+            listed = None if self._negatives_key is None else extra.get(self._negatives_key)
+            negatives = () if listed is None else check_negatives(listed)
         except BadSample as fault:
             return bad_item(location, fault.with_traceback(None), other_names(sample["__key__"], None, None))
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
-        return Item(key, captions, partial(_load, field, sample.get(field), shard, self.max_pixels), names)
+        load = partial(_load, field, sample.get(field), shard, self.max_pixels)
+        return Item(key, captions, load, names, negatives=negatives)
 
     def _captions(self, sample: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
         captions = extra.get(self._caption_key)
@@ -352,32 +334,12 @@ def select_image(image: ImageField, sample: dict[str, Any]) -> str:
     return image.select(sample, has_regions)
 
 
-class _Sample:
-    """A training sample in its place in the epoch's order, which is read when it is called."""
-
-    __slots__ = ("_item", "_number", "_plan", "_read")
-
-    def __init__(self, read: Callable[[], Item], plan: Plan, number: int) -> None:
-        self._read, self._plan, self._number = read, plan, number
-        self._item: Item | None = None
-
-    def __call__(self) -> Item:
-        """The item with one caption."""
-        if self._item is None:
-            item, plan = self._read(), self._plan
-            if plan.captions == "draw" or item.fault is not None:
-                self._item = draw_caption(item, seed=plan.seed, epoch=plan.epoch)
-            else:
-                self._item = one_caption(item, self._number)
-        return self._item
-
-
-def _shuffled(samples: Iterator[_Sample], plan: Plan) -> Iterator[list[_Sample]]:
+def _shuffled(samples: Iterator[Sample], plan: Plan) -> Iterator[list[Sample]]:
     """Chunks of samples, shuffled in a buffer."""
     check_mode(plan.captions)
     salt = stable_hash("buffer", plan.seed, plan.epoch, plan.rank, plan.world_size, plan.worker, plan.workers)
     shuffle = wds.detshuffle(bufsize=plan.shuffle_buffer, initial=plan.shuffle_buffer // 4, seed=salt)
-    chunk: list[_Sample] = []
+    chunk: list[Sample] = []
     for sample in shuffle.run(samples) if plan.shuffle_buffer > 1 else samples:
         chunk.append(sample)
         if len(chunk) == plan.batch_size:

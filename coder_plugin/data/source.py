@@ -39,6 +39,8 @@ class Plan:
         captions: ``draw`` uses each image once an epoch with one of its captions, so that no two captions in a batch share
             an image; ``all`` makes every caption a sample.
         skip: number of this worker's chunks to skip without decoding.
+        start: the state of a chunk at or before ``skip`` (:class:`~coder_plugin.data.streams.Chunks`), from which a source may
+            read on; None: none.
     """
 
     seed: int
@@ -51,6 +53,7 @@ class Plan:
     skip: int = 0
     captions: str = "draw"
     shuffle_buffer: int = 2000
+    start: Any = None
 
 
 class Source(Protocol):
@@ -97,7 +100,8 @@ def block_of(position: int, block: int) -> int:
 class ItemSource:
     """A data set whose items (not their pictures) fit in memory: tables, the built-in scenes, any list.
 
-    Items without captions, or with an empty one, become bad samples, which are counted where they would be used.
+    Items without captions, or with an empty one, become bad samples, which are counted where they would be used; so do items
+    with an empty hard negative.
 
     Raises:
         CoderError: no items, or only bad ones.
@@ -196,12 +200,14 @@ def check_mode(captions: str) -> str:
 
 
 def checked_items(items: Sequence[Item]) -> Sequence[Item]:
-    """The items, bad ones (:func:`check_captions`) as bad samples. The same object if none is bad."""
+    """The items, bad ones (:func:`check_captions`, :func:`check_negatives`) as bad samples. The same object if none is bad."""
     faults: dict[int, BadSample] = {}
     for number, item in enumerate(items):
         try:
             if item.fault is None:
                 check_captions(item.captions)
+                if item.negatives or item.negative_ids:
+                    check_negatives(item.negatives, item.negative_ids)
         except BadSample as fault:
             faults[number] = fault.with_traceback(None)
     if not faults:
@@ -218,25 +224,40 @@ def check_captions(captions: Sequence[Any]) -> tuple[str, ...]:
     if not len(captions):
         raise BadSample("caption", "it has no captions")
     for number, caption in enumerate(captions):
-        if fault := _caption_fault(caption):
+        if fault := text_fault(caption):
             which = f" (number {number + 1} of {len(captions)})" if len(captions) > 1 else ""
             raise BadSample("caption", f"it has {fault}{which}")
     return tuple(captions)
 
 
-def _caption_fault(caption: Any) -> str:
-    if not isinstance(caption, str):
-        return "a caption that is not text"
-    if not caption.strip():
-        return "an empty caption"
-    if len(caption) > LONGEST_WORD and (
-        len(caption) > LONGEST_CAPTION or max(map(len, caption.split())) > LONGEST_WORD
-    ):
-        return f"a caption of over {LONGEST_CAPTION:,} characters, or of a word of over {LONGEST_WORD:,}"
+def check_negatives(negatives: Any, ids: Sequence[int] = ()) -> tuple[str, ...]:
+    """An image's hard negatives, which must be texts that can be trained on.
+
+    Raises:
+        BadSample: no list, one of its values is no such text, or another number of ids.
+    """
+    if not isinstance(negatives, (list, tuple)):
+        raise BadSample("negative", "its negatives are not a list of texts")
+    for number, negative in enumerate(negatives):
+        if fault := text_fault(negative, "negative"):
+            raise BadSample("negative", f"it has {fault} (number {number + 1} of {len(negatives)})")
+    if ids and len(ids) != len(negatives):
+        raise BadSample("negative", f"it has {len(negatives)} negatives, and {len(ids)} ids of their images")
+    return tuple(negatives)
+
+
+def text_fault(text: Any, what: str = "caption") -> str:
+    """Why a text cannot be trained on; empty if it can."""
+    if not isinstance(text, str):
+        return f"a {what} that is not text"
+    if not text.strip():
+        return f"an empty {what}"
+    if len(text) > LONGEST_WORD and (len(text) > LONGEST_CAPTION or max(map(len, text.split())) > LONGEST_WORD):
+        return f"a {what} of over {LONGEST_CAPTION:,} characters, or of a word of over {LONGEST_WORD:,}"
     try:
-        caption.encode()
+        text.encode()
     except UnicodeEncodeError:
-        return "a caption that is not valid Unicode"
+        return f"a {what} that is not valid Unicode"
     return ""
 
 
@@ -287,13 +308,15 @@ class Chunk:
 
     worker: int
     bad: list[Bad] = field(default_factory=list)
-    tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and text_positive) or index
+    tensors: dict[str, Any] = field(default_factory=dict)  # image (or a dict), image_id, text (and further ones) or index
     good: list[int] = field(default_factory=list)  # which items the rows were made of, by their place in the chunk
     captions: list[tuple[str, ...]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     block: int = -1  # its number in an evaluation (block_of)
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
+    negatives: Counter[str] = field(default_factory=Counter)  # places of hard negatives, "filled" and "empty"
     learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged
+    state: Any = None  # from which its source can make it again (streams.Chunks)
 
     def __len__(self) -> int:
         return len(self.tensors["image_id"]) if self.tensors else 0

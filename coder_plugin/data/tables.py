@@ -17,8 +17,10 @@ from PIL.Image import Image
 from coder_plugin import files
 from coder_plugin.data.bad_samples import BadSample, shorten
 from coder_plugin.data.decode import check_max_pixels, decode_image
+from coder_plugin.data.hard_negatives import NEGATIVES
 from coder_plugin.data.item import Item, bad_item
-from coder_plugin.data.source import ItemSource, check_captions
+from coder_plugin.data.json_text import parse_json
+from coder_plugin.data.source import ItemSource, check_captions, check_negatives
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 
@@ -37,6 +39,7 @@ def open_csv(
     csv_separator: str | None = None,
     csv_img_key: str = "filepath",
     csv_caption_key: str = "title",
+    csv_negatives_key: str | None = None,
     pictures: bool = True,
     max_pixels: int | None = None,
 ) -> ItemSource:
@@ -47,11 +50,13 @@ def open_csv(
         split: not used, since a table holds one split.
         csv_separator: one character; None: the tab, comma, semicolon or bar that separates the named columns in the header.
         csv_img_key, csv_caption_key: names of the columns.
+        csv_negatives_key: column of the image's hard negatives, a JSON list of texts or nothing; an image has those of all of
+            its rows. A table may lack the column ``negatives``. None: hard negatives are not read.
         pictures: False if only the captions are needed, for features from other files.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
     An image's key is its path, its other name the file name without ending. A row of another length, without an image or with
-    an empty caption makes its image a bad sample.
+    an empty caption, or with faulty hard negatives, makes its image a bad sample.
 
     Raises:
         CoderError: a missing file or column, a file that is no table, or no usable row.
@@ -61,6 +66,7 @@ def open_csv(
     if separator is not None and len(separator) != 1:
         raise CoderError(f"--csv-separator is {csv_separator!r}; it must be one character")
     captions: dict[str, list[str]] = {}
+    negatives: dict[str, dict[str, None]] = {}
     faults: dict[str, BadSample] = {}
     try:
         with open_regular(spec, newline="", encoding="utf-8-sig") as file:
@@ -72,6 +78,8 @@ def open_csv(
             rows = csv.DictReader(file, delimiter=separator)
             present = list(rows.fieldnames or ())
             columns = {"--csv-img-key": ("pictures", csv_img_key), "--csv-caption-key": ("captions", csv_caption_key)}
+            if csv_negatives_key is not None and csv_negatives_key != NEGATIVES:
+                columns["--csv-negatives-key"] = "hard negatives", csv_negatives_key
             absent = {flag: named for flag, named in columns.items() if named[1] not in present}
             if absent:
                 what = " and ".join(f"{column!r} for the {kind} ({flag})" for flag, (kind, column) in absent.items())
@@ -90,6 +98,9 @@ def open_csv(
                 else:
                     try:
                         check_captions((row[csv_caption_key],))
+                        if csv_negatives_key in present and row[csv_negatives_key].strip():
+                            texts = check_negatives(_json_list(row[csv_negatives_key]))
+                            negatives.setdefault(path, {}).update(dict.fromkeys(texts))
                     except BadSample as fault:
                         faults[path] = BadSample(fault.kind, f"{line}: {fault}")
     except FileNotFoundError as exc:
@@ -106,8 +117,16 @@ def open_csv(
             items.append(bad_item(path, faults[path], other_names(Path(path).stem)))
             continue
         load = partial(_load, path, folder / path, max_pixels) if pictures else partial(no_picture, path)
-        items.append(Item(path, tuple(texts), load, other_names(Path(path).stem)))
+        own = tuple(negatives.get(path, ()))
+        items.append(Item(path, tuple(texts), load, other_names(Path(path).stem), negatives=own))
     return ItemSource(items, name=spec)
+
+
+def _json_list(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise BadSample("negative", f"its negatives are not a JSON list of texts: {error}") from None
 
 
 _noted: set[str] = set()

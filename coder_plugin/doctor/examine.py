@@ -72,7 +72,7 @@ def check_training(
     check_objective: bool = False,
 ) -> list[Finding]:
     """Data, objective, model and words, as far as ``options`` name them."""
-    names = ("train_data", "val_data", "model", "loss", "concepts", "regions")
+    names = ("train_data", "val_data", "model", "loss", "concepts", "regions", "zeroshot")
     named = {name for name in names if options.get(name) is not None}
     if not named and vectors is None and not check_objective:
         return []
@@ -81,6 +81,8 @@ def check_training(
     for name in ("train", "val"):
         if getattr(config.data, name) is not None:
             findings += guarded(name, _read_split, splits, name, config, check_all)
+    if config.evaluation.zeroshot is not None:
+        findings += guarded("zeroshot", recipe.check_zero_shot, config)
     facts = recipe.ModelFacts()
     on_model: list[Finding] = []
     if check_objective or {"model", "loss", "concepts"} & named:

@@ -25,6 +25,7 @@ MODULES = {
 #: The purpose of each extra.
 EXTRAS = {
     "concepts": "coder-plugin concepts, and classes of words in SelfAlign (spaCy)",
+    "datasets": "data of Hugging Face's datasets",
     "gpu": "FAISS on GPUs",
     "lora": "--lora-rank",
     "open-clip": "open_clip's own trainer with our losses",

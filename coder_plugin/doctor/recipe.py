@@ -33,7 +33,7 @@ def check_recipe(config: Any, full_source: Any, source: Any, facts: ModelFacts) 
     from coder_plugin.model import create_loss, required_heads
     from coder_plugin.pretrained import build
     from coder_plugin.pretrained.options import resolve_config
-    from coder_plugin.training import prepare
+    from coder_plugin.training import fine_tuning, prepare
 
     if "model" not in config.origins and not config.data.on_scenes and not _names_model(config):
         yield note("recipe.model", "no --model: objective and model were not checked", "add --model NAME, as for train")
@@ -69,7 +69,10 @@ def check_recipe(config: Any, full_source: Any, source: Any, facts: ModelFacts) 
     yield ok(
         "recipe.model", f"{config.model.name}: {type(model).__name__}, {parameters:,} parameters, reads {reads}{texts}"
     )
-    create_loss(objective, model=model)
+    loss = create_loss(objective, model=model)
+    for advice in fine_tuning.advice(config, model, loss):
+        yield warning(f"recipe.{advice.name}", advice.text, advice.do)
+    yield from _unread_scale(config, model, loss)
     prepare.check_accumulation(model, config)
     prepare.make_train_transform(model, config)
     yield from _check_tagger(model, config)
@@ -138,6 +141,25 @@ def _check_tagger(model: Any, config: Any) -> Iterator[Finding]:
     else:
         if tags is not None:
             yield ok("recipe.tagger", f"the tagger {tags.tagger} loads")
+
+
+def _unread_scale(config: Any, model: Any, loss: Any) -> Iterator[Finding]:
+    from coder_plugin.training.fine_tuning import starts_from_weights
+
+    read = {key for binding in loss.bindings for key in binding.values()}
+    if starts_from_weights(config) and hasattr(model, "logit_scale") and "logit_scale" not in read:
+        text = "no term reads logit_scale, so it stays that of the weights: probabilities by it do not fit the new similarities"
+        yield note("recipe.scale_unread", text, "nothing for ranking, which does not depend on it")
+
+
+def check_zero_shot(config: Any) -> Iterator[Finding]:
+    """Whether the pictures and names of ``--zeroshot`` can be read."""
+    from coder_plugin.evaluation.zero_shot import read_classes
+
+    options = config.evaluation
+    classes = read_classes(options.zeroshot, options.classnames, options.templates or "openai")
+    counts = f"{len(classes.label_of):,} pictures of {len(classes.names):,} classes, {len(classes.templates)} prompts each"
+    yield ok("zeroshot", f"{options.zeroshot}: {counts}")
 
 
 def _steps(config: Any, samples: int) -> Generator[Finding, None, int]:

@@ -18,7 +18,7 @@ DRIFT = 0.5
 USED = 0.1
 _CHANCE = 3  # times the R@sum of chance, below which a model retrieves nothing
 _EARLY = 10  # log lines before figures mean anything: fresh towers give nearly equal keys and fill prototypes unevenly
-_WORSE = 0.9  # of the best R@sum, which the last should reach
+_WORSE = 0.9  # of the best R@sum, and of the zero-shot accuracy before training, which the last should reach
 
 Records = Sequence[Record]
 
@@ -145,7 +145,8 @@ def check_log(folder: Path) -> Iterator[Finding]:
         do = "nothing, if the run was killed while it wrote; otherwise check the disk"
         yield warning("run.log.broken", f"{folder / 'metrics.jsonl'}: {broken}", do)
     yield from _losses(run.steps)
-    yield from _recalls(run.evaluations)
+    yield from _recalls([each for each in run.evaluations if "rsum" in each or "zeroshot_top1" not in each])
+    yield from _accuracies(run.evaluations)
     yield from _state(run.steps)
     if unread := describe(run.problems, "config.json"):
         do = "nothing for evaluation, which reads the export; --resume needs only the checkpoint"
@@ -209,6 +210,19 @@ def _recalls(records: Records) -> Iterator[Finding]:
         yield warning("run.recall.fallen", f"recall has fallen since its best: {figures}", do)
     else:
         yield ok("run.recall", figures)
+
+
+def _accuracies(records: Records) -> Iterator[Finding]:
+    measured = [each for each in records if "zeroshot_top1" in each]
+    if not measured or measured[0]["step"] != 0:
+        return
+    before, last = measured[0]["zeroshot_top1"], measured[-1]["zeroshot_top1"]
+    figures = f"zero-shot top-1 {last:.1f} %, {before:.1f} % before the first step"
+    if last < _WORSE * before:
+        do = "weights between before and after: eval --wise-ft; next time a lower --lr, or --loss 'clip + distill'"
+        yield warning("run.zeroshot.fallen", figures, do)
+    else:
+        yield ok("run.zeroshot", figures)
 
 
 def _state(records: Records) -> Iterator[Finding]:

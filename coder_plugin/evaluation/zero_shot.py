@@ -127,6 +127,12 @@ def read_templates(spec: str) -> list[Template]:
     return [lambda name, line=line: line.replace("{}", name) for line in lines]  # type: ignore[misc]
 
 
+def check_model(model: Any) -> None:
+    """:class:`CoderError` for a model that cannot classify pictures."""
+    if isinstance(model, Backbone):
+        raise CoderError("--zeroshot classifies pictures, and this model reads region features")
+
+
 @torch.no_grad()
 def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
     """Zero-shot accuracy in percent, computed as CLIP's.
@@ -148,8 +154,7 @@ def zero_shot(encoder: Encoder, classes: ImageClasses) -> dict[str, Any]:
         CoderError: a model that reads regions; no picture could be read.
     """
     model = encoder.model
-    if isinstance(model, Backbone):
-        raise CoderError("--zeroshot classifies pictures, and this model reads region features")
+    check_model(model)
     # image features stay unnormalised: their length does not change the order of the classes
     ways: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"towers": (model.encode_image, model.encode_text)}
     if len(model.coder.aggregators) or heads_with(model.coder.heads, Scores):
@@ -230,6 +235,21 @@ def _accuracy(ranks: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, 
         "top5": 100 * float((ranks < 5).double().mean()) if len(names) > 5 else None,
         "mean_per_class": sum(accuracies) / len(accuracies),
         "per_class": per_class,
+    }
+
+
+def accuracies(result: Mapping[str, Any]) -> dict[str, float]:
+    """The accuracies that :func:`zero_shot` returned, in percent, by flat names, as training logs them.
+
+    Example:
+        >>> accuracies({"classes": 2, "towers": {"top1": 62.5, "top5": None, "mean_per_class": 60.0, "per_class": {}}})
+        {'zeroshot_top1': 62.5, 'zeroshot_mean_per_class': 60.0}
+    """
+    return {
+        f"zeroshot_{'' if way == 'towers' else f'{way}_'}{figure}": result[way][figure]
+        for way in _SCORES
+        for figure in ("top1", "top5", "mean_per_class")
+        if way in result and result[way][figure] is not None
     }
 
 

@@ -10,6 +10,7 @@ from coder_plugin.functional.ascl_loss import ascl
 from coder_plugin.functional.concepts import concept_embedding, concept_graph
 from coder_plugin.functional.cra_loss import cra
 from coder_plugin.functional.dcl_loss import dcl
+from coder_plugin.functional.distill_loss import distill
 from coder_plugin.functional.diversity_weights import diversity
 from coder_plugin.functional.lca_loss import lca
 from coder_plugin.functional.m_dcl_loss import m_dcl
@@ -24,6 +25,7 @@ __all__ = [
     "cosine",
     "cra",
     "dcl",
+    "distill",
     "diversity",
     "lca",
     "m_dcl",

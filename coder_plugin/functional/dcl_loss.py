@@ -24,6 +24,8 @@ from coder_plugin.functional.similarity import (
     Gather,
     anchor_rows,
     batch_similarity,
+    candidate_negatives,
+    check_hard_negatives,
     check_ids,
     check_pairs,
     check_range,
@@ -32,7 +34,7 @@ from coder_plugin.functional.similarity import (
     cosine_of_rows,
     raise_precision,
 )
-from coder_plugin.functional.tiled import Candidates, Implementation, use_tiles
+from coder_plugin.functional.tiled import Candidates, Implementation, hard_candidates, use_tiles
 from coder_plugin.functional.tiled_candidates import candidate_variance, negative_sums
 from coder_plugin.functional.tiled_pairs import one_tile, one_tile_loss, pair_counts, pair_sums, pair_variances
 
@@ -55,6 +57,9 @@ def dcl(
     effective_negatives: int | None = None,
     anchors: slice | None = None,
     gather: Gather | None = None,
+    negatives: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    negative_valid: Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """Diversity-sensitive contrastive loss of a batch of pairs, both directions (CODER eq. 4, 5).
@@ -78,6 +83,11 @@ def dcl(
             keeps its size at any batch size. None: the paper's plain sum.
         anchors: the rows of the batch that are anchors; the candidates stay all n. None: all rows.
         gather: collects the diversity weights of all processes' anchors, if ``anchors`` are one process's share.
+        negatives: hard negatives, texts that are further negatives of the images [m, d], L2-normalised; of each image all of
+            them, except as the next two say. Those of the texts stay the same.
+        negative_ids: the ids of the images that ``negatives`` are captions of, integers [m]: of these images they are no
+            negatives. An id that no image has stands for an image that is not known. None: all are negatives.
+        negative_valid: bool [m], False where there is no text. None: there is one everywhere.
         implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows
             with n alone; ``"triton"``: tiles with Triton's kernels; ``"auto"``: tiles if they support the options
             (docs/equations.md#tiles).
@@ -101,7 +111,8 @@ def dcl(
         effective_negatives=effective_negatives,
     )
     check_pairs(image_features, text_features)
-    check_range(image_features=image_features, text_features=text_features)
+    check_hard_negatives(negatives, negative_ids, negative_valid, dim=text_features.shape[-1])
+    check_range(image_features=image_features, text_features=text_features, negatives=negatives)
     n = len(image_features)
     check_ids(image_ids, n)
     a = len(anchor_rows(image_features, anchors))
@@ -113,7 +124,7 @@ def dcl(
     if use_tiles(
         implementation,
         (image_features, text_features),
-        pairs=a * n,
+        pairs=a * (n if negatives is None else n + len(negatives)),
         diversity=diversity,
         diversity_gradient=diversity_gradient,
     ):
@@ -129,23 +140,28 @@ def dcl(
             effective_negatives=effective_negatives,
             anchors=anchors,
             gather=gather,
+            hard=[] if negatives is None else [hard_candidates(negatives, negative_ids, negative_valid, image_ids)],
             triton=implementation == "triton",
         )
     similarity = cosine(anchor_rows(image_features, anchors), text_features)
     transposed = None if anchors is None else cosine(anchor_rows(text_features, anchors), image_features)
-    image_to_text, text_to_image, positive, negatives = batch_similarity(similarity, transposed, image_ids, anchors)
-    directions = image_to_text, text_to_image
+    image_to_text, text_to_image, positive, others = batch_similarity(similarity, transposed, image_ids, anchors)
+    directions = [(image_to_text, others), (text_to_image, others)]
+    if negatives is not None:
+        added = candidate_negatives(image_ids, negative_ids, negative_valid, n, negatives)
+        further = cosine(anchor_rows(image_features, anchors), negatives)
+        directions[0] = torch.cat([image_to_text, further], 1), torch.cat([others, anchor_rows(added, anchors)], 1)
     with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
-        raw = [raw_diversity(rows, negatives, kind=diversity, epsilon=epsilon) for rows in directions]
+        raw = [raw_diversity(rows, mask, kind=diversity, epsilon=epsilon) for rows, mask in directions]
         weights = normalize_diversity(torch.stack(raw), gather)
         if bank_diversity is not None:
             weights = (weights + torch.stack(bank_diversity)) / 2
     loss = positive.new_zeros(())
-    for direction, rows in enumerate(directions):
+    for direction, (rows, mask) in enumerate(directions):
         per_anchor = directed_dcl(
             rows,
             positive,
-            negatives,
+            mask,
             weights[direction],
             mu=mu,
             gamma=gamma,
@@ -167,12 +183,13 @@ def _tiled_dcl(
     bank_diversity: tuple[Tensor, Tensor] | None,
     anchors: slice | None,
     gather: Gather | None,
+    hard: list[Candidates],
     triton: bool,
     **options: Any,
 ) -> Tensor:
-    """:func:`dcl` by tiles. ``epsilon`` None: no diversity weights."""
+    """:func:`dcl` by tiles. ``epsilon`` None: no diversity weights. ``hard``: hard negatives of the images."""
     n = len(image_features)
-    if anchors is None:  # one product serves both directions
+    if anchors is None and not hard:  # one product serves both directions
         tile = None if triton else one_tile(image_features, text_features, image_ids)
         with torch.no_grad():
             counts = pair_counts(image_ids, n, tile)
@@ -195,22 +212,27 @@ def _tiled_dcl(
         return sum_of_losses(sums, positive, counts, mu=mu, **options) / n
     ids = torch.arange(n, device=image_features.device) if image_ids is None else image_ids
     loss = image_features.new_zeros((), dtype=torch.promote_types(image_features.dtype, torch.float32))
-    row_ids = ids[anchors]
-    directions = (image_features, text_features), (text_features, image_features)
+    own = slice(None) if anchors is None else anchors
+    row_ids = ids[own]
+    of_images, of_texts = [Candidates(text_features, ids), *hard], [Candidates(image_features, ids)]
+    directions = (image_features, text_features, of_images), (text_features, image_features, of_texts)
     with torch.no_grad():
         if epsilon is None:
             weights = loss.new_ones(2, len(row_ids))
         elif gather is not None and weighs_all_anchors(n):  # of all processes
-            variance = pair_variances(image_features, text_features, image_ids, pair_counts(image_ids, n))
-            weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))[:, anchors]
+            if hard:
+                variance = torch.stack([candidate_variance(live, ids, to) for live, _, to in directions])
+            else:
+                variance = pair_variances(image_features, text_features, image_ids, pair_counts(image_ids, n))
+            weights = normalize_diversity(raw_diversity_from_variance(variance, epsilon=epsilon))[:, own]
         else:
-            variances = [candidate_variance(live[anchors], row_ids, [Candidates(to, ids)]) for live, to in directions]
+            variances = [candidate_variance(live[own], row_ids, to) for live, _, to in directions]
             weights = normalize_diversity(raw_diversity_from_variance(torch.stack(variances), epsilon=epsilon), gather)
         if bank_diversity is not None:
             weights = (weights + torch.stack(bank_diversity)) / 2
-    for direction, (live, others) in enumerate(directions):
-        rows, candidates = live[anchors], [Candidates(others, ids)]
-        positive = cosine_of_rows(rows, others[anchors])
+    for direction, (live, others, candidates) in enumerate(directions):
+        rows = live[own]
+        positive = cosine_of_rows(rows, others[own])
         sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * weights[direction]), gamma)
         loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
     return loss

@@ -23,6 +23,8 @@ from coder_plugin.functional.diversity_weights import (
 from coder_plugin.functional.similarity import (
     Gather,
     anchor_rows,
+    candidate_negatives,
+    check_hard_negatives,
     check_range,
     cosine,
     cosine_of_rows,
@@ -30,7 +32,7 @@ from coder_plugin.functional.similarity import (
     pair_similarity,
     raise_precision,
 )
-from coder_plugin.functional.tiled import Candidates, Implementation, use_tiles
+from coder_plugin.functional.tiled import Candidates, Implementation, hard_candidates, use_tiles
 from coder_plugin.functional.tiled_candidates import candidate_variance, negative_sums
 from coder_plugin.functional.tiled_pairs import pair_counts, pair_variances
 
@@ -61,6 +63,9 @@ def m_dcl(
     bank_diversity: tuple[Tensor, Tensor] | None = None,
     anchors: slice | None = None,
     gather: Gather | None = None,
+    negatives: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    negative_valid: Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """DCL against coupled momentum banks: ``L_DCL(V, B_w) + L_DCL(W, B_v)`` (CODER eq. 6).
@@ -89,6 +94,9 @@ def m_dcl(
         anchors: the rows of the batch that are anchors; None: all rows. With ``reverse="all"`` the bank anchors stay
             all of them.
         gather: collects the diversity weights of all processes' anchors, if ``anchors`` are one process's share.
+        negatives: momentum features of hard negatives [m, d], texts that are further candidates of the live images, beside keys
+            and entries; the diversity over the bank is over them too, if it is computed here. Other anchors do not see them.
+        negative_ids, negative_valid: [m], as of :func:`dcl`.
 
     Returns:
         Scalar, float32 or float64: for each bank the mean over the live anchors plus the mean over the reverse ones,
@@ -114,8 +122,13 @@ def m_dcl(
     banks = image_keys, text_keys, image_bank, text_bank
     _check_shapes(image_features, text_features, *banks, image_ids, bank_ids, bank_valid)
     check_range(image_features=image_features, text_features=text_features, image_keys=image_keys, text_keys=text_keys)
-    check_range(image_bank=image_bank, text_bank=text_bank)
+    check_hard_negatives(negatives, negative_ids, negative_valid, dim=image_features.shape[1])
+    check_range(image_bank=image_bank, text_bank=text_bank, negatives=negatives)
     size = len(anchor_rows(image_features, anchors)) * (len(image_features) + len(image_bank))
+    hard = []
+    if negatives is not None:
+        hard = [hard_candidates(negatives.detach(), negative_ids, negative_valid, image_ids)]
+        size += len(anchor_rows(image_features, anchors)) * len(negatives)
     if use_tiles(
         implementation, (image_features,), pairs=size, diversity=diversity, diversity_gradient=diversity_gradient
     ):
@@ -123,6 +136,7 @@ def m_dcl(
             (image_features, text_features),
             (image_keys.detach(), text_keys.detach()),
             (image_bank.detach(), text_bank.detach()),
+            hard,
             image_ids,
             bank_ids,
             bank_valid,
@@ -139,7 +153,7 @@ def m_dcl(
         )
     image_bank, text_bank = image_bank.to(image_features.dtype), text_bank.to(text_features.dtype)
     batch_negatives = different_images(image_ids, len(image_features), image_features.device)
-    entry_negatives = bank_negatives(image_ids, bank_ids, bank_valid, len(image_features), image_bank)
+    entry_negatives = candidate_negatives(image_ids, bank_ids, bank_valid, len(image_features), image_bank)
     options: dict[str, Any] = {
         "mu": mu,
         "gamma": gamma,
@@ -157,9 +171,14 @@ def m_dcl(
     row_negatives, row_entry_negatives = anchor_rows(batch_negatives, anchors), anchor_rows(entry_negatives, anchors)
     compared, backward = [], []
     raw: list[Tensor] = []
-    for live, others, keys, bank in directions:
+    for direction, (live, others, keys, bank) in enumerate(directions):
         rows = anchor_rows(live, anchors)
         compared.append(compare_with_bank(rows, keys, bank, row_negatives, row_entry_negatives))
+        for each in hard if direction == 0 else ():
+            added = candidate_negatives(image_ids, each.ids, each.valid, len(live), each.rows)
+            similarity, mask = compared[-1]
+            further = cosine(rows, each.rows.to(rows.dtype))
+            compared[-1] = torch.cat([similarity, further], 1), torch.cat([mask, anchor_rows(added, anchors)], 1)
         if reverse == "paired":
             backward.append(cosine(anchor_rows(keys, anchors), live))
         with torch.set_grad_enabled(diversity_gradient and torch.is_grad_enabled()):
@@ -202,6 +221,7 @@ def _tiled_m_dcl(
     features: tuple[Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
     banks: tuple[Tensor, Tensor],
+    hard: list[Candidates],
     image_ids: Tensor | None,
     bank_ids: Tensor | None,
     bank_valid: Tensor | None,
@@ -216,12 +236,16 @@ def _tiled_m_dcl(
     gather: Gather | None,
     **options: Any,
 ) -> Tensor:
-    """:func:`m_dcl` by tiles; of features, keys and banks the images come first. ``epsilon`` None: no diversity weights."""
+    """:func:`m_dcl` by tiles; of features, keys and banks the images come first. ``hard``: hard negatives of the images.
+    ``epsilon`` None: no diversity weights."""
     n, device = len(features[0]), features[0].device
     number = torch.promote_types(features[0].dtype, torch.float32)
     ids = torch.arange(n, device=device) if image_ids is None else image_ids
     entry_ids = None if image_ids is None else bank_ids  # without ids, no entry shows an anchor's image
     row_ids = anchor_rows(ids, anchors)
+    # the candidates of the live images and of the live texts
+    beside = [[Candidates(keys[k], ids), Candidates(banks[k], entry_ids, bank_valid)] for k in (1, 0)]
+    beside[0] += hard
 
     every = anchors is None or (gather is not None and weighs_all_anchors(n))
 
@@ -245,8 +269,7 @@ def _tiled_m_dcl(
             if "batch" in diversity_over:
                 raw.append(weigh(live, [Candidates(features[other], ids)], None if both is None else both[direction]))
             if "bank" in diversity_over and bank_diversity is None:
-                entries = Candidates(banks[other], entry_ids, bank_valid)
-                raw.append(weigh(live, [Candidates(keys[other], ids), entries]))
+                raw.append(weigh(live, beside[direction]))
             if reverse == "paired":
                 raw.append(weigh(keys[other], batch))
         if raw:
@@ -257,7 +280,7 @@ def _tiled_m_dcl(
         other = 1 - direction
         rows, row_keys = anchor_rows(live, anchors), anchor_rows(keys[other], anchors)
         positive = cosine_of_rows(rows, row_keys)
-        candidates = [Candidates(keys[other], ids), Candidates(banks[other], entry_ids, bank_valid)]
+        candidates = beside[direction]
         mean_weights = _mean_weights(weights, diversity_over, bank_diversity, direction)
         sums, counts = negative_sums(rows, row_ids, candidates, 1 / (mu * mean_weights), gamma)
         loss = loss + sum_of_losses(sums, positive, counts, mu=mu, **options) / len(rows)
@@ -317,16 +340,6 @@ def compare_with_bank(
     """
     similarity = cosine(anchors, torch.cat([raise_precision(keys), raise_precision(bank)]))
     return similarity, torch.cat([batch_negatives, entry_negatives], 1)
-
-
-def bank_negatives(
-    image_ids: Tensor | None, bank_ids: Tensor | None, bank_valid: Tensor | None, n: int, bank: Tensor
-) -> Tensor:
-    """Which bank entries are negatives of which pairs: valid ones of other images. Bool [n, q]."""
-    valid = torch.ones(len(bank), dtype=torch.bool, device=bank.device) if bank_valid is None else bank_valid
-    if image_ids is None or bank_ids is None:
-        return valid.expand(n, -1)
-    return (image_ids[:, None] != bank_ids[None, :]) & valid
 
 
 def check_m_dcl_options(*, reverse: str, diversity_over: str, **options: Any) -> None:

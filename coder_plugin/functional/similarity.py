@@ -71,6 +71,21 @@ def check_ids(image_ids: Tensor | None, n: int) -> None:
         raise ValueError(f"image_ids must have shape ({n},), got {tuple(image_ids.shape)}")
 
 
+def candidate_negatives(
+    image_ids: Tensor | None, ids: Tensor | None, valid: Tensor | None, n: int, candidates: Tensor
+) -> Tensor:
+    """Which candidates are negatives of which pairs: valid ones that do not show the pair's image. Bool [n, q].
+
+    Args:
+        image_ids: of the pairs, integers [n]. ids: of the candidates, integers [q]. Without either, none shows a pair's image.
+        valid: bool [q]. None: all are.
+    """
+    present = torch.ones(len(candidates), dtype=torch.bool, device=candidates.device) if valid is None else valid
+    if image_ids is None or ids is None:
+        return present.expand(n, -1)
+    return (image_ids[:, None] != ids[None, :]) & present
+
+
 def anchor_rows(pairs: Tensor, anchors: slice | None) -> Tensor:
     """The rows of a batch [n, ...] that are anchors; all of them if ``anchors`` is None."""
     return pairs if anchors is None else pairs[anchors]
@@ -131,6 +146,26 @@ def check_pairs(image_features: Tensor, text_features: Tensor) -> None:
         )
     if not len(image_features):
         raise ValueError("image_features and text_features hold no pair")
+
+
+def check_hard_negatives(negatives: Tensor | None, ids: Tensor | None, valid: Tensor | None, *, dim: int) -> None:
+    """:class:`ValueError` unless hard negatives are [m, d] with ids [m] and bool valid [m], or all are None."""
+    if negatives is None:
+        if ids is not None or valid is not None:
+            raise ValueError("negative_ids and negative_valid need negatives")
+        return
+    if negatives.ndim != 2 or negatives.shape[1] != dim:
+        raise ValueError(f"negatives must have shape [m, {dim}], got {tuple(negatives.shape)}")
+    check_candidates(len(negatives), ids, valid)
+
+
+def check_candidates(count: int, ids: Tensor | None, valid: Tensor | None) -> None:
+    """:class:`ValueError` unless ids are [count] and valid is bool [count], where they are given."""
+    for name, value in (("negative_ids", ids), ("negative_valid", valid)):
+        if value is not None and value.shape != (count,):
+            raise ValueError(f"{name} must have shape ({count},), got {tuple(value.shape)}")
+    if valid is not None and valid.dtype != torch.bool:
+        raise ValueError(f"negative_valid must be bool, got {valid.dtype}")
 
 
 def check_rows(similarity: Tensor, negatives: Tensor) -> None:

@@ -115,13 +115,20 @@ class Candidates(NamedTuple):
     valid: Tensor | None = None
 
 
+def hard_candidates(
+    negatives: Tensor, negative_ids: Tensor | None, negative_valid: Tensor | None, image_ids: Tensor | None
+) -> Candidates:
+    """Hard negatives as candidates of images, whose ids may not be known."""
+    return Candidates(negatives, None if image_ids is None else negative_ids, negative_valid)
+
+
 # -- tiles and masks -------------------------------------------------------------------------------------------------
 
 
 def square_tiles(rows: int, columns: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
     """Parts of the rows with parts of the columns of a matrix, of at most a tile's elements (and at least one row)."""
     elements = TILE_ON_CPU if device.type == "cpu" else TILE
-    width = columns if device.type in WHOLE_ROWS else min(columns, math.isqrt(elements))
+    width = max(1, columns if device.type in WHOLE_ROWS else min(columns, math.isqrt(elements)))
     height = max(1, elements // width)
     for start in range(0, rows, height):
         for left in range(0, columns, width):
@@ -163,6 +170,20 @@ def group_sizes(ids: Tensor) -> Tensor:
     """The number of pairs of each pair's image, itself included: int64 [n]."""
     ordered = ids.sort().values
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
+
+
+def candidate_counts(ids: Tensor, candidates: Candidates) -> Tensor:
+    """The number of valid candidates that do not show an anchor's image, of anchors with these ids: int64 [a]."""
+    rows = candidates.rows
+    valid = torch.ones(len(rows), dtype=torch.int64, device=rows.device)
+    if candidates.valid is not None:
+        valid = candidates.valid.long()
+    if candidates.ids is None:
+        return valid.sum().expand(len(ids))
+    ordered, order = candidates.ids.sort()
+    before = torch.nn.functional.pad(valid[order].cumsum(0), (1, 0))  # valid ones before each place
+    own = before[torch.searchsorted(ordered, ids, right=True)] - before[torch.searchsorted(ordered, ids)]
+    return before[-1] - own
 
 
 def finite(values: Tensor) -> Tensor:

@@ -25,20 +25,21 @@ from coder_plugin.functional.tiled import (
 
 
 def hardest_negatives(
-    rows: Tensor, candidates: Tensor, row_ids: Tensor, ids: Tensor, *, both: bool
+    rows: Tensor, candidates: Tensor, row_ids: Tensor, ids: Tensor | None, *, both: bool, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Each anchor's greatest similarity to a negative, differentiable with respect to both features.
 
     Args:
         rows: [a, d], anchors. candidates: [n, d].
-        row_ids: image ids [a]. ids: [n]; candidates of an anchor's image are not its negatives.
+        row_ids: image ids [a]. ids: [n]; candidates of an anchor's image are not its negatives. None: no candidate is of one.
         both: whether the candidates are anchors too, with the rows as their candidates.
+        valid: bool [n], False for rows that are no candidates. None: all are.
 
     Returns:
         [a] and, with ``both``, [n], float32 or float64; -inf for an anchor without negatives. Of equal negatives one gets the
         gradient.
     """
-    values = _Hardest.apply(rows, candidates, row_ids, ids, both)
+    values = _Hardest.apply(rows, candidates, row_ids, ids, both, valid)
     return values if both else (values, None)
 
 
@@ -46,23 +47,24 @@ def hinge_sums(
     rows: Tensor,
     candidates: Tensor,
     row_ids: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     row_positive: Tensor,
     positive: Tensor | None,
     *,
     margin: float,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``sum_neg [margin + S - S_positive]_+`` of each anchor, differentiable with respect to features and positives.
 
     Args:
-        rows, candidates, row_ids, ids: as of :func:`hardest_negatives`.
+        rows, candidates, row_ids, ids, valid: as of :func:`hardest_negatives`.
         row_positive: the similarity of each row to its positive [a]. positive: that of each candidate [n], if the candidates
             are anchors too; else None.
 
     Returns:
         [a] and, with ``positive``, [n], float32 or float64.
     """
-    sums = _HingeSums.apply(rows, candidates, row_ids, ids, row_positive, positive, margin)
+    sums = _HingeSums.apply(rows, candidates, row_ids, ids, valid, row_positive, positive, margin)
     return sums if positive is not None else (sums, None)
 
 
@@ -70,15 +72,22 @@ class _Hardest(torch.autograd.Function):
     """The place of each maximum is kept; its gradient needs no product."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, candidates: Tensor, row_ids: Tensor, ids: Tensor, both: bool) -> Any:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        candidates: Tensor,
+        row_ids: Tensor,
+        ids: Tensor | None,
+        both: bool,
+        valid: Tensor | None,
+    ) -> Any:
         with full_precision(rows):
             v, w = operands(rows, candidates)
             number = torch.promote_types(v.dtype, torch.float32)
             values = [v.new_full((len(x),), -torch.inf, dtype=number) for x in (v, w)[: 1 + both]]
             places = [torch.zeros_like(each, dtype=torch.int64) for each in values]
             for part, columns in square_tiles(len(v), len(w), v.device):
-                similarity = matmul(v[part], w[columns].T)
-                similarity.masked_fill_(row_ids[part, None] == ids[columns], -torch.inf)
+                similarity = _masked(matmul(v[part], w[columns].T), row_ids, ids, valid, part, columns)
                 for k, where, start in ((0, part, columns.start), (1, columns, part.start))[: 1 + both]:
                     largest, place = similarity.max(1 - k)
                     greater = largest > values[k][where]
@@ -97,7 +106,7 @@ class _Hardest(torch.autograd.Function):
             anchors, others = ((v, w), (w, v))[k]
             results[k].addcmul_(others[place], gradient[:, None])
             add_rows(results[1 - k], place, anchors * gradient[:, None])
-        return results[0].to(rows.dtype), results[1].to(candidates.dtype), None, None, None
+        return results[0].to(rows.dtype), results[1].to(candidates.dtype), None, None, None, None
 
 
 class _HingeSums(torch.autograd.Function):
@@ -109,13 +118,14 @@ class _HingeSums(torch.autograd.Function):
         rows: Tensor,
         candidates: Tensor,
         row_ids: Tensor,
-        ids: Tensor,
+        ids: Tensor | None,
+        valid: Tensor | None,
         row_positive: Tensor,
         positive: Tensor | None,
         margin: float,
     ) -> Any:
         ctx.margin, ctx.both = margin, positive is not None
-        saved = rows, candidates, row_ids, ids, row_positive, positive
+        saved = rows, candidates, row_ids, ids, valid, row_positive, positive
         ctx.save_for_backward(*saved)
         sums = [torch.zeros_like(row_positive)] + ([torch.zeros_like(positive)] if positive is not None else [])
         for part, columns, hinges in _hinges(*saved, margin=margin):
@@ -147,14 +157,15 @@ class _HingeSums(torch.autograd.Function):
             results = [each * unit for each in results]
         positives = [-count * gradient for count, gradient in zip(counts, gradients, strict=True)]
         of_rows, of_candidates = results[0].to(rows.dtype), results[1].to(candidates.dtype)
-        return of_rows, of_candidates, None, None, positives[0], positives[1] if ctx.both else None, None
+        return of_rows, of_candidates, None, None, None, positives[0], positives[1] if ctx.both else None, None
 
 
 def _hinges(
     rows: Tensor,
     candidates: Tensor,
     row_ids: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
+    valid: Tensor | None,
     row_positive: Tensor,
     positive: Tensor | None,
     *,
@@ -167,8 +178,19 @@ def _hinges(
     for part, columns in square_tiles(len(v), len(w), v.device):
         with full_precision(rows):
             similarity = matmul(v[part], w[columns].T).add_(margin)
-        similarity.masked_fill_(row_ids[part, None] == ids[columns], -torch.inf)
+        _masked(similarity, row_ids, ids, valid, part, columns)
         hinges = [similarity - row_positive[part, None]]
         if positive is not None:
             hinges.append(similarity.sub_(positive[columns]))
         yield part, columns, hinges
+
+
+def _masked(
+    similarity: Tensor, row_ids: Tensor, ids: Tensor | None, valid: Tensor | None, part: slice, columns: slice
+) -> Tensor:
+    """A tile with -inf where there is no negative, in place."""
+    if ids is not None:
+        similarity.masked_fill_(row_ids[part, None] == ids[columns], -torch.inf)
+    if valid is not None:
+        similarity.masked_fill_(~valid[columns], -torch.inf)
+    return similarity

@@ -15,14 +15,18 @@ from coder_plugin.functional.similarity import (
     anchor_rows,
     batch_cosines,
     batch_similarity,
+    candidate_negatives,
+    check_candidates,
+    check_hard_negatives,
     check_ids,
     check_pairs,
     check_range,
     check_rows,
+    cosine,
     cosine_of_rows,
     raise_precision,
 )
-from coder_plugin.functional.tiled import Implementation, group_sizes, use_tiles
+from coder_plugin.functional.tiled import Implementation, candidate_counts, group_sizes, hard_candidates, use_tiles
 from coder_plugin.functional.tiled_hinges import hardest_negatives, hinge_sums
 
 
@@ -35,6 +39,9 @@ def triplet(
     reduction: Literal["mean", "sum"] = "mean",
     text_to_image: Tensor | None = None,
     anchors: slice | None = None,
+    negative_similarity: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    negative_valid: Tensor | None = None,
 ) -> Tensor:
     """Hinge loss of a batch's similarities, both directions (VSE++): ``[margin + S_negative - S_positive]_+``.
 
@@ -48,6 +55,8 @@ def triplet(
             the mean, or the sum, over its negatives. The two directions are added.
         text_to_image: with ``anchors``, the scores of these texts x images [a, n].
         anchors: the rows of the batch that are anchors; None: all rows.
+        negative_similarity: scores of the images x hard negatives, texts that are further negatives of them: [n, m] or [a, m].
+        negative_ids, negative_valid: [m], as of :func:`dcl`.
 
     Returns:
         Scalar >= 0, float32 or float64. An anchor without negatives counts as zero.
@@ -60,9 +69,20 @@ def triplet(
         tensor(0.3000)
     """
     check_triplet_options(reduction=reduction)
-    check_range(similarity=similarity, text_to_image=text_to_image)
+    check_range(similarity=similarity, text_to_image=text_to_image, negative_similarity=negative_similarity)
     rows, columns, positive, negatives = batch_similarity(similarity, text_to_image, image_ids, anchors)
-    images = directed_triplet(rows, positive, negatives, margin=margin, hardest=hardest, reduction=reduction)
+    of_images = negatives
+    if negative_similarity is not None:
+        n = similarity.shape[1]
+        if negative_similarity.ndim != 2 or len(negative_similarity) != len(rows):
+            raise ValueError(f"negative_similarity must be [{len(rows)}, m], got {tuple(negative_similarity.shape)}")
+        check_candidates(negative_similarity.shape[1], negative_ids, negative_valid)
+        added = candidate_negatives(image_ids, negative_ids, negative_valid, n, negative_similarity.T)
+        rows = torch.cat([raise_precision(rows), raise_precision(negative_similarity)], 1)
+        of_images = torch.cat([negatives, anchor_rows(added, anchors)], 1)
+    elif negative_ids is not None or negative_valid is not None:
+        raise ValueError("negative_ids and negative_valid need negative_similarity")
+    images = directed_triplet(rows, positive, of_images, margin=margin, hardest=hardest, reduction=reduction)
     texts = directed_triplet(columns, positive, negatives, margin=margin, hardest=hardest, reduction=reduction)
     return images + texts
 
@@ -76,6 +96,9 @@ def triplet_of_features(
     image_ids: Tensor | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     anchors: slice | None = None,
+    negatives: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    negative_valid: Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """:func:`triplet` of the cosines of a batch of pairs; by tiles the matrix of similarities is never stored.
@@ -84,6 +107,7 @@ def triplet_of_features(
         image_features: L2-normalised [n, d], or [n, v, d] if an image has several features; row i belongs to row i of
             ``text_features`` [n, d].
         margin, hardest, image_ids, reduction, anchors: as of :func:`triplet`.
+        negatives, negative_ids, negative_valid: hard negatives of the images [m, d], as of :func:`dcl`.
         implementation: ``"reference"``: all similarities at once; ``"tiled"``: equal up to rounding, in memory that grows with
             n alone; ``"auto"``: tiles for the hardest negative, or above 4 million similarities (docs/equations.md#tiles).
 
@@ -100,11 +124,13 @@ def triplet_of_features(
     """
     check_triplet_options(reduction=reduction)
     check_pairs(image_features, text_features)
-    check_range(image_features=image_features, text_features=text_features)
+    check_hard_negatives(negatives, negative_ids, negative_valid, dim=text_features.shape[-1])
+    check_range(image_features=image_features, text_features=text_features, negatives=negatives)
     n = len(image_features)
     check_ids(image_ids, n)
     rows, row_texts = anchor_rows(image_features, anchors), anchor_rows(text_features, anchors)
-    if not use_tiles(implementation, (image_features, text_features), pairs=len(rows) * n, small=hardest):
+    pairs = len(rows) * (n if negatives is None else n + len(negatives))
+    if not use_tiles(implementation, (image_features, text_features), pairs=pairs, small=hardest):
         similarity, transposed = batch_cosines(image_features, text_features, anchors)
         return triplet(
             similarity,
@@ -114,22 +140,33 @@ def triplet_of_features(
             reduction=reduction,
             text_to_image=transposed,
             anchors=anchors,
+            negative_similarity=None if negatives is None else cosine(rows, negatives),
+            negative_ids=negative_ids,
+            negative_valid=negative_valid,
         )
+    hard = None if negatives is None else hard_candidates(negatives, negative_ids, negative_valid, image_ids)
     ids = torch.arange(n, device=rows.device) if image_ids is None else image_ids
     row_ids, positive = anchor_rows(ids, anchors), cosine_of_rows(rows, row_texts)
     directions = [(rows, text_features)] if anchors is None else [(rows, text_features), (row_texts, image_features)]
     loss = positive.new_zeros(())
-    for live, others in directions:  # with all rows as anchors, one product serves both
+    for direction, (live, others) in enumerate(directions):  # with all rows as anchors, one product serves both
         both = anchors is None
         if hardest:
-            values = hardest_negatives(live, others, row_ids, ids, both=both)
+            values = list(hardest_negatives(live, others, row_ids, ids, both=both))
+            if hard is not None and direction == 0:
+                further, _ = hardest_negatives(live, hard.rows, row_ids, hard.ids, both=False, valid=hard.valid)
+                values[0] = torch.maximum(values[0], further)
             hinges = [(margin + each - positive).clamp(min=0) for each in values if each is not None]
         else:
             sums = hinge_sums(live, others, row_ids, ids, positive, positive if both else None, margin=margin)
             hinges = [each for each in sums if each is not None]
+            counts = [n - group_sizes(ids)[anchors or slice(None)]] * len(hinges)
+            if hard is not None and direction == 0:
+                further, _ = hinge_sums(live, hard.rows, row_ids, hard.ids, positive, None, margin=margin, valid=hard.valid)
+                hinges[0] = hinges[0] + further
+                counts[0] = counts[0] + candidate_counts(row_ids, hard)
             if reduction == "mean":
-                counts = (n - group_sizes(ids)[anchors or slice(None)]).clamp(min=1)
-                hinges = [each / counts for each in hinges]
+                hinges = [each / count.clamp(min=1) for each, count in zip(hinges, counts, strict=True)]
         for each in hinges:
             loss = loss + (each.mean() if reduction == "mean" else each.sum())
     return loss

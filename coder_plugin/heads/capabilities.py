@@ -210,6 +210,15 @@ class AddsTexts(Head):
         raise NotImplementedError
 
 
+class EncodesNegatives(Head):
+    """Reads hard negatives, which come with the batch (``text_negatives`` [B, n, T])."""
+
+    @property
+    def encodes(self) -> bool:
+        """Whether they are encoded together with the captions, as ``negative_features`` [B, n, D] for the head."""
+        raise NotImplementedError
+
+
 class ReadsTags(Head):
     """May read ``text_tags`` [B, T], the classes of the captions' words."""
 

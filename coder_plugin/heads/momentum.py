@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from coder_plugin.backbones.norm import statistics_of
 from coder_plugin.functional.host import at_hand
 from coder_plugin.heads.base import BackboneInfo, TrainingFacts
 from coder_plugin.heads.capabilities import FollowsModel, KeepsState, RepeatsOutputs
@@ -18,7 +20,7 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
     """The momentum towers' embeddings of the batch, and the banks of earlier ones.
 
     Requires ``image`` and ``text``, the model's inputs. Provides ``coder_image_keys`` and ``coder_text_keys`` [B, D], without
-    gradient.
+    gradient; and, if a term reads them, ``coder_negative_keys`` [B, n, D] of hard negatives, ``text_negatives`` [B, n, T].
 
     The terms ``m_dcl`` and ``dcl(diversity_over='batch+bank')`` compare with the banks and stash the keys of all ranks. After
     the step these are written, and the momentum towers are updated (:class:`~coder_plugin.memory.momentum.MomentumCopy`).
@@ -43,7 +45,8 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
     """
 
     requires = ("image", "text")
-    provides = ("coder_image_keys", "coder_text_keys")
+    uses = ("text_negatives",)
+    provides = ("coder_image_keys", "coder_text_keys", "coder_negative_keys")
     data_options = ("bank_size",)
 
     def __init__(
@@ -82,9 +85,15 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
         self.towers.copy_from(model)
         self._online = (model,)
 
-    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
-        image_keys, text_keys = self.towers(image, text)
-        return {"coder_image_keys": image_keys, "coder_text_keys": text_keys}
+    def forward(self, image: Tensor, text: Tensor, text_negatives: Tensor | None = None) -> dict[str, Tensor]:
+        if text_negatives is None or "coder_negative_keys" not in self.requested_keys:
+            image_keys, text_keys = self.towers(image, text)
+            return {"coder_image_keys": image_keys, "coder_text_keys": text_keys}
+        with statistics_of(self.towers, len(text)):
+            image_keys, keys = self.towers(image, torch.cat([text, text_negatives.flatten(0, 1)]))
+        text_keys, negative_keys = keys.split([len(text), len(keys) - len(text)])
+        negative_keys = negative_keys.unflatten(0, text_negatives.shape[:2])
+        return {"coder_image_keys": image_keys, "coder_text_keys": text_keys, "coder_negative_keys": negative_keys}
 
     def check(self, *, batch: int, samples: int) -> None:
         if self.bank.size < batch:

@@ -90,7 +90,7 @@ def build_index(
         "data": source.name,
         **json.loads(json.dumps(data or {})),
         "images": source.num_images,
-        "content": _content_digest(source),
+        "content": content_digest(source),
         "what": what,
         "batch size": encoder.batch_size,
         "ranks": distributed.world_size(),
@@ -141,7 +141,7 @@ def absolute(value: Any) -> Any:
     return os.path.abspath(value) if isinstance(value, str) and value and os.path.exists(value) else value
 
 
-def _content_digest(source: Any) -> str | None:
+def content_digest(source: Any) -> str | None:
     """A digest of a source's images and captions where it is cheap: from keys and texts in memory, or from the sizes of local
     shards; else None."""
     inner = getattr(source, "captions", source)  # regions joined to captions: the captions

@@ -1,4 +1,4 @@
-"""Search results as an HTML page in one file."""
+"""Search results, and mined negatives, as an HTML page in one file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import PurePath
 from typing import Any
 
 from coder_plugin.html import data_uri, jpeg_uri, render
+from coder_plugin.index.miner import Mined
 from coder_plugin.index.search import Hit, Index
+
+#: Captions of an image that a page shows, at most.
+_CAPTIONS = 10
 
 
 def results_page(index: Index, results: Sequence[tuple[str, Any, Sequence[Hit]]]) -> str:
@@ -22,7 +26,6 @@ def results_page(index: Index, results: Sequence[tuple[str, Any, Sequence[Hit]]]
     """
     from PIL.Image import Image
 
-    manifest = index.manifest
     queries = [
         {
             "name": name,
@@ -32,21 +35,63 @@ def results_page(index: Index, results: Sequence[tuple[str, Any, Sequence[Hit]]]
         }
         for name, picture, hits in results
     ]
-    return render(
-        "search.html",
-        name=index.folder.resolve().name,
-        sizes=f"{manifest['images']:,} images, {manifest['captions']:,} captions",
-        model=PurePath(manifest["model"].get("name", "")).name,  # a page may be passed on: it shows no folders
-        objective=manifest["model"].get("objective", ""),
-        queries=queries,
-    )
+    return render("search.html", queries=queries, **_heading(index))
+
+
+def negatives_page(index: Index, mined: Sequence[Mined]) -> str:
+    """A page of images with their captions and their negatives; it loads nothing from elsewhere.
+
+    Args:
+        index: the index that they were mined from.
+        mined: of :meth:`~coder_plugin.index.miner.Miner.mine`.
+
+    Returns:
+        HTML.
+    """
+    records = index.records
+    images = [
+        {
+            "key": each.image.key,
+            "picture": _picture(index, each.image.row),
+            "captions": records.captions_of(each.image.row)[:_CAPTIONS],
+            "positive": each.positive.text,
+            "score": f"{each.score:.3f}",
+            "negatives": [
+                {
+                    "key": negative.key,
+                    "picture": _picture(index, negative.caption.image),
+                    "text": negative.caption.text,
+                    "score": f"{negative.score:.3f}",
+                    "similarity": f"{negative.similarity:.3f}",
+                    "rank": negative.rank,
+                }
+                for negative in each.negatives
+            ],
+        }
+        for each in mined
+    ]
+    return render("negatives.html", images=images, **_heading(index))
+
+
+def _heading(index: Index) -> dict[str, str]:
+    manifest = index.manifest
+    return {
+        "name": index.folder.resolve().name,
+        "sizes": f"{manifest['images']:,} images, {manifest['captions']:,} captions",
+        "model": PurePath(manifest["model"].get("name", "")).name,  # a page may be passed on: it shows no folders
+        "objective": manifest["model"].get("objective", ""),
+    }
+
+
+def _picture(index: Index, row: int) -> str | None:
+    file = index.records.thumbnail(row)
+    return None if file is None else jpeg_uri(file)
 
 
 def _hit(index: Index, hit: Hit) -> dict[str, Any]:
-    file = index.records.thumbnail(hit.image.row) if hit.text is None else None
     return {
         "key": hit.image.key,
         "caption": hit.text if hit.text is not None else next(iter(index.records.captions_of(hit.image.row)), ""),
         "score": f"{hit.score:.3f}" if hit.fused is None else f"{hit.fused:.3f} (first stage {hit.score:.3f})",
-        "picture": None if file is None else jpeg_uri(file),
+        "picture": _picture(index, hit.image.row) if hit.text is None else None,
     }

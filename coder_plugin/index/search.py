@@ -82,7 +82,7 @@ class Index:
 
     def vector(self, row: int, *, kind: str = "images") -> np.ndarray:
         """The retrieval vectors [V, D] of an item; V is 1 unless the model gives an image several embeddings."""
-        return self._vectors(kind).reconstruct(row)
+        return self._vectors(kind).gather([row])[0]
 
     def items(self, kind: str, rows: np.ndarray) -> dict[str, Tensor]:
         """What re-ranking needs of images or captions: tensors [n, …] by name; empty without a fusion score."""
@@ -105,6 +105,19 @@ class Index:
             return decode_image(content, max_pixels=_PIXELS)
         except ValueError as error:
             raise CoderError(f"{self.folder / RECORDS}: the thumbnail of {key!r} is not a small JPEG file: {error}") from error
+
+    def check_model(self, pretrained: Any) -> None:
+        """Check that the index was made with a :class:`~coder_plugin.pretrained.open.PretrainedModel`.
+
+        Raises:
+            CoderError: it was made with another model.
+        """
+        model = self.manifest["model"]
+        if pretrained.fingerprint() != model["fingerprint"]:
+            raise CoderError(
+                f"{self.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared. "
+                f"It was made with {model.get('name', 'an unnamed model')} ({model.get('objective', '')})"
+            )
 
     def close(self) -> None:
         """Close the file of records."""
@@ -155,12 +168,7 @@ class Searcher:
         self.shortlist: int | None = None  # candidates that the fusion score re-ranks; None: all
         if pretrained is None:
             return
-        model = index.manifest["model"]
-        if pretrained.fingerprint() != model["fingerprint"]:
-            raise CoderError(
-                f"{index.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared. "
-                f"It was made with {model.get('name', 'an unnamed model')} ({model.get('objective', '')})"
-            )
+        index.check_model(pretrained)
         self.encoder = pretrained.encoder()
         if index.manifest["plan"]["re-ranking"]:
             from coder_plugin.evaluation.evaluate import shortlist_length

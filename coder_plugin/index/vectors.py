@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,15 +254,19 @@ class Vectors:
             best[query, : len(ordered)] = [score for _, score in ordered]
         return best, items
 
-    def reconstruct(self, row: int) -> np.ndarray:
-        """The vectors [V, D] of an item, as the index stores them.
+    def gather(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The vectors [n, V, D] float32 of n items, as the index stores them.
 
         Raises:
             CoderError: this kind of index does not store them; no such row.
         """
-        if not 0 <= row < self.items:
-            raise CoderError(f"{self.path} has no row {row}, only {self.items}")
+        rows = np.asarray(rows, dtype=np.int64)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.items:
+            raise CoderError(f"{self.path} has no row {rows.min() if rows.min() < 0 else rows.max()}, only {self.items}")
+        keys = (rows[:, None] * self.views + np.arange(self.views)).reshape(-1)
         try:
-            return self.cpu_index.reconstruct_n(row * self.views, self.views)
+            if (lists := import_faiss().try_extract_index_ivf(self.cpu_index)) is not None:
+                lists.make_direct_map()  # where each row is; does nothing the second time
+            return self.cpu_index.reconstruct_batch(keys).reshape(len(rows), self.views, self.dimensions)
         except RuntimeError as error:
             raise CoderError(f"this kind of index does not store its vectors: {_short(error)}") from error

@@ -50,10 +50,15 @@ class Term(nn.Module):
     uses: tuple[str, ...] = ()
     #: Arguments that :meth:`compute` takes from all ranks, [N, ...] in rank order; the others are this rank's.
     gathers: tuple[str, ...] = ()
+    #: Options of heads by head, which follow from the term's own; ``__init__`` may set them.
+    head_options: Mapping[str, Mapping[str, Any]] = {}
     #: False if the loss cannot mask several captions of one image; the trainer warns about such captions.
     masks_same_image: ClassVar[bool] = True
     #: Whether ``image_features`` may be [B, V, D], several features of an image of which the greatest similarity counts.
     takes_views: ClassVar[bool] = False
+
+    #: Whether it has the option ``hard_negatives``: hard negatives of the batch as further negatives of the images.
+    takes_negatives: ClassVar[bool] = False
 
     #: Whether each rank computes the rows of its own anchors only, instead of all rows; set by ``create_loss``.
     local_loss: bool = False
@@ -118,7 +123,7 @@ class Term(nn.Module):
 
     def ring_obstacle(self) -> str | None:
         """Why the term cannot be computed without a gather, as blocks pass around the ring of ranks; None if it can be."""
-        return "only dcl and clip can"
+        return "only dcl, clip and distill(kind=features) can"
 
     def compute_in_ring(self, *args: Any, **outputs: Any) -> Any:
         """The loss of this rank's anchors, from this rank's arguments alone, where :meth:`ring_obstacle` is None."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coder_plugin.functional.dcl_loss import check_dcl_options, dcl
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import Banks, global_batch
+from coder_plugin.losses.gathered import NEGATIVES, Banks, global_batch, hard_negatives
 from coder_plugin.losses.ring import dcl_of_ranks
 
 
@@ -18,7 +18,9 @@ class DCL(Term):
     Args:
         diversity_over: ``batch``, or ``batch+bank``: the mean of the diversity over the batch and that over the keys and
             entries of the momentum banks, which then exist with or without ``m_dcl``.
-        mask_same_image: pairs of one image are not each other's negatives.
+        mask_same_image: pairs of one image are not each other's negatives, nor are its captions that are hard negatives of
+            others.
+        hard_negatives: the hard negatives of all ranks' images are further negatives of every image.
 
     Example:
         >>> import torch
@@ -27,8 +29,9 @@ class DCL(Term):
     """
 
     uses: tuple[str, ...] = ("coder_ids",)
-    gathers = ("image_features", "text_features", *Banks.requires)
+    gathers = ("image_features", "text_features", *Banks.requires, *NEGATIVES)
     takes_views = True
+    takes_negatives = True
     has_kernels = True
 
     @options_of(dcl)
@@ -37,6 +40,7 @@ class DCL(Term):
         *,
         diversity_over: Literal["batch", "batch+bank"] = "batch",
         mask_same_image: bool = True,
+        hard_negatives: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -47,6 +51,8 @@ class DCL(Term):
         if diversity_over == "batch+bank":
             self.requires = (*self.requires, *Banks.requires)
             self.uses = ()
+        if hard_negatives:
+            self.requires, self.has_kernels = (*self.requires, *NEGATIVES), False
 
     def ring_obstacle(self) -> str | None:
         if type(self) is not DCL:
@@ -55,6 +61,7 @@ class DCL(Term):
             "diversity=entropy": self.options["diversity"] == "entropy",
             "diversity_gradient=true": self.options["diversity_gradient"],
             "diversity_over=batch+bank": "coder_image_keys" in self.requires,
+            "hard_negatives=true": NEGATIVES[0] in self.requires,
         }
         return next((f"not with {option}" for option, is_set in refused.items() if is_set), None)
 
@@ -79,8 +86,11 @@ class DCL(Term):
         coder_ids: Tensor | None = None,
         coder_image_keys: Tensor | None = None,
         coder_text_keys: Tensor | None = None,
+        coder_negative_features: Tensor | None = None,
+        coder_negative_ids: Tensor | None = None,
     ) -> Tensor:
-        """The features [N, D] of all ranks, L2-normalised, image ids [N] and momentum keys [N, D] -> scalar."""
+        """The features [N, D] of all ranks, L2-normalised, image ids [N], momentum keys [N, D] and hard negatives [N, n, D]
+        with their images' ids [N, n] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
         batch = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
         bank_diversity = None
@@ -101,5 +111,6 @@ class DCL(Term):
             anchors=batch.anchors,
             gather=batch.anchor_gather(),
             implementation=self.implementation,
+            **hard_negatives(coder_negative_features, coder_negative_ids, mask_same_image=self.mask_same_image),
             **self.options,
         )

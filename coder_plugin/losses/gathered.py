@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin import distributed
+from coder_plugin.data.item import NO_TEXT
 from coder_plugin.functional.diversity_weights import (
     Diversity,
     normalize_diversity,
@@ -18,8 +19,8 @@ from coder_plugin.functional.diversity_weights import (
     raw_diversity_from_variance,
     weighs_all_anchors,
 )
-from coder_plugin.functional.m_dcl_loss import bank_negatives, compare_with_bank
-from coder_plugin.functional.similarity import Gather, anchor_rows, batch_cosines, different_images
+from coder_plugin.functional.m_dcl_loss import compare_with_bank
+from coder_plugin.functional.similarity import Gather, anchor_rows, batch_cosines, candidate_negatives, different_images
 from coder_plugin.losses.base import Term
 
 
@@ -74,6 +75,25 @@ def global_scores(scores: Tensor, image_ids: Tensor | None, *, local_loss: bool 
     anchors = anchors_of_rank(len(scores), local_loss=local_loss)
     transposed = None if anchors is None else scores.T[anchors]
     return BatchScores(anchor_rows(scores, anchors), transposed, image_ids, anchors)
+
+
+#: The keys of hard negatives that ``hard_negatives=true`` requires.
+NEGATIVES = ("coder_negative_features", "coder_negative_ids")
+
+
+def hard_negatives(features: Tensor | None, ids: Tensor | None, *, mask_same_image: bool = True) -> dict[str, Tensor | None]:
+    """The hard negatives of all ranks, as loss functions take them; nothing without them.
+
+    Args:
+        features: [N, n, D], L2-normalised, or keys.
+        ids: of the images that they are captions of [N, n]; -2 where there is no text.
+        mask_same_image: whether they are no negatives of these images.
+    """
+    if features is None or ids is None:
+        return {}
+    flat = ids.flatten()
+    known = flat if mask_same_image else None
+    return {"negatives": features.flatten(0, 1), "negative_ids": known, "negative_valid": flat != NO_TEXT}
 
 
 def anchors_of_rank(count: int, *, local_loss: bool) -> slice | None:
@@ -146,6 +166,6 @@ class Banks:
             return raw_diversity_from_variance(variance, epsilon=epsilon).to(number)
         negatives = different_images(batch.ids, len(batch.images), anchors.device)
         keys, bank = getattr(self, f"{modality}_keys"), getattr(self, f"{modality}_bank")
-        entries = bank_negatives(batch.ids, self.ids, self.bank.valid, len(batch.images), bank)
+        entries = candidate_negatives(batch.ids, self.ids, self.bank.valid, len(batch.images), bank)
         rows = (anchor_rows(mask, batch.anchors) for mask in (negatives, entries))
         return raw_diversity(*compare_with_bank(anchors, keys, bank, *rows), kind=kind, epsilon=epsilon)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from coder_plugin.functional.m_dcl_loss import check_m_dcl_options, m_dcl
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import Banks, global_batch
+from coder_plugin.losses.gathered import Banks, global_batch, hard_negatives
+
+_NEGATIVES = ("coder_negative_keys", "coder_negative_ids")
 
 
 class MDCL(Term):
@@ -17,6 +19,8 @@ class MDCL(Term):
 
     Args:
         mask_same_image: keys and entries of an anchor's own image are not its negatives.
+        hard_negatives: the momentum keys of the hard negatives of all ranks' images are further candidates of every live image.
+            They are not written to the bank.
         warmup: the loss is zero until the bank holds this many entries, or is full.
 
     Example:
@@ -32,15 +36,21 @@ class MDCL(Term):
         tensor(-2.7532)
     """
 
-    requires = gathers = ("image_features", "text_features", *Banks.requires)
+    requires = ("image_features", "text_features", *Banks.requires)
+    gathers = (*requires, *_NEGATIVES)
+    takes_negatives = True
 
     @options_of(m_dcl)
-    def __init__(self, *, mask_same_image: bool = True, warmup: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *, mask_same_image: bool = True, hard_negatives: bool = False, warmup: int = 0, **options: Any
+    ) -> None:
         super().__init__()
         check_m_dcl_options(**options)
         if warmup < 0:
             raise ValueError(f"warmup must be >= 0, got {warmup}")
         self.options, self.mask_same_image, self.warmup = options, mask_same_image, warmup
+        if hard_negatives:
+            self.requires = (*self.requires, *_NEGATIVES)
 
     def compute(
         self,
@@ -49,14 +59,18 @@ class MDCL(Term):
         coder_ids: Tensor,
         coder_image_keys: Tensor,
         coder_text_keys: Tensor,
+        coder_negative_keys: Tensor | None = None,
+        coder_negative_ids: Tensor | None = None,
     ) -> Tensor:
-        """The live features [N, D] of all ranks, L2-normalised, image ids [N] and momentum keys [N, D] -> scalar."""
+        """The live features [N, D] of all ranks, L2-normalised, image ids [N], momentum keys [N, D] and those of hard negatives
+        [N, n, D] with their images' ids [N, n] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
         batch = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
         banks = Banks(self, batch, coder_image_keys, coder_text_keys, coder_ids, mask_same_image=self.mask_same_image)
         bank_diversity = None
         kind, gradient = self.options["diversity"], self.options["diversity_gradient"]
-        if kind == "std" and not gradient and "bank" in self.options["diversity_over"]:
+        further = hard_negatives(coder_negative_keys, coder_negative_ids, mask_same_image=self.mask_same_image)
+        if kind == "std" and not gradient and not further and "bank" in self.options["diversity_over"]:
             # from the bank's running moments; the function would compute it from the similarities
             bank_diversity = banks.diversity(kind=kind, epsilon=self.options["epsilon"], gradient=False)
         loss = m_dcl(
@@ -73,6 +87,7 @@ class MDCL(Term):
             anchors=batch.anchors,
             gather=batch.anchor_gather(),
             implementation=self.implementation,
+            **{name: each.to(batch.images.dtype) if name == "negatives" else each for name, each in further.items()},
             **self.options,
         )
         return loss * (banks.bank.count >= min(self.warmup, banks.bank.size)) if self.warmup else loss

@@ -11,7 +11,7 @@ from coder_plugin import distributed
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.functional.triplet_loss import check_triplet_options, triplet, triplet_of_features
 from coder_plugin.losses.base import Term, options_of
-from coder_plugin.losses.gathered import Batch, BatchScores, global_batch, global_scores
+from coder_plugin.losses.gathered import NEGATIVES, Batch, BatchScores, global_batch, global_scores, hard_negatives
 
 
 class Triplet(Term):
@@ -26,10 +26,12 @@ class Triplet(Term):
         mean_epochs: number of first epochs, >= 0, in which all negatives of an anchor count, as without ``hardest``. The head
             ``progress`` counts the epochs.
         similarity: ``cosine`` of the features of both towers, or ``fusion``, the score of the head of that name.
-        mask_same_image: pairs of one image are not each other's negatives.
+        mask_same_image: pairs of one image are not each other's negatives, nor are its captions that are hard negatives of
+            others.
+        hard_negatives: the hard negatives of all ranks' images are further negatives of every image.
 
     Raises:
-        ValueError: options out of range, or ``mean_epochs`` without ``hardest``.
+        ValueError: options out of range, ``mean_epochs`` without ``hardest``, or ``hard_negatives`` with the fusion's score.
 
     Example:
         >>> import torch
@@ -38,8 +40,9 @@ class Triplet(Term):
     """
 
     uses = ("coder_ids",)
-    gathers = ("image_features", "text_features", "coder_fusion", "coder_ids")
+    gathers = ("image_features", "text_features", "coder_fusion", "coder_ids", *NEGATIVES)
     takes_views = True
+    takes_negatives = True
 
     @options_of(triplet)
     def __init__(
@@ -48,6 +51,7 @@ class Triplet(Term):
         mean_epochs: int = 0,
         similarity: Literal["cosine", "fusion"] = "cosine",
         mask_same_image: bool = True,
+        hard_negatives: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -60,7 +64,11 @@ class Triplet(Term):
         if similarity not in ("cosine", "fusion"):
             raise ValueError(f"similarity must be 'cosine' or 'fusion', got {similarity!r}")
         if similarity == "fusion":
+            if hard_negatives:
+                raise ValueError("hard_negatives needs similarity=cosine: the fusion scores the pairs of a batch alone")
             self.requires = ("coder_fusion",)
+        if hard_negatives:
+            self.requires = (*self.requires, *NEGATIVES)
         if mean_epochs:
             self.requires = (*self.requires, "coder_epoch")
 
@@ -71,8 +79,11 @@ class Triplet(Term):
         coder_fusion: Tensor | None = None,
         coder_ids: Tensor | None = None,
         coder_epoch: Tensor | None = None,
+        coder_negative_features: Tensor | None = None,
+        coder_negative_ids: Tensor | None = None,
     ) -> Tensor:
-        """The features [N, D] of all ranks, L2-normalised, or scores [N, N], image ids [N], epochs done [B] -> scalar."""
+        """The features [N, D] of all ranks, L2-normalised, or scores [N, N], image ids [N], epochs done [B], hard negatives
+        [N, n, D] with their images' ids [N, n] -> scalar."""
         ids = coder_ids if self.mask_same_image else None
         compared: Batch | BatchScores
         if coder_fusion is not None:
@@ -80,11 +91,13 @@ class Triplet(Term):
         else:
             assert image_features is not None and text_features is not None
             compared = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
-        loss = global_triplet(compared, implementation=self.implementation, **self.options)
+        further = hard_negatives(coder_negative_features, coder_negative_ids, mask_same_image=self.mask_same_image)
+        passed: dict[str, Any] = {**self.options, **further, "implementation": self.implementation}
+        loss = global_triplet(compared, **passed)
         if coder_epoch is None:
             return loss
         # both are computed: a branch would wait for the device
-        of_all = global_triplet(compared, implementation=self.implementation, **self.options | {"hardest": False})
+        of_all = global_triplet(compared, **passed | {"hardest": False})
         return torch.where(coder_epoch[0] < self.mean_epochs, of_all, loss)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.config import ModelConfig
 from coder_plugin.data.bad_samples import ENOUGH
 from coder_plugin.data.from_config import captions_of
@@ -58,7 +59,7 @@ def make_model(
             if global_feature is not None and "global_dim" not in backbone.options and reads_key(objective, "image_global"):
                 options.setdefault("global_dim", len(global_feature))
     elif config.kwargs:
-        raise CoderError(f"--model-kwargs are options of region models, and {config.name} is an open_clip model")
+        raise CoderError(f"--model-kwargs are options of region models, and {config.name} is none")
     else:
         preprocess = {
             "mean": config.image_mean,
@@ -127,6 +128,8 @@ def make_tokenizer(config: ModelConfig, model: Any, *, word_dropout: float = 0.0
     """
     if isinstance(model, Backbone):
         return model.tokenizer(word_dropout=word_dropout)
+    if isinstance(model, TransformersTowers):
+        return model.tokenizer()
     import open_clip
 
     from coder_plugin.backbones.clip import register_config

@@ -1,6 +1,7 @@
-"""Exports: a trained model as a folder that plain open_clip opens, and what else its retrieval vectors need.
+"""Exports: a trained model as a folder that its library opens, and what else its retrieval vectors need.
 
-An export of an open_clip model opens as ``open_clip.create_model("local-dir:FOLDER")``, one of a region model as
+An export of an open_clip model opens as ``open_clip.create_model("local-dir:FOLDER")``, one of a model of transformers as
+``AutoModel.from_pretrained(FOLDER)`` with ``AutoProcessor.from_pretrained(FOLDER)``, one of a region model as
 ``coder_plugin.create_model(FOLDER, pretrained=FOLDER/coder_model.safetensors)``. Files of their own hold the scoring heads and
 aggregators (``coder.safetensors``), their vocabulary, and how the model reads images and computes (``coder_options.json``).
 """
@@ -18,9 +19,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from coder_plugin.backbones import plugin_backbones
+from coder_plugin.backbones import plugin_backbones, transformers_files
+from coder_plugin.backbones.adapters import remove_adapters
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.clip import TEXT_FOLDER, read_training_checkpoint
+from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_folder, atomic_path, atomic_write, read_json
 from coder_plugin.heads.base import Head
@@ -125,11 +128,15 @@ def write_export(
     mark = {MARK: identity}
     if isinstance(model, Backbone):
         weights = folder / plugin_backbones.WEIGHTS
-        _write(plain, weights, **mark)
+        write_tensors(plain, weights, **mark)
         model.save_config(folder)
+    elif isinstance(model, TransformersTowers):
+        weights = folder / transformers_files.WEIGHTS
+        write_tensors(plain, weights, **mark)
+        model.save_files(folder)
     else:
         weights = folder / WEIGHTS
-        _write(plain, weights, **mark)
+        write_tensors(plain, weights, **mark)
         inner: Any = getattr(tokenizer, "tokenizer", None)
         if hasattr(inner, "save_pretrained"):
             inner.save_pretrained(folder)
@@ -145,7 +152,7 @@ def write_export(
         settings = {**head_settings(model), "heads": names}
         for each in settings["objective"]["heads"].values():
             each.pop("vocabulary", None)  # it is in the folder, and its old path is private
-        _write(scoring, folder / HEADS, coder=json.dumps(settings), **mark)
+        write_tensors(scoring, folder / HEADS, coder=json.dumps(settings), **mark)
         for vocabulary in vocabularies:
             vocabulary.save(folder / VOCABULARY)
     seal(folder, id=identity, heads=bool(scoring), step=step)
@@ -169,7 +176,8 @@ def verify(weights: str | Path | None) -> None:
     """
     if weights is not None and Path(weights).is_file():
         texts = (VOCABULARY.replace(".safetensors", ".json"), "open_clip_config.json", plugin_backbones.CONFIG)
-        verify_export(Path(weights), heads=HEADS, others=(VOCABULARY, OPTIONS, *texts))
+        own = ("config.json",) if Path(weights).name == transformers_files.WEIGHTS else ()
+        verify_export(Path(weights), heads=HEADS, others=(VOCABULARY, OPTIONS, *texts, *own))
 
 
 def check_finite(model: nn.Module, where: str) -> None:
@@ -248,10 +256,18 @@ def head_settings(model: Any) -> dict[str, Any]:
 
 
 def export_files(folder: Path) -> tuple[Path | None, Path | None]:
-    """An export's weights, or None if ``folder`` is not an export; and a region model's configuration, else None."""
+    """An export's weights, or None if ``folder`` is not an export; and the configuration of a region model or of a model of
+    transformers, else None.
+
+    A folder that transformers has saved such a model to is an export without heads.
+    """
     if (folder / plugin_backbones.WEIGHTS).is_file():
         return folder / plugin_backbones.WEIGHTS, folder / plugin_backbones.CONFIG
-    return next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None), None
+    weights = next((folder / name for name in (WEIGHTS, *OLDER) if (folder / name).is_file()), None)
+    own = folder / transformers_files.WEIGHTS
+    if weights is None and own.is_file() and transformers_files.has_configuration(folder):
+        return own, folder / "config.json"
+    return weights, None
 
 
 def weights_named(pretrained: str | None) -> str | None:
@@ -324,7 +340,7 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
     file = heads_beside(pretrained)
     checkpoint = read_training_checkpoint(pretrained)
     if file is not None:
-        state = _read(file)
+        state = read_tensors(file)
     elif checkpoint is not None:
         plain = {name.removeprefix("module."): value for name, value in checkpoint["state_dict"].items()}
         state = _scoring_state(model, plain)
@@ -344,10 +360,15 @@ def start_heads(model: Any, pretrained: str | None) -> bool:
 
 def load_heads(model: Any, path: Path) -> None:
     """Load the weights of heads that :func:`export_model` wrote into a model with the same heads."""
-    _load(model, _read(path), str(path))
+    _load(model, read_tensors(path), str(path))
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Raises:
+        CoderError: the file cannot be read.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -374,9 +395,15 @@ def _scoring_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dic
 
 
 def plain_state(model: Any) -> dict[str, Tensor]:
-    """The state dict without heads, with low-rank adapters merged: that of the model's open_clip class."""
+    """The state dict without heads, with low-rank adapters merged: that of the model's class in its own library."""
     if any("lora_" in name for name, _ in model.named_parameters()):
-        model = _merged(model)
+        coder, model.coder = model.coder, nn.Module()  # do not copy banks and momentum towers
+        try:
+            merged = copy.deepcopy(model)
+        finally:
+            model.coder = coder
+        remove_adapters(merged, merge=True)
+        model = merged
     return without_heads(model.state_dict())
 
 
@@ -385,8 +412,8 @@ def without_heads(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not name.startswith("coder.")}
 
 
-def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
-    """Write to a temporary file, then rename it."""
+def write_tensors(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
+    """Write a safetensors file with ``metadata``: to a temporary file first, which is renamed."""
     from safetensors.torch import save_file
 
     # clones, because safetensors refuses tensors that share memory
@@ -396,30 +423,3 @@ def _write(state: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # safetensors makes its files private, whatever the user's umask
-
-
-def _merged(model: Any) -> nn.Module:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    coder = model.coder
-    model.coder = nn.Module()  # do not copy banks and momentum towers
-    try:
-        merged = copy.deepcopy(model)
-    finally:
-        model.coder = coder
-    layers = [(name, module) for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]
-    outer: list[str] = []
-    for name, module in layers:
-        if outer and name.startswith(f"{outer[-1]}."):
-            continue  # part of an attention that has been merged already
-        outer.append(name)
-        parent, _, child = name.rpartition(".")
-        setattr(merged.get_submodule(parent), child, _plain_layer(module))
-    return merged
-
-
-def _plain_layer(module: Any) -> nn.Module:
-    if hasattr(module, "unload_and_optionally_merge_module"):
-        return module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    module.merge()
-    return module.get_base_layer()

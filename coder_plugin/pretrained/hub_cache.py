@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.backbones.transformers_files import WEIGHTS as TRANSFORMERS_WEIGHTS
+from coder_plugin.backbones.transformers_files import has_configuration
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json, sha256_file
 from coder_plugin.pretrained.export import OLDER, export_files
@@ -58,7 +60,9 @@ def fetch(
     try:
         folder = Path(snapshot_download(name, allow_patterns=_FILES, **options))
         if export_files(folder)[0] is None:
-            folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *OLDER], **options))
+            of_transformers = has_configuration(folder) and not (folder / "open_clip_config.json").exists()
+            further = [TRANSFORMERS_WEIGHTS] if of_transformers else [*OLDER]
+            folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *further], **options))
         if further := [glob.escape(file) for file in _listed_files(folder) if not (folder / file).is_file()]:
             folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *further], **options))
     except CoderError:
@@ -66,7 +70,7 @@ def fetch(
     except Exception as error:  # the hub's errors, its HTTP client's, and the disk's
         raise hub_error(name, error) from error
     if export_files(folder)[0] is None:
-        raise CoderError(f"{name}: the repository holds no model of coder-plugin or open_clip")
+        raise CoderError(f"{name}: the repository holds no model of coder-plugin or open_clip, and no CLIPModel or SiglipModel")
     return folder
 
 

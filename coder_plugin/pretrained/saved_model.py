@@ -8,6 +8,8 @@ from typing import Any
 
 from coder_plugin import registry
 from coder_plugin.backbones.allowed import check_config, check_hub_names, check_text_folders
+from coder_plugin.backbones.names import TRANSFORMERS
+from coder_plugin.backbones.transformers_files import find_location
 from coder_plugin.config import OPENING, get_option
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
@@ -92,7 +94,8 @@ def check_saved_model(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_place(spec: str, where: str) -> None:
-    if "://" in spec or spec.startswith(("hf-hub:", "pipe:")):
+    on_hub = spec.startswith(TRANSFORMERS) and not Path(spec.removeprefix(TRANSFORMERS)).is_dir()
+    if on_hub or "://" in spec or spec.startswith(("hf-hub:", "pipe:")):
         raise CoderError(f"{where} would fetch {spec[:200]!r}: if you trust it, give it yourself, with --model")
 
 
@@ -104,7 +107,7 @@ def _check_name(name: str, where: str) -> None:
     _check_place(name, where)
     if name in registry.names("backbones"):
         return
-    if name.endswith(".json") and Path(name).is_file():
+    if name.endswith(".json") and find_location(name) is None and Path(name).is_file():
         config = read_json(name)
         if isinstance(config, Mapping) and "backbone" in config:
             return  # an export's, checked where it is opened
@@ -113,7 +116,7 @@ def _check_name(name: str, where: str) -> None:
         local = {key: None if value and Path(value).is_dir() else value for key, value in _hub_names(config).items()}
         check_hub_names({"text_cfg": local}, name)
         return
-    if name.startswith("local-dir:"):
+    if name.startswith("local-dir:") or find_location(name) is not None:
         return  # checked where it is opened
     if register_config(name).replace("/", "-") not in open_clip.list_models():
         raise CoderError(f"{where} names the model {name[:200]!r}, which is not here: name the model yourself (--model)")

@@ -26,8 +26,9 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 def open_text_model(spec: str, *, device: torch.device | str | None = None) -> TextEncoder:
     """A function from n texts to their vectors [n, D], float32, on the CPU.
 
-    An export, a run and an open_clip model give their retrieval vectors; a transformers encoder gives its pooled tokens, and a
-    transformers model of two towers its text features, neither of unit length.
+    An export, a run, an open_clip model, and the folder of a CLIPModel or SiglipModel give their retrieval vectors; a
+    transformers encoder gives its pooled tokens, and another transformers model of two towers its text features, neither of
+    unit length.
 
     Args:
         spec: an export's folder, a run's, or ``hf-hub:OWNER/NAME``; an open_clip model with its weights,

@@ -35,6 +35,7 @@ METRICS = {
     "image_rank": "effective rank (images)",
     "text_rank": "effective rank (texts)",
 }
+_ACCURACIES = {"top-1": "top1", "top-5": "top5", "mean per class": "mean_per_class", "top-1 by vectors": "vectors_top1"}
 _DIRECTIONS = {"i2t": "Image to text", "t2i": "Text to image"}
 
 
@@ -61,7 +62,8 @@ def objective(run: RunFolder) -> list[Figure]:
 
 
 def recalls(run: RunFolder) -> list[Figure]:
-    """R@sum, R@1, 5, 10 of both directions and median ranks; those of the shortlists too if a fusion score re-ranks."""
+    """R@sum, R@1, 5, 10 of both directions and median ranks, those of the shortlists too if a fusion score re-ranks; zero-shot
+    accuracy, if it was measured."""
     keys = metric_names(run.evaluations)
     figures = []
     for prefix, suffix in (("", ""), ("shortlist/", ", shortlist")):
@@ -79,6 +81,10 @@ def recalls(run: RunFolder) -> list[Figure]:
     ]
     if medians:
         figures.append(_several(medians, "Median rank"))
+    accuracies = {name: f"zeroshot_{key}" for name, key in _ACCURACIES.items() if f"zeroshot_{key}" in keys}
+    if accuracies:
+        series = [Series(name, *curve(run.evaluations, key)) for name, key in accuracies.items()]
+        figures.append(_several(series, "Zero-shot accuracy, %"))
     return figures
 
 

@@ -1,4 +1,4 @@
-"""The accelerator of a run: device, autocast, loss scaling, DDP and trackers."""
+"""The accelerator of a run: device, autocast, loss scaling and DDP."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.launchers import ranks_from_slurm
 from coder_plugin.pretrained.device import mixed_precision
 from coder_plugin.training.failures import process_group_timeout
+from coder_plugin.training.trackers import tracker_names
 
 #: By the variable with which accelerate asks for it: forms of parallel training other than DDP.
 _FORMS = {
@@ -44,14 +45,7 @@ def make_accelerator(config: TrainConfig) -> Any:
     ranks_from_slurm()
     cuda = torch.cuda.is_available()
     mixed = mixed_precision(config.optim.precision)
-    installed = {"tensorboard": utils.is_tensorboard_available(), "wandb": utils.is_wandb_available()}
-    trackers = config.run.report_to.replace(",", " ").split()
-    unknown = set(trackers) - installed.keys()
-    if unknown:
-        raise CoderError(f"--report-to: unknown tracker {', '.join(sorted(unknown))}; known: tensorboard, wandb")
-    absent = [name for name in trackers if not installed[name]]
-    if absent:
-        raise CoderError(f"--report-to {config.run.report_to}: {', '.join(absent)} is not installed (pip install {absent[0]})")
+    tracker_names(config.run.report_to)  # raises before a model is built; RunLog starts them
     # training_step accumulates (cached features); accelerate's own setting, from its environment, must not divide gradients
     accumulation = utils.GradientAccumulationPlugin(num_steps=1)
     patience = utils.InitProcessGroupKwargs(timeout=process_group_timeout(config.run.rank_timeout))
@@ -61,7 +55,7 @@ def make_accelerator(config: TrainConfig) -> Any:
         "kwargs_handlers": [patience],
     }
     try:
-        accelerator = Accelerator(mixed_precision=mixed, cpu=not cuda, log_with=trackers or None, **options)
+        accelerator = Accelerator(mixed_precision=mixed, cpu=not cuda, **options)
     except (ValueError, ImportError) as error:
         raise CoderError(f"accelerate: {error}") from error
     check_parallelism({}, getattr(accelerator.state, "parallelism_config", None))

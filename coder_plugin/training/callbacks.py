@@ -32,7 +32,8 @@ class Callback:
         """After each training step. ``trainer.step`` already counts it; ``metrics`` are what ``training_step`` returned."""
 
     def on_evaluation_end(self, trainer: Any, results: Mapping[str, Any]) -> None:
-        """After each evaluation. ``results`` holds recall in percent (``i2t_r1`` … ``rsum``), ``epoch`` and ``step``."""
+        """After each evaluation. ``results`` holds ``epoch`` and ``step``, and what was measured, in percent: recall
+        (``i2t_r1`` … ``rsum``), and with ``--zeroshot`` also ``zeroshot_top1`` and the like."""
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         """After each checkpoint and its export. ``folder`` is the checkpoint's."""

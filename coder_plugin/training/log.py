@@ -1,4 +1,4 @@
-"""A run's log: console lines, ``metrics.jsonl``, a progress bar, TensorBoard and W&B."""
+"""A run's log: console lines, ``metrics.jsonl``, a progress bar and trackers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from coder_plugin.files import atomic_write
 from coder_plugin.progress import duration
 from coder_plugin.terminal import echo, plural
 from coder_plugin.training.metrics_file import append_line
+from coder_plugin.training.trackers import start_tracker, tracker_names
 
 _log = logging.getLogger(__name__)
 
@@ -77,21 +78,21 @@ class RunLog:
             for head, notes in plan["notes"].items():
                 for note in notes:
                     self.say(f"{head}: {note}")
-        if self.config.run.report_to:
-            options = {"wandb": {"name": self.folder.name, "dir": str(self.folder)}}
+            run = self.config.run
             flat = {k: v for k, v in self.config.to_flat().items() if isinstance(v, (int, float, str, bool))}
-            project = self.config.run.wandb_project_name if "wandb" in self.config.run.report_to else self.folder.name
-            with self._optional(f"the settings for {self.config.run.report_to}"):
-                self.accelerator.init_trackers(project, config=flat, init_kwargs=options)
+            for name in tracker_names(run.report_to):
+                with self._optional(f"the settings for {name}"):
+                    started = start_tracker(self.accelerator, name, self.folder, project=run.wandb_project_name, config=flat)
+                    self.accelerator.trackers.append(started)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
         try:
             yield
         finally:
-            if self.config.run.report_to:
-                with self._optional(f"the end of the log for {self.config.run.report_to}"):
-                    self.accelerator.end_training()
+            for tracker in self.accelerator.trackers:
+                with self._optional(f"the end of the log for {tracker.name}"):
+                    tracker.finish()
 
     def write(self, metrics: Mapping[str, Any], *, step: int) -> None:
         """One record in ``metrics.jsonl`` and in the trackers. What cannot be written is reported once and never ends a run."""
@@ -99,9 +100,9 @@ class RunLog:
         if self.main:
             with self._optional("a row of metrics.jsonl"):
                 append_line(self.folder / "metrics.jsonl", json.dumps({"step": step, **numbers}))
-        if self.config.run.report_to:
-            with self._optional(f"a row for {self.config.run.report_to}"):
-                self.accelerator.log(numbers, step=step)
+        for tracker in self.accelerator.trackers:
+            with self._optional(f"a row for {tracker.name}"):
+                tracker.log(numbers, step=step)
 
     @contextlib.contextmanager
     def _optional(self, what: str) -> Iterator[None]:

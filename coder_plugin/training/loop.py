@@ -26,12 +26,14 @@ from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import NAMES, WORDS
 from coder_plugin.config import TrainConfig
 from coder_plugin.data.bad_samples import total
+from coder_plugin.data.from_config import make_negatives
 from coder_plugin.data.loader import TrainLoader, count_steps
 from coder_plugin.data.pixels import to_device
 from coder_plugin.errors import CoderError
 from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
+from coder_plugin.evaluation.zero_shot import accuracies, check_model, read_classes, zero_shot
 from coder_plugin.following import Following, follow
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
@@ -41,7 +43,7 @@ from coder_plugin.pretrained.encode import Encoded
 from coder_plugin.pretrained.export import export_model, inference_options
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.terminal import echo
-from coder_plugin.training import checkpoint, exports, failures, prepare, resume
+from coder_plugin.training import checkpoint, exports, failures, fine_tuning, prepare, resume
 from coder_plugin.training.accelerator import make_accelerator, tf32_products
 from coder_plugin.training.average import WeightAverage
 from coder_plugin.training.callbacks import Callback
@@ -76,7 +78,8 @@ class Trainer:
             as ``config={"model": NAME}``: its tokenizer goes by that name).
         loss: a loss expression, a list of terms (names and objects), an
             :class:`~coder_plugin.objective.Objective`, or a :class:`~coder_plugin.coder.CoderLoss` of the given model.
-        train: training data: a path, ``"scenes"``, a data source, or a list of :class:`~coder_plugin.data.item.Item`.
+        train: training data: a path, ``"scenes"``, a data source, a ``Dataset`` or ``IterableDataset`` of Hugging Face's
+            ``datasets``, or a list of :class:`~coder_plugin.data.item.Item`.
         val: validation data, in the same forms. None: no evaluation.
         config: all other options: a :class:`~coder_plugin.config.TrainConfig`, or a mapping of options, flat
             (``{"lr": 1e-3}``) or nested (``{"optim": {"lr": 1e-3}}``). None: the defaults.
@@ -135,7 +138,10 @@ class Trainer:
         source, self.val = (prepare.open_data(config, each, split) for each, split in ((train, "train"), (val, "val")))
         assert source is not None
         samples = source.samples(data.captions, data.train_num_samples)
+        negatives = make_negatives(data, source)
         count_steps(source.name, samples, optim.batch_size, distributed.world_size())  # raises before a model is built
+        zeroshot, classnames, templates = (getattr(config.evaluation, x) for x in ("zeroshot", "classnames", "templates"))
+        self.classes = None if zeroshot is None else read_classes(zeroshot, classnames, templates or "openai")
         resume.seed_everything(config.run.seed)
         if hasattr(model, "coder"):  # its heads are made: their options stand
             self.objective = replace(objective, heads=model.coder.objective.heads)
@@ -143,7 +149,6 @@ class Trainer:
             self.objective = prepare.fit_objective(objective, config, samples_per_epoch=samples)
         if isinstance(model, str):
             prepare.say_random_weights(config)
-            prepare.warn_of_default_rate(config)
         self.model: Any = prepare.make_training_model(config, self.objective, self.device, source, model=model)
         self.loss = loss if isinstance(loss, CoderLoss) else create_loss(
             self.objective,
@@ -152,8 +157,12 @@ class Trainer:
             gather_dtype=config.loss.gather_dtype,  # type: ignore[arg-type]
             gather=config.loss.gather,  # type: ignore[arg-type]
         )
+        if self.classes is not None:
+            check_model(self.model)
         self._warn_of_unmasked_terms()
         prepare.warn_of_one_pair(config, self.loss)
+        for advice in fine_tuning.advice(config, self.model, self.loss, pretrained=isinstance(model, str)):
+            self.log.warn(f"{advice.text}: {advice.do}")
         prepare.check_accumulation(self.model, config)
         self.tokenizer = build.make_tokenizer(config.model, self.model)
         self.train_transform = prepare.make_train_transform(self.model, config)
@@ -164,6 +173,7 @@ class Trainer:
             transform=self.train_transform,
             tokenizer=build.make_tokenizer(config.model, self.model, word_dropout=data.word_dropout),
             positives=prepare.make_positives(self.model),
+            negatives=negatives,
             tags=prepare.make_tags(self.model, config),
             seed=config.run.seed,
             rank=distributed.rank(),
@@ -206,6 +216,7 @@ class Trainer:
         self.signals = StopSignals()
         self.best: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
+        self.zero_shot: dict[str, Any] = {}
         self.encoded: Encoded | None = None
 
     @classmethod
@@ -283,15 +294,13 @@ class Trainer:
             on_first_rank(lambda: self.log.write_plan(plan))
         self.log.start(plan)
         with self.log.closing():
-            every = config.evaluation.val_frequency if self.val is not None else 0
-            if self.step == 0 and every:
+            if self.step == 0:
                 self._evaluate_or_leave("before the first step", position=None)
             while self.epoch < config.optim.epochs and not self._all_stop():
                 if self._train_epoch():
                     position, self.epoch, self.position = self.position, self.epoch + 1, None
-                    if every and (self.is_last_epoch or self.epoch % every == 0):
-                        self._evaluate_or_leave(f"after epoch {self.epoch}", position)
-                elif every:
+                    self._evaluate_or_leave(f"after epoch {self.epoch}", position)
+                else:
                     with self._same_random_states():
                         self._evaluate(f"after step {self.step}")
                 self._save()
@@ -408,13 +417,14 @@ class Trainer:
         Args:
             position: of the end of the epoch just completed; None before the first step.
         """
-        epoch, best, last = self.epoch, self.best, self.last
+        epoch, best, last, accuracy = self.epoch, self.best, self.last, self.zero_shot
         states = resume.rng_states()
         try:
             self._evaluate(when, interruptible=distributed.world_size() == 1)
         except StoppedBySignal:
             resume.set_rng_states(states)
-            self.epoch, self.position, self.best, self.last = epoch - (position is not None), position, best, last
+            self.epoch, self.position = epoch - (position is not None), position
+            self.best, self.last, self.zero_shot = best, last, accuracy
             self._leave()
 
     def _leave(self) -> NoReturn:
@@ -438,6 +448,9 @@ class Trainer:
         if prepare.make_positives(self.model) is not None:
             counts: Counter[str] = sum(distributed.gather_objects(self.loader.positives_made), Counter())
             self.log.say("positive captions: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(counts.items())))
+        if self.config.data.hard_negatives:
+            drawn: Counter[str] = sum(distributed.gather_objects(self.loader.negatives_drawn), Counter())
+            self.log.say(f"hard negatives: {drawn['filled']:,} of {drawn.total():,} places filled")
         if self.model.coder.reads_tags:
             tagged: Counter[str] = sum(distributed.gather_objects(self.loader.tagged), Counter())
             self.log.say("tokens by class of word: " + ", ".join(f"{name} {tagged[name]:,}" for name in WORDS))
@@ -553,29 +566,51 @@ class Trainer:
         """A context in which the model has its averaged weights, if ``--ema-decay`` keeps an average."""
         return self.average.applied(self.model) if self.average is not None else contextlib.nullcontext()
 
+    def _is_due(self, frequency: int) -> bool:
+        """Whether something is measured now that is measured every so many epochs, before the first step, and at the end."""
+        return frequency > 0 and (self.is_last_epoch or self.epoch % frequency == 0)
+
     def _evaluate(self, when: str, *, interruptible: bool = False) -> None:
+        options = self.config.evaluation
+        recall = self.val is not None and self._is_due(options.val_frequency)
+        classes = self.classes if self._is_due(options.zeroshot_frequency) else None
+        if not (recall or classes):
+            return
         state_names = set(self.model.coder.state_names())  # equal on all ranks already
         for name, buffer in self.model.named_buffers():
             if buffer.is_floating_point() and name not in state_names:
                 distributed.broadcast(buffer)  # BatchNorm's statistics: all ranks evaluate the model that is exported
+        now = {"epoch": self.epoch, "step": self.step}
         # the signal may interrupt within the averaged weights only, not while they are put in place or the model's own restored
         with self.averaged_weights(), self.signals.interrupting(interruptible):
-            encoded = self.encoder(self.val)
-            result = evaluate(self.encoder, self.val, rerank=self.config.evaluation.rerank, encoded=encoded)
-        self.last = {**result, "epoch": self.epoch, "step": self.step}
-        self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
-        shortlist = {f"shortlist/{k}": v for k, v in self.last.get("shortlist", {}).items()}
-        skipped = {"skipped_samples": sum(self.last["skipped"].values())} if "skipped" in self.last else {}
-        figures = {**self.last, **shortlist, **skipped}
+            if recall:
+                encoded = self.encoder(self.val)
+                self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
+                last = {**evaluate(self.encoder, self.val, rerank=options.rerank, encoded=encoded), **now}
+            if classes is not None:
+                with self._same_random_states():
+                    measured = accuracies(zero_shot(self.encoder, classes))
+        results: dict[str, Any] = {}
+        lines = []
+        if recall:
+            results = self.last = last
+            rows = {"val": last, "val, shortlist": last.get("shortlist")}
+            lines.append(format_table({name: row for name, row in rows.items() if row}) + format_skipped({"val": last}))
+        if classes is not None:
+            before = measured["zeroshot_top1"] if self.step == 0 else self.zero_shot.get("before")
+            self.zero_shot = {**measured, **({} if before is None else {"before": before}), **now}
+            results = {**results, **measured, **now}
+            lines.append(fine_tuning.format_accuracy(self.zero_shot))
+        shortlist = {f"shortlist/{k}": v for k, v in results.get("shortlist", {}).items()}
+        skipped = {"skipped_samples": sum(results["skipped"].values())} if "skipped" in results else {}
+        figures = {**results, **shortlist, **skipped}
         self.log.write({f"val/{k}": v for k, v in figures.items() if k != "step"}, step=self.step)
-        rows = {"val": self.last, "val, shortlist": self.last.get("shortlist")}
-        table = format_table({name: row for name, row in rows.items() if row})
-        self.log.say(f"{when}:\n{table}{format_skipped({'val': self.last})}")
-        if self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
+        self.log.say("\n".join([f"{when}:", *lines]))
+        if recall and self.last["rsum"] > self.best.get("rsum", -1.0) and self.step:
             self.best = {**self.last, "checkpoint": self._checkpoint_name()}
             self._export("best")
         for callback in self.callbacks:
-            callback.on_evaluation_end(self, self.last)
+            callback.on_evaluation_end(self, results)
 
     def _checkpoint_name(self) -> str:
         return f"step_{self.step:08d}"
@@ -598,6 +633,7 @@ class Trainer:
             "backbone": resume.describe_backbone(self.model),
             "last": self.last,
             "best": self.best,
+            "zero_shot": self.zero_shot,
             "changes": self.changes,
             "kept": bool(every and not self.position and self.epoch % every == 0),
             "versions": versions(),

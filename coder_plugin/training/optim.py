@@ -19,9 +19,15 @@ from coder_plugin.pretrained.device import mixed_precision
 _LAYER = re.compile(r"(?:^|[._])(?:resblocks|layers?|blocks?|h)\.(\d+)\.|(?:^|\.)layer([1-4])\.")
 # before the first block: token and patch embeddings, positions, the stem
 _STEM = re.compile(
-    r"(?:^|\.)(?:conv\d?|conv_stem|bn\d|ln_pre|class_embedding|positional_embedding|token_embedding|embeddings|"
+    r"(?:^|\.)(?:conv\d?|conv_stem|bn\d|ln_pre|pre_layrnorm|class_embedding|positional_embedding|token_embedding|embeddings|"
     r"patch_embed|pos_embed|cls_token)(?:\.|$)"
 )
+# what projects into the joint space, and temperatures; of open_clip's and transformers' models
+_AFTER_TOWER = re.compile(
+    r"coder\.|logit_|visual\.(proj|head)(\.|$)|text\.proj(\.|$)|(text\.)?text_projection|visual_projection|text_model\.head\."
+)
+# how the names of an image tower's parameters begin
+_IMAGE = ("visual.", "vision_model.")
 
 
 def create_optimizer(model: Any, config: TrainConfig) -> Optimizer:
@@ -109,7 +115,7 @@ def layer_factors(model: Any, layer_decay: float) -> Callable[[str], float]:
         return lambda name: 1.0
     towers: dict[str, dict[str, int]] = {}
     for name, _ in model.named_parameters():
-        tower = "image" if name.startswith("visual.") else "text"
+        tower = "image" if name.startswith(_IMAGE) else "text"
         if not name.startswith("coder.") and (layer := _layer_of(name)) is not None:
             towers.setdefault(tower, {})[name] = layer
     trunk = getattr(model.visual, "trunk", None)
@@ -163,14 +169,14 @@ def lr_factor(step: int, config: TrainConfig, steps_per_epoch: int, total: int, 
 
 def after_tower(name: str) -> bool:
     """Whether a parameter projects into the joint space, scales the logits, or belongs to a head."""
-    return re.match(r"coder\.|logit_|visual\.(proj|head)(\.|$)|text\.proj(\.|$)|(text\.)?text_projection", name) is not None
+    return _AFTER_TOWER.match(name) is not None
 
 
 def in_text_encoder(name: str) -> bool:
     """Whether a parameter belongs to the text tower's encoder: transformers', a region model's, or open_clip's."""
-    if name.startswith(("visual.", "coder.")) or after_tower(name):
+    if name.startswith((*_IMAGE, "coder.")) or after_tower(name):
         return False
-    return name.startswith("text.transformer.") or _layer_of(name) is not None or name.startswith(("ln_final.", "text.ln_"))
+    return _layer_of(name) is not None or name.startswith(("text.transformer.", "text_model.", "ln_final.", "text.ln_"))
 
 
 def in_block(name: str) -> bool:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin import distributed, registry
-from coder_plugin.backbones import plugin_backbones
+from coder_plugin.backbones import transformers_clip
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.coder import CoderLoss
 from coder_plugin.concepts.tags import Tags
 from coder_plugin.config import LOSS_OPTIONS, TrainConfig, flatten, get_option
-from coder_plugin.data.from_config import make_source
+from coder_plugin.data.from_config import make_source, object_source
+from coder_plugin.data.huggingface import is_dataset
 from coder_plugin.data.pixels import eight_bit
 from coder_plugin.data.source import ItemSource, map_tensors
 from coder_plugin.errors import CoderError
@@ -28,9 +29,11 @@ from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.heads.capabilities import AddsTexts, ReadsConcepts, heads_with
 from coder_plugin.locations import absolute
+from coder_plugin.losses.base import Term
 from coder_plugin.model import add_heads, required_heads_with
 from coder_plugin.negatives.positives import Positives
-from coder_plugin.objective import Objective
+from coder_plugin.objective import Objective, TermSpec
+from coder_plugin.options import check_options
 from coder_plugin.pretrained.build import make_model
 from coder_plugin.pretrained.export import start_heads
 from coder_plugin.pretrained.options import resolve_config
@@ -65,8 +68,10 @@ def config_of_objects(
         options["model"] = model.config()["backbone"]
     elif hasattr(model, "coder_name"):
         options["model"] = model.coder_name
+    elif transformers_clip.class_name(model) is not None and (name := transformers_clip.name_of(model)) is not None:
+        options["model"] = name
     elif not (isinstance(config, Mapping) and "model" in flatten(config)) and not isinstance(config, TrainConfig):
-        raise CoderError('give the name of the open_clip model, which selects its tokenizer: config={"model": "ViT-B-32"}')
+        raise CoderError('give the name of the model, which selects its tokenizer: config={"model": "ViT-B-32"}')
     if isinstance(config, TrainConfig):
         changed = {name: value for name, value in options.items() if config.to_flat()[name] != value}
         if "loss" in changed:  # a recipe's options are for the recipe's loss
@@ -75,9 +80,12 @@ def config_of_objects(
         config = config.with_options(**changed) if changed else config
     else:
         config = resolve_config({**flatten(config or {}), **options}, flags_name="argument")
-    paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions")}
+    paths = {name: getattr(config.data, name) for name in ("train", "val", "image_root", "regions", "negatives_file")}
     paths = {name: absolute(path) for name, path in paths.items() if path is not None}
-    return replace(config, data=replace(config.data, **paths))
+    config = replace(config, data=replace(config.data, **paths))
+    files = {name: getattr(config.evaluation, name) for name in ("zeroshot", "classnames")}
+    files = {name: absolute(path) for name, path in files.items() if path is not None}
+    return replace(config, evaluation=replace(config.evaluation, **files))
 
 
 def _data_name(data: Any) -> str | None:
@@ -159,13 +167,16 @@ def _refused_head_options(config: TrainConfig, objective: Objective, model: Any)
 
 
 def open_data(config: TrainConfig, data: Any, split: str) -> Any:
-    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a list of items, or None."""
+    """The data source of a trainer's argument: a path, ``"scenes"``, a source, a data set of ``datasets``, a list of items,
+    or None."""
     if data is None:
         return None
     if isinstance(data, (str, Path)):
         options = {"train_data": "scenes"} if split == "train" else {"val_data": "scenes"}
         named = data != "scenes" or config.data.on_scenes
         return make_source((config if named else config.with_options(**options)).data, split=split)
+    if is_dataset(data):
+        return object_source(config.data, data, split=split)
     return ItemSource(data, name=f"{split} items") if isinstance(data, Sequence) else data
 
 
@@ -187,6 +198,7 @@ def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> 
         settings[path.strip()] = parse_value(value)
     objective = _parse_loss(expression, model).with_options(settings)
     flags = {"negatives": config.loss.negatives, "positives": config.loss.positives}
+    objective = _with_hard_negatives(objective, config, made=isinstance(loss, CoderLoss))
     generators = {name: value for name, value in flags.items() if value is not None}
     if generators:
         has_heads = hasattr(model, "coder")
@@ -206,6 +218,47 @@ def make_objective(config: TrainConfig, loss: Any = None, model: Any = None) -> 
     if local_loss is None:  # a loss that is made is computed as it was made
         local_loss = objective.local_loss or (distributed.world_size() > 1 and not isinstance(loss, CoderLoss))
     return replace(objective, local_loss=local_loss)
+
+
+def _with_hard_negatives(objective: Objective, config: TrainConfig, *, made: bool) -> Objective:
+    """The objective in which ``--hard-negatives`` has set the option ``hard_negatives`` of all terms that have it.
+
+    Args:
+        made: the loss is made, and its terms stay as they are.
+
+    Raises:
+        CoderError: a term reads hard negatives and none are drawn, or the other way round.
+    """
+    count, terms = config.data.hard_negatives, []
+    for spec in objective.terms:
+        if count and not made and "hard_negatives" not in dict(spec.options):
+            term = spec.build()
+            if spec.term is None and spec.source is None and isinstance(term, Term) and term.takes_negatives:
+                try:
+                    options = check_options("losses", spec.name, {**dict(spec.options), "hard_negatives": True})
+                    spec = replace(spec, options=options)
+                except CoderError as error:
+                    _say(f"--hard-negatives: {error}; the term stays as it is")
+            elif not _reads_negatives(spec):
+                _say(f"--hard-negatives: {spec} does not take hard negatives and stays as it is")
+        terms.append(spec)
+    readers = [str(spec) for spec in terms if _reads_negatives(spec)]
+    if count and not readers:
+        raise CoderError(
+            f'--hard-negatives {count}: no term of --loss "{objective}" takes hard negatives (clip, dcl, m_dcl and triplet do)'
+        )
+    if readers and not count:
+        raise CoderError(f"{readers[0]} reads hard negatives: give --hard-negatives N, how many are drawn for each image")
+    return replace(objective, terms=tuple(terms))
+
+
+def _reads_negatives(spec: TermSpec) -> bool:
+    return any(key.startswith("coder_negative_") for key in spec.build().requires)
+
+
+def _say(text: str) -> None:
+    if distributed.rank() == 0:
+        log.info(text)
 
 
 def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoch: int) -> Objective:
@@ -248,20 +301,6 @@ def say_random_weights(config: TrainConfig) -> None:
         return
     if tags := open_clip.list_pretrained_tags_by_model(model.name):
         log.warning("%s starts from random weights; open_clip has trained ones, such as --pretrained %s", model.name, tags[-1])
-
-
-def warn_of_default_rate(config: TrainConfig) -> None:
-    """Warn where pretrained weights are trained at the default learning rate, which is that of training from scratch."""
-    model, origins = config.model, config.origins
-    pretrained = model.pretrained or model.pretrained_image or model.pretrained_image_path
-    only_new_layers = model.lora_rank or (model.lock_image and model.lock_text)
-    if not pretrained or "lr" in origins or only_new_layers or distributed.rank():
-        return
-    if plugin_backbones.find_backbone(model.name) is None:
-        log.warning(
-            "--lr is not given: %g is the rate for training from scratch; to fine-tune pretrained weights give --lr 1e-5",
-            config.optim.lr,
-        )
 
 
 def make_training_model(
@@ -514,5 +553,6 @@ def example_batch(model: Any, tokenizer: Callable[[list[str]], Tensor], rows: in
         "image": map_tensors(lambda each: each.to(device), image),
         "text": text,
         "image_id": torch.arange(rows, device=device),
+        **({"text_negatives": text[:, None]} if model.coder.reads_negatives else {}),
         **({"text_tags": torch.ones_like(text)} if model.coder.reads_tags else {}),
     }

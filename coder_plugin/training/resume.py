@@ -131,7 +131,8 @@ def begin_after(trainer: Trainer, state: SavedState | None) -> None:
     exports.restore_best(trainer, state.path.parent)
     if moved := checkpoint.set_aside(trainer.folder / "checkpoints", aside, after=trainer.step):
         trainer.log.say(f"moved to {aside}, because they are later than step {trainer.step}: {', '.join(moved)}")
-    cut_back(metrics, step=trainer.step, evaluated=trainer.last.get("step", -1), epochs=trainer.epoch)
+    evaluated = max(measured.get("step", -1) for measured in (trainer.last, trainer.zero_shot))
+    cut_back(metrics, step=trainer.step, evaluated=evaluated, epochs=trainer.epoch)
 
 
 def advice(folder: Path) -> str:
@@ -204,7 +205,7 @@ def restore_training(trainer: Trainer, state: SavedState) -> None:
     if trainer.accelerator.scaler is not None and "scaler" in common:
         trainer.accelerator.scaler.load_state_dict(common["scaler"])
     trainer.step, trainer.epoch = manifest["step"], manifest["epoch"]
-    trainer.best, trainer.last = manifest["best"], manifest["last"]
+    trainer.best, trainer.last, trainer.zero_shot = manifest["best"], manifest["last"], manifest.get("zero_shot", {})
     trainer.seconds = manifest.get("seconds")
     changes = changed_options(trainer.config, manifest)
     trainer.changes = [*manifest.get("changes", []), *changes]

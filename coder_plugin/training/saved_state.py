@@ -18,7 +18,7 @@ from coder_plugin.data.bad_samples import KINDS
 from coder_plugin.errors import CoderError
 
 #: Fields of a training run's manifest, where present.
-_OBJECTS = ("config", "objective", "last", "best", "versions")
+_OBJECTS = ("config", "objective", "last", "best", "zero_shot", "versions")
 #: Fields of a rank's position in the data.
 _POSITION = {
     **{name: int for name in ("epoch", "batches", "last", "leftover", "offset", "before", "rank")},
@@ -67,6 +67,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         raise CoderError("its 'objective' does not hold a list of terms and an object of heads")
     for name in ("last", "best"):
         _check_results(name, manifest.get(name, {}))
+    accuracy = manifest.get("zero_shot", {})
+    if not all(type(value) in (int, float) for value in accuracy.values()) or type(accuracy.get("step", 0)) is not int:
+        raise CoderError("its 'zero_shot' does not hold numbers")
 
 
 def _check_results(name: str, results: Mapping[str, Any]) -> None:
@@ -103,6 +106,9 @@ def check_position(position: Any, *, depth: int = 0) -> None:
         raise CoderError("the checkpoint's position in the data holds something else than counts")
     if depth == _DEEP:
         raise CoderError(f"the checkpoint's epoch was continued by more than {_DEEP} numbers of ranks or workers")
+    states = fields.get("states", [])  # of streams
+    if type(states) is not list or len(states) not in (0, sizes[1]) or {type(each) for each in states} - {dict, type(None)}:
+        raise CoderError("the checkpoint's position in the data holds no list of its workers' states")
     for each in fields["rest"]:
         check_position(each, depth=depth + 1)
 

@@ -107,10 +107,11 @@ def _header(name: str, record: Mapping[str, Any], license: str | None, base_mode
         for key, label in figures.items()
         if isinstance(results.get(key), (int, float))
     ]
-    opens_in_open_clip = model["pictures"] and not model["heads"] and model["aggregator"] == "tower"
-    inputs = ["open_clip", "clip"] if model["pictures"] else ["region-features"]
+    library = _library(model)
+    opens_in_library = model["pictures"] and not model["heads"] and model["aggregator"] == "tower"
+    inputs = [library, "clip"] if model["pictures"] else ["region-features"]
     return ModelCardData(
-        library_name="open_clip" if opens_in_open_clip else "coder_plugin",
+        library_name=library if opens_in_library else "coder_plugin",
         tags=["coder_plugin", "image-text-retrieval", *inputs],
         pipeline_tag="zero-shot-image-classification" if model["pictures"] else "feature-extraction",
         license=license,
@@ -121,11 +122,17 @@ def _header(name: str, record: Mapping[str, Any], license: str | None, base_mode
     ).to_yaml()
 
 
+def _library(model: Mapping[str, Any]) -> str:
+    """The library of a model that reads pictures; records of earlier versions do not name it."""
+    return "transformers" if model.get("library") == "transformers" else "open_clip"
+
+
 def _description(record: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     model = record["model"]
     option = record["options"].get("model")
     model_name = f", `{option}`" if option else ""
-    kind = f"an open_clip model ({model['class']}{model_name})" if model["pictures"] else f"a region model ({model['name']})"
+    article = {"open_clip": "an open_clip model", "transformers": "a model of transformers"}[_library(model)]
+    kind = f"{article} ({model['class']}{model_name})" if model["pictures"] else f"a region model ({model['name']})"
     lines = [
         f"An image-text retrieval model: {kind}{_origin(record)}. Texts and images become vectors; their inner product is the "
         "score.",
@@ -226,7 +233,7 @@ def _limits(record: Mapping[str, Any], license: str | None) -> str:
     if model["re-ranks"]:
         lines.append("- The vectors alone reach the recall of the shortlist; the fusion score needs coder_plugin.")
     if model["pictures"] and (model["heads"] or model["aggregator"] != "tower"):
-        lines.append("- Plain open_clip opens only the towers: its scores differ from those above.")
+        lines.append(f"- Plain {_library(model)} opens only the towers: its scores differ from those above.")
     if not model["pictures"]:
         lines.append("- It does not open in plain open_clip.")
         lines.append("- Region features must come from the same detector as those in training.")
@@ -253,7 +260,8 @@ def _use(name: str, record: Mapping[str, Any], on_hub: bool) -> str:
         lines.append("scores = texts @ images.T")
     lines += ["```", "", "```bash", f"coder-plugin eval {shlex.quote(spec)} {' '.join(flags)}", "```"]
     if model["pictures"]:
-        lines += ["", *_open_clip(name, model, on_hub), "", *_sentence_transformers(name)]
+        towers = _transformers(name) if _library(model) == "transformers" else _open_clip(name, model, on_hub)
+        lines += ["", *towers, "", *_sentence_transformers(name)]
     return "\n".join(lines)
 
 
@@ -276,6 +284,18 @@ def _open_clip(name: str, model: Mapping[str, Any], on_hub: bool) -> list[str]:
     return lines
 
 
+def _transformers(name: str) -> list[str]:
+    return [
+        "The towers in transformers:",
+        "",
+        "```python",
+        "from transformers import AutoModel, AutoProcessor",
+        "",
+        f'model, processor = AutoModel.from_pretrained("{name}"), AutoProcessor.from_pretrained("{name}")',
+        "```",
+    ]
+
+
 def _sentence_transformers(name: str) -> list[str]:
     return [
         "The same vectors in sentence-transformers (`trust_remote_code` lets it import coder_plugin, which must be installed):",
@@ -293,7 +313,7 @@ def _citations(record: Mapping[str, Any]) -> str:
     used = {term["name"] for term in record["terms"].get("terms", [])} | set(record["model"]["heads"])
     papers = [paper for paper, names in _TERMS.items() if used & set(names)]
     if record["model"]["pictures"]:
-        papers.append("open_clip")
+        papers += ["open_clip"] if _library(record["model"]) == "open_clip" else []
     if not papers:
         return ""
     return "## Citation\n\n```bibtex\n" + "\n\n".join(_CITATIONS[paper] for paper in papers) + "\n```"

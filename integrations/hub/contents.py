@@ -15,11 +15,12 @@ from torch import Tensor
 
 from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
+from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.errors import CoderError
 from coder_plugin.files import sha256_file
-from coder_plugin.integrations.hub import sentence_transformers as st
 from coder_plugin.integrations.hub.card import card_text
 from coder_plugin.integrations.hub.record import bare, bare_objective, read_wise_ft, run_record, without_paths
+from coder_plugin.integrations.sentence_transformers import module as st
 from coder_plugin.pretrained.export import HEADS, VOCABULARY, export_files, write_export
 from coder_plugin.pretrained.export_manifest import seal_again
 from coder_plugin.pretrained.hub_cache import CARD, RECORD, fetch, read_record, record_options
@@ -127,6 +128,7 @@ def _model_facts(trained: PretrainedModel, options: Mapping[str, Any]) -> dict[s
     class_name = type(model).__name__.removeprefix("Coder")
     return {
         "class": class_name,
+        "library": "transformers" if isinstance(model, TransformersTowers) else "open_clip",
         "name": model.name if isinstance(model, Backbone) else class_name,
         "pictures": not isinstance(model, Backbone),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

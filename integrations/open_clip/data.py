@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import os
 import random
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,18 @@ from torch import Tensor
 from webdataset.tariterators import tar_file_expander, url_opener
 
 from coder_plugin.concepts.tags import Tags
-from coder_plugin.data.item import stable_hash
+from coder_plugin.data.bad_samples import BadSample
+from coder_plugin.data.hard_negatives import NEGATIVES, HardNegatives
+from coder_plugin.data.item import UNKNOWN_IMAGE, Item, stable_hash
+from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.shard_lists import shard_labels
+from coder_plugin.data.source import check_negatives
 from coder_plugin.data.tables import detect_separator
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.negatives.positives import Positives
 
+log = logging.getLogger(__name__)
 #: A list of captions in a shard's ``json``, which replaces its ``txt`` (coder_plugin.data.shards).
 CAPTIONS = "captions"
 
@@ -43,23 +49,31 @@ CAPTIONS = "captions"
 class Extras:
     """Makes of a caption and its image's key the keyword arguments that the model's forward takes besides image and text.
 
-    ``positives`` and ``tags`` are None where no head reads them. ``captions``: of several captions of an image in a shard,
-    ``draw`` one at random, or take ``all``, each as a pair.
+    ``positives``, ``tags`` and ``negatives`` are None where no head reads them. ``captions``: of several captions of an image
+    in a shard, ``draw`` one at random, or take ``all``, each as a pair. ``negatives_key``: the column of a table that has hard
+    negatives. They are drawn by ``seed`` and ``epoch``, a :class:`SharedEpoch` of upstream's, which loading processes share.
     """
 
     tokenizer: Any
     positives: Positives | None = None
     tags: Tags | None = None
     captions: str = "draw"
+    negatives: HardNegatives | None = None
+    negatives_key: str = NEGATIVES
+    seed: int = 0
+    epoch: Any = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """What training batches have besides ``image_id``, in the order of packing."""
-        named = {"text_positive": self.positives, "text_tags": self.tags}
+        named = {"text_positive": self.positives, "text_tags": self.tags, "text_negatives": self.negatives}
         return tuple(name for name, made in named.items() if made is not None)
 
-    def __call__(self, key: object, caption: str | None, others: tuple[str, ...] = ()) -> dict[str, Tensor]:
-        """``image_id`` int64 [], ``text_positive`` and ``text_tags`` int64 [L]."""
+    def __call__(
+        self, key: object, caption: str | None, others: tuple[str, ...] = (), negatives: tuple[str, ...] = ()
+    ) -> dict[str, Tensor]:
+        """``image_id`` int64 [], ``text_positive`` and ``text_tags`` int64 [L], ``text_negatives`` [n, L] and their images' ids
+        [n]."""
         made = {"image_id": torch.tensor(stable_hash(key))}
         if caption is not None and self.positives is not None:
             text, _ = self.positives(caption, others)
@@ -68,20 +82,46 @@ class Extras:
             _, tags = self.tags([caption], self.tokenizer)
             made["text_tags"] = tags[0]
             self.tags.take()
+        if caption is not None and self.negatives is not None:
+            item = Item(str(key), (caption,), _no_picture, others=others, negatives=negatives)
+            drawn = self.negatives.draw(item, seed=self.seed, epoch=self.epoch.get_value())
+            made["text_negatives"] = self.tokenizer([text for text, _ in drawn])
+            made["text_negative_ids"] = torch.tensor([image for _, image in drawn])
         return made
 
 
+def _no_picture() -> Any:
+    raise AssertionError("upstream loads pictures")
+
+
+#: Of the names, the one that has several rows.
+_SEVERAL = "text_negatives"
+
+
 def pack(text: Tensor, extras: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
-    """Tokens [L] and further rows -> [n + 1, L] int64: the text, ``names`` in order, and a row that the image's id begins."""
+    """Tokens [L] and further rows -> [n + 1, L] int64: the text, ``names`` in order, and a row that the image's id begins.
+    Hard negatives are several rows, and the ids of their images follow that of the image."""
     last = torch.zeros_like(text)
     last[0] = extras["image_id"]
-    return torch.stack([text, *(extras[name] for name in names), last])
+    rows = [extras[name] for name in names if name != _SEVERAL]
+    if _SEVERAL in names:
+        rows += extras[_SEVERAL].unbind()
+        last[1 : 1 + len(extras[_SEVERAL])] = extras["text_negative_ids"]
+    return torch.stack([text, *rows, last])
 
 
 def unpack(text: Tensor, names: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """Packed texts [B, n + 1, L] -> texts [B, L] and the rest by name. Evaluation packs the id alone."""
     rows = text.unbind(1)
-    further = dict(zip(names, rows[1:-1], strict=True)) if len(rows) > 2 else {}
+    further: dict[str, Tensor] = {}
+    if len(rows) > 2:
+        single = [name for name in names if name != _SEVERAL]
+        further = dict(zip(single, rows[1 : 1 + len(single)], strict=True))
+        if _SEVERAL in names:
+            further[_SEVERAL] = text[:, 1 + len(single) : -1]
+            further["text_negative_ids"] = rows[-1][:, 1 : 1 + further[_SEVERAL].shape[1]]
+        else:
+            assert len(rows) == 2 + len(single)
     return rows[0], {**further, "image_id": rows[-1][:, 0]}
 
 
@@ -104,7 +144,9 @@ class Csv(upstream.CsvDataset):
         self.keys = self.images
         self._find_images(Path(args[0] if args else options["input_filename"]))
         self.lines: dict[str, list[int]] = {}
-        if is_train and extras.positives is not None:
+        if is_train and extras.negatives is not None:
+            self._read_negatives(args[0] if args else options["input_filename"], options.get("sep"))
+        if is_train and (extras.positives is not None or extras.negatives is not None):
             lines = defaultdict(list)
             for line, path in enumerate(self.keys):
                 lines[str(path)].append(line)
@@ -115,6 +157,34 @@ class Csv(upstream.CsvDataset):
         others = tuple(str(_at(self.captions, line)) for line in self.lines.get(path, ()) if line != index)
         return _with(super().__getitem__(index), self.extras(path, caption if self.is_train else None, others), self.packed)
 
+
+    def _read_negatives(self, csv: str, separator: Any) -> None:
+        """Add those of the column to those of the table, for each image those of all of its lines.
+
+        Raises:
+            CoderError: no such column, unless it is the default one; a faulty list, which names the line.
+        """
+        negatives, key = self.extras.negatives, self.extras.negatives_key
+        assert negatives is not None
+        there = list(upstream.pd.read_csv(csv, sep=separator, nrows=0))
+        table = {name: list(listed) for name, listed in negatives.table.items()}
+        if key not in there and key != NEGATIVES:
+            raise CoderError(f"{csv}: no column {key!r} for the hard negatives (--csv-negatives-key)")
+        cells = upstream.pd.read_csv(csv, sep=separator, usecols=[key], dtype=str)[key] if key in there else ()
+        for number, (path, cell) in enumerate(zip(self.keys, cells, strict=False)):
+            if isinstance(cell, str) and cell.strip():
+                try:
+                    texts = check_negatives(parse_json(cell))
+                except (BadSample, ValueError) as error:
+                    raise CoderError(f"{csv}: row {number + 1} after the header: its {key!r}: {error}") from error
+                table.setdefault(str(path), []).extend((text, UNKNOWN_IMAGE) for text in texts)
+        paths = set(map(str, self.keys))
+        if not any(name in paths for name in table):
+            raise CoderError(
+                f"{csv}: no image has a hard negative: give --negatives-file FILE, or a list of texts in a column "
+                "(--csv-negatives-key)"
+            )
+        self.extras = replace(self.extras, negatives=replace(negatives, table=table))
 
     def _find_images(self, csv: Path) -> None:
         """Relative paths are of the working directory, as upstream has it, else of the CSV's folder, as in our own reader.
@@ -177,6 +247,7 @@ class Rename:
         self.extras, self.is_train, self.labels, self.json_text = extras, is_train, labels, json_text
 
     def __call__(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        read = filled = 0
         for sample in samples:
             image = next((sample[field] for field in self.image if field in sample), None)
             meta = read_json(sample)
@@ -184,13 +255,23 @@ class Rename:
             if image is None or not captions:
                 continue
             key = self.key(sample, meta)
+            negatives: tuple[str, ...] = ()
+            if self.is_train and self.extras.negatives is not None:
+                try:
+                    negatives = check_negatives(meta.get(NEGATIVES) or ())
+                except BadSample as fault:
+                    log.warning("skipped sample %r: %s", key, fault)
+                    continue
+                read, filled = read + 1, filled + bool(negatives or self.extras.negatives.table.get(key))
+                if read == 1000 and not filled:
+                    log.warning("none of the first 1,000 samples has a hard negative")
             rest = sample if self.keep else {}
             chosen: Any = range(len(captions))
             if self.is_train and self.extras.captions == "draw" and len(captions) > 1:
                 chosen = [random.randrange(len(captions))]
             for number in chosen:
                 caption, others = captions[number], tuple(captions[:number] + captions[number + 1 :])
-                made = self.extras(key, caption if self.is_train else None, others)
+                made = self.extras(key, caption if self.is_train else None, others, negatives)
                 text = caption if self.json_text is None else self.json_text.again(caption)
                 yield {**rest, "image": image, "text": text, **made}
 

@@ -25,6 +25,9 @@ OURS = (
     "heads_lr_scale",
     "loss_impl",
     "gather_dtype",
+    "hard_negatives",
+    "negatives_file",
+    "csv_negatives_key",
 )
 #: Flags of upstream that our heads do not support, and why.
 REFUSED = {
@@ -100,7 +103,10 @@ def options(ours: argparse.Namespace, args: Any) -> TrainConfig:
     if foreign := sorted(given.keys() - {"loss", *OURS}):
         named = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
         raise CoderError(f"--coder-config {ours.config}: {named} must be set by upstream's own flags here")
-    if given.get("captions") and (args.dataset_type in ("csv", "synthetic") or str(args.train_data).endswith((".csv", ".tsv"))):
+    is_table = args.dataset_type in ("csv", "synthetic") or str(args.train_data).endswith((".csv", ".tsv"))
+    if given.get("csv_negatives_key") and not is_table:
+        raise CoderError("--csv-negatives-key is for tables: shards have their hard negatives in json, under negatives")
+    if given.get("captions") and is_table:
         raise CoderError("--coder-captions is for shards: rows of a table are pairs")
     upstream = {
         "model": args.model,

@@ -57,7 +57,7 @@ class Released(Adapter):
         scaler, scheduler, *others = rest
         if run is not None and scheduler is not None:
             scheduler = partial(run.at_step, scheduler)
-        with contextlib.nullcontext() if run is None else run.epoch():
+        with contextlib.nullcontext() if run is None else run.epoch(epoch):
             return self.own["train_one_epoch"](model, data, loss, epoch, optimizer, scaler, scheduler, *others, **options)
 
     def distributed_data_parallel(self, module: Any, device_ids: Any = None, **options: Any) -> Any:

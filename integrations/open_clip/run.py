@@ -13,10 +13,13 @@ from typing import Any, cast
 import open_clip
 import open_clip_train.main
 import torch
+from open_clip_train.data import SharedEpoch
 from torch import Tensor
 
 from coder_plugin import distributed
 from coder_plugin.backbones import clip, plugin_backbones
+from coder_plugin.data.from_config import make_negatives
+from coder_plugin.data.hard_negatives import NEGATIVES
 from coder_plugin.errors import CoderError
 from coder_plugin.following import follow
 from coder_plugin.functional.tiled import Implementation
@@ -61,6 +64,8 @@ class Run:
         self.started = False
         if plugin_backbones.find_backbone(args.model) is not None:
             raise CoderError(f"{args.model} reads regions, which open_clip's trainer cannot load: use coder-plugin train")
+        if getattr(args, "distill_model", None) and any(term.name == "distill" for term in self.objective.terms):
+            raise CoderError("--distill-model and distill in --loss are two teachers: leave out one")
         if getattr(args, "distill_model", None) and "coca" in args.model.lower():
             raise CoderError("--distill-model cannot be combined with a CoCa model (a limit of open_clip)")
 
@@ -124,8 +129,19 @@ class Run:
         self.tokenizer = build.make_tokenizer(config.model, model)
         prepare.check_accumulation(model, config)
         self.extras = Extras(
-            self.tokenizer, prepare.make_positives(model), prepare.make_tags(model, config), config.data.captions
+            self.tokenizer,
+            prepare.make_positives(model),
+            prepare.make_tags(model, config),
+            config.data.captions,
+            make_negatives(config.data, None) if self.trains else None,
+            config.data.csv_negatives_key or NEGATIVES,
+            args.seed,
+            SharedEpoch() if config.data.hard_negatives else None,
         )
+        if config.data.hard_negatives and config.data.hard_negatives >= model.context_length:
+            raise CoderError(
+                f"--hard-negatives must be less than the length of a text, {model.context_length} tokens"
+            )
         self.model = in_upstream.extend(model, self.extras.names)
         folder = name.removeprefix("local-dir:")  # a folder holds its own weights
         started = start_heads(self.model, pretrained or (weights_named(folder) if folder != name else None))
@@ -236,9 +252,11 @@ class Run:
         return schedule(step)
 
     @contextlib.contextmanager
-    def epoch(self) -> Iterator[None]:
+    def epoch(self, number: int) -> Iterator[None]:
         """Raise :class:`CoderError` if an epoch ends without a batch: upstream would save an untrained model."""
         before = self.seen
+        if self.extras is not None and self.extras.epoch is not None:
+            self.extras.epoch.set_value(number)
         yield
         if self.seen == before:
             raise CoderError(f"no batch could be read from {self.args.train_data}: do its files exist? (see the warnings)")

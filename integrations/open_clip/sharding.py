@@ -1,4 +1,4 @@
-"""FSDP2 for the parts that upstream does not know: heads, and the momentum towers inside them."""
+"""FSDP2 for the parts that upstream does not know: heads, and the momentum towers and the teacher inside them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import nn
 
 from coder_plugin.coder import Coder
-from coder_plugin.memory.momentum import MomentumCopy
+from coder_plugin.memory.model_copy import ModelCopy
 
 
 def shard_heads(coder: Coder, blocks: Sequence[nn.Module], **options: Any) -> None:
     """Shard ``model.coder``, before the model that contains it.
 
-    Momentum towers are sharded like the towers that they copy, block by block and in the same precision, so each rank averages
-    its own part. Heads keep float32 parameters, also with towers in bfloat16.
+    Momentum towers and a teacher are sharded like the towers that they copy, block by block and in the same precision, so each
+    rank holds, and averages, its own part. Heads keep float32 parameters, also with towers in bfloat16.
 
     Args:
-        blocks: blocks of the momentum towers.
+        blocks: blocks of these towers.
         options: arguments of ``fully_shard``, as upstream calls it.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     _give_dimension(coder)
-    copies = [module for module in coder.modules() if isinstance(module, MomentumCopy)]
+    copies = [module for module in coder.modules() if isinstance(module, ModelCopy)]
     for module in (*blocks, *copies):
         fully_shard(module, **options)
     fully_shard(coder, **{**options, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)})

@@ -20,7 +20,7 @@ from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.integrations.open_clip.sharding import shard_heads
 
 #: What a model with heads reads of a batch.
-INPUTS = ("image", "text", "image_id", "text_positive", "text_tags")
+INPUTS = ("image", "text", "image_id", "text_positive", "text_tags", "text_negatives", "text_negative_ids")
 
 
 class TaskLayer(Adapter):
@@ -72,7 +72,7 @@ class TaskLayer(Adapter):
             run.follow(state.optimizer)
             if state.scheduler is not None:
                 state.scheduler = partial(run.at_step, state.scheduler)
-        with contextlib.nullcontext() if run is None else run.epoch():
+        with contextlib.nullcontext() if run is None else run.epoch(state.epoch):
             return self.own["train_one_epoch"](state, data, args, tb_writer=tb_writer)
 
     def evaluate(self, *args: Any, **options: Any) -> Any:

@@ -87,6 +87,28 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("search pictures 'a red dog'", ["did you mean --text 'a red dog'?"]),
     ("share pictures red --to x", ["unexpected 'red': every value follows its option; all options"]),
     ("search x --imgae y", ["coder-plugin search", "unknown option --imgae", "did you mean --image?"]),
+    ("mine --output n.tsv", ["say which model", "--model", "or give its --index"]),
+    ("mine pictures", ["required: --output", "coder-plugin mine --help-all"]),
+    ("mine nope --output n.tsv", ["nope: no such folder", "a run or an export"]),
+    ("mine pictures --output n.tsv", ["say which images and captions: --data", "a run's folder names its own"]),
+    ("mine --index nope --output n.tsv", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
+    ("mine --index picture --output n.tsv", ["picture: no such folder", "did you mean 'pictures'?"]),
+    ("mine pictures --data nope.csv --output n.tsv", ["--data nope.csv: no such file or folder"]),
+    ("mine pictures --data pictures --output n.tsv", ["--data pictures", "pictures without captions"]),
+    ("mine pictures --output pictures", ["--output pictures is a folder", "such as pictures/negatives.tsv"]),
+    ("mine pictures --data pairs.csv --output pairs.csv", ["pairs.csv exists and is no table of negatives", "another name"]),
+    ("mine pictures --data pairs.csv --output n.tsv --html no/page.html", ["--html no/page.html: there is no folder no"]),
+    ("mine pictures --output n.tsv --num-negatives 0", ["--num-negatives must be at least 1, got 0"]),
+    ("mine pictures --output n.tsv --num-negatives few", ["--num-negatives: 'few' is not a whole number"]),
+    ("mine pictures --output n.tsv --range-min -1", ["--range-min must be at least 0, got -1"]),
+    ("mine pictures --output n.tsv --range-min 9 --range-max 10", [
+        "--range-max 10 leaves 1 candidate after --range-min 9, fewer than --num-negatives 5"
+    ]),
+    ("mine pictures --output n.tsv --margin 0.1", ["unknown option --margin", "did you mean --relative-margin?"]),
+    ("mine pictures --output n.tsv --absolute-margin nan", ["--absolute-margin must be a finite number, got nan"]),
+    ("mine pictures --output n.tsv --margin-from mean", ["--margin-from: 'mean' is not allowed", "allowed: max, min"]),
+    ("mine pictures --output n.tsv --max-similarity 90", ["--max-similarity is a cosine, above -1 and at most 1, got 90"]),
+    ("mine pictures --output n.tsv --sampling-strategy first", ["'first' is not allowed", "top, random"]),
     ("report nope", ["nope: no such folder", "a run, which coder-plugin train makes"]),
     ("share nope --to x", ["nope: no such folder"]),
     ("share pictures", ["one of the arguments --to --repo is required"]),
@@ -136,6 +158,8 @@ HEAVY: list[tuple[str, list[str]]] = [
         "the Hugging Face Hub cannot be reached", "--pretrained FILE",
     ]),
     ("eval hf-hub:owner/name", ["owner/name: not in the cache", "name a folder instead", "hf download"]),
+    ("mine pictures --data pairs.csv --output n.tsv", ["pictures is neither an export nor a run with one in export/best"]),
+    ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no manifest.json"]),
     ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
     ("search pictures --text x", ["pictures"]),
 ]  # fmt: skip
@@ -221,7 +245,7 @@ for command in json.loads(sys.argv[1]):
         break
 print(json.dumps(slow))
 """
-COMMANDS = "train|eval|report|index|search|concepts|regions|regions extract|regions convert|recipes|share|plugins|doctor"
+COMMANDS = "train|eval|report|index|search|mine|concepts|regions|regions extract|regions convert|recipes|share|plugins|doctor"
 HELP = [f"{command} --help" for command in ("", *COMMANDS.split("|"))]
 
 

@@ -8,12 +8,14 @@ import json
 import re
 import tarfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from torch.multiprocessing import start_processes
 
 from coder_plugin import distributed
 from coder_plugin.data import open_source
@@ -26,7 +28,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.index import build, parts
 from coder_plugin.index.build import build_index
 from coder_plugin.index.search import Index
-from tests import gloo
+from tests import fresh, gloo
 from tests.data.test_remote_shards import write_shards
 from tests.detectors.test_extract import Means, contents
 from tests.evaluation.test_evaluate import make_encoder
@@ -227,6 +229,14 @@ def test_thumbnails_of_pictures_in_remote_shards_under_regions(regions, tmp_path
 # an extraction
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes with the imports done, in place of spawned ones, which tests/detectors/test_extract.py has."""
+    fresh.context()
+    monkeypatch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_process_without_a_shard_of_its_own_fetches_none(tmp_path):
     write_shards(tmp_path, shards=1, size=7, side=40)
     options: Any = {"detector": Means, "batch_size": 3, "workers": 0}
@@ -234,6 +244,7 @@ def test_a_process_without_a_shard_of_its_own_fetches_none(tmp_path):
     assert fetched(tmp_path) == Counter([0])
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 2)])
 def test_an_extraction_fetches_every_shard_once_and_writes_one_for_each(tmp_path, processes, workers):
     write_shards(tmp_path, shards=3, size=7, side=40)

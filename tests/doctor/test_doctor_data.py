@@ -177,7 +177,7 @@ def test_many_unreadable_pictures_are_a_problem(tmp_path: Path) -> None:
 def test_sizes_are_held_against_the_model(tmp_path: Path, tiny_model: str) -> None:
     def names(size: tuple[int, int]) -> set[str]:
         planted = {f"x{n}": sample(n, jpg=encoded(picture(n, size))) for n in range(100, 112)}
-        flags = {"model": tiny_model, "loss": "clip", "batch_size": 4, "force_image_size": 128}
+        flags = {"model": tiny_model, "loss": "triplet", "batch_size": 4, "force_image_size": 128}
         return amiss(examine(train_data=made.write_split(tmp_path, "train", 0, count=2, **planted), **flags)).keys()
 
     assert names((96, 80)) == set()
@@ -189,7 +189,7 @@ def test_captions_beyond_the_context_are_cut(tmp_path: Path, tiny_model: str) ->
     """The tiny model has 40 tokens: 38 words fit."""
     texts = [" ".join(["dog"] * count) for count in (37, 38, 39, 60)]
     train = made.write_split(tmp_path, "train", 0, x=sample(7000, json=about(7000, captions=texts)))
-    found = amiss(examine(train_data=train, model=tiny_model, loss="clip", batch_size=4))
+    found = amiss(examine(train_data=train, model=tiny_model, loss="triplet", batch_size=4))
     assert list(found) == ["train.captions.long"] and found["train.captions.long"].level == "warning"
     # one that just fills it counts too: it cannot be told from one that is cut
     assert "3 of 28" in found["train.captions.long"].text and "40 tokens" in found["train.captions.long"].text
@@ -248,7 +248,7 @@ def test_commands_are_not_run(tmp_path: Path, tiny_model: str) -> None:
     """Nor are they for the model, whose making looks at the first image."""
     local = made.write_split(tmp_path, "train", 0).replace("{0..1}", "0")
     train = f"pipe:touch {tmp_path}/ran; cat {local}::{local}"
-    flags = {"train_data": train, "model": tiny_model, "loss": "clip", "batch_size": 4}
+    flags = {"train_data": train, "model": tiny_model, "loss": "triplet", "batch_size": 4}
     found = examine(**flags, train_num_samples=24)
     assert amiss(found).keys() == {"train.shards.remote"} and not (tmp_path / "ran").exists()
     (steps,) = (each.text for each in found if each.name == "recipe.steps")

@@ -62,6 +62,7 @@ def test_a_tag_is_not_downloaded(train: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *args, **kwargs: pytest.fail("downloaded"))
     found = amiss(examine(train_data=train, model="RN50-quickgelu", pretrained="openai", loss="clip", batch_size=4))
+    assert found.pop("recipe.rate").level == found.pop("recipe.batch").level == "warning"  # the defaults, and 4 pairs
     assert "were not checked" in found.pop("recipe.pretrained").text
     assert found.keys() == {"train.pictures.small"}  # for 224 pixels
 
@@ -74,7 +75,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", [{"hf_model_name": "nobody/nothing"}, {"hf_tokenizer_name": "nobody/nothing"}])
 def test_what_a_hub_has_is_not_looked_at(train: str, tmp_path: Path, offline: None, text: dict[str, str]) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "text_cfg": {**TINY["text_cfg"], **text}}))
-    flags = {"train_data": train, "loss": "clip", "batch_size": 4, "cache_dir": str(tmp_path)}
+    flags = {"train_data": train, "loss": "triplet", "batch_size": 4, "cache_dir": str(tmp_path)}
     found = examine(**flags, model=str(tmp_path / "tiny.json"))
     assert amiss(found).keys() == {"recipe.absent"}, "the run would not stop"
     tokenizer_alone = "hf_tokenizer_name" in text

@@ -294,4 +294,4 @@ def test_the_options_of_data_and_model_are_all_there() -> None:
     from coder_plugin.cli.doctor import flags
 
     wanted = set("train_data val_data image_root regions max_regions model pretrained loss concepts set".split())
-    assert wanted | {"workers", "batch_size", "logs"} <= set(flags()) and not {"lr", "resume", "dry_run"} & set(flags())
+    assert wanted | {"workers", "batch_size", "logs", "lr"} <= set(flags()) and not {"wd", "resume", "dry_run"} & set(flags())

@@ -33,6 +33,9 @@ EXTRA = {
     "--coder-heads-lr-scale": ["10"],
     "--coder-loss-impl": ["reference"],
     "--coder-gather-dtype": ["bfloat16"],
+    "--coder-hard-negatives": ["3"],
+    "--coder-negatives-file": ["negatives.tsv"],
+    "--coder-csv-negatives-key": ["wrong"],
 }
 
 

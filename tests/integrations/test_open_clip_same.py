@@ -64,10 +64,14 @@ def test_no_weight_of_a_new_coca_is_left_to_chance(released: Any, tmp_path: Any,
 
 
 def test_the_command_under_torchrun(released: Any, tmp_path: Any) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    """Whose two processes are forked, with the imports done."""
+    module = tmp_path / "module.py"
+    module.write_text("import runpy\nrunpy.run_module('coder_plugin.integrations.open_clip', None, '__main__', True)\n")
+    forked = ["--run-path", "--start-method", "fork"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *forked]
     line = runs.command(tmp_path, "run", released.models["vit"], released.data["csv"], "--loss", "dcl", epochs=1, batch_size=8)
     result = fresh.run(
-        [*launch, "-m", "--", "coder_plugin.integrations.open_clip", *line],
+        [*launch, "--", str(module), *line],
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )

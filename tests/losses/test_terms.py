@@ -424,10 +424,10 @@ def test_a_term_may_return_several_losses(theirs: None) -> None:
 
 _DCL = "mu gamma epsilon diversity positive_weight diversity_gradient effective_negatives"
 OPTIONS = [
-    ("dcl", dcl, _DCL, "diversity_over mask_same_image"),
+    ("dcl", dcl, _DCL, "diversity_over mask_same_image hard_negatives"),
     ("concept_dcl", dcl, _DCL, "mask_same_image"),
-    ("m_dcl", m_dcl, f"{_DCL} reverse diversity_over", "mask_same_image warmup"),
-    ("triplet", triplet, "margin hardest reduction", "mean_epochs similarity mask_same_image"),
+    ("m_dcl", m_dcl, f"{_DCL} reverse diversity_over", "mask_same_image hard_negatives warmup"),
+    ("triplet", triplet, "margin hardest reduction", "mean_epochs similarity mask_same_image hard_negatives"),
     ("lca", lca, "temperature assignment epsilon iterations", "direction"),
     ("cra", cra, "temperature hard_negatives", "margin hardest reduction ca_on mask_same_image"),
 ]

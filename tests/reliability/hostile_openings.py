@@ -197,7 +197,7 @@ def _from_pretrained() -> None:
 
 
 def _sentence_transformers() -> None:
-    from coder_plugin.integrations.hub.sentence_transformers import PictureText
+    from coder_plugin.integrations.sentence_transformers import PictureText
 
     PictureText.load("export")
 

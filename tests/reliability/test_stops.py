@@ -349,15 +349,15 @@ def test_a_file_size_limit_while_weights_are_written(tmp_path):
 def test_other_files_that_cannot_be_written(tmp_path, what, monkeypatch):
     made = trainer(options(tmp_path))
     failing(monkeypatch, what)
-    monkeypatch.setattr("coder_plugin.pretrained.export._write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
+    full = OSError(28, "full")
+    monkeypatch.setattr("coder_plugin.pretrained.export.write_tensors", lambda *_, **__: (_ for _ in ()).throw(full))
     with pytest.raises(CoderError, match="cannot be written to .*(full|No space left on device); .*(is whole|start it again)"):
         made.run()
 
 
 def test_a_row_of_the_log_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog):
     made = trainer(options(tmp_path, report_to="tensorboard"))
-    monkeypatch.setattr(made.accelerator, "log", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("tracker")))
-    monkeypatch.setattr(made.accelerator, "init_trackers", lambda *_, **__: None)
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("x")))
     failing(monkeypatch, "metrics.jsonl")
     made.run()
     assert made.step == 8

@@ -9,8 +9,6 @@ import os
 import pickle
 import random
 import struct
-import subprocess
-import sys
 import threading
 from collections import Counter, OrderedDict
 from enum import IntEnum
@@ -28,6 +26,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.training import checkpoint
 from coder_plugin.training.checkpoint import checkpoints, load, newest, prune, save
 from coder_plugin.training.serialization import pack, unpack
+from tests import fresh, gloo
 
 
 def bits(tensor: torch.Tensor) -> list:
@@ -633,7 +632,7 @@ print("died", fatal)
 @pytest.mark.parametrize("name", ["last", "new"])
 def test_a_kill_anywhere_leaves_a_whole_checkpoint(name, tmp_path):
     script = KILLS.format(tests=str(Path(__file__).parent), root=str(tmp_path), name=name)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = fresh.run(["-c", script], timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("died ")[1]) >= 30  # files, manifest, directories, renames: before and after each
 
@@ -724,11 +723,10 @@ def test_when_one_rank_fails_all_do_and_none_waits(failing, place, tmp_path, mon
     assert [p.name for p in tmp_path.iterdir()] == ["last"]
 
 
-def gloo_rank(rank: int, directory: str) -> None:
+def gloo_rank(directory: str) -> None:
     from torch import distributed
 
-    store = f"file://{directory}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    rank = distributed.get_rank()
     where = Path(directory) / "run"
     ours = {"rank": rank, "rng": torch.Generator().manual_seed(rank).get_state()}
     save(
@@ -742,11 +740,10 @@ def gloo_rank(rank: int, directory: str) -> None:
         barrier=distributed.barrier,
     )
     assert same(load(where / "a", rank=rank)[2], {"state": ours})
-    distributed.destroy_process_group()
 
 
 def test_two_processes_with_gloo(tmp_path):
-    torch.multiprocessing.spawn(gloo_rank, (str(tmp_path),), nprocs=2)
+    gloo.run(gloo_rank, str(tmp_path))
     assert (
         newest(tmp_path / "run") == tmp_path / "run" / "a"
         and load(tmp_path / "run" / "a", rank=1)[2]["state"]["rank"] == 1

@@ -56,27 +56,6 @@ def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
 
 
 @pytest.mark.parametrize(
-    "options, warned",
-    [
-        ({"pretrained": "openai"}, True),
-        ({"pretrained_image_path": "image.pt"}, True),
-        ({"pretrained": "openai", "lr": 5e-4}, False),
-        ({"pretrained": "openai", "recipe": "coder-clip"}, False),
-        ({"pretrained": "openai", "lora_rank": 4}, False),
-        ({"pretrained": "openai", "lock_image": True, "lock_text": True}, False),
-        ({"pretrained": "bert.pt", "model": "region-bert"}, False),
-        ({}, False),
-    ],
-)
-def test_pretrained_weights_at_the_rate_of_training_from_scratch_are_warned_of_once(options, warned, caplog):
-    config = resolve_config({"model": "ViT-B-32", "train_data": "a.csv", **options})
-    prepare.warn_of_default_rate(config)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == warned
-    assert all("0.0005 is the rate for training from scratch" in line and "give --lr 1e-5" in line for line in lines)
-
-
-@pytest.mark.parametrize(
     "loss, batch_size, named",
     [("clip + dcl", 1, "clip and dcl"), ("clip + m_dcl", 1, "clip"), ("clip", 2, None), ("m_dcl", 1, None)],
 )

@@ -14,7 +14,7 @@ from PIL import Image
 import coder_plugin
 from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.errors import CoderError
-from coder_plugin.integrations.hub.sentence_transformers import PictureText
+from coder_plugin.integrations.sentence_transformers import PictureText
 from coder_plugin.pretrained.export import export_model
 from tests.integrations import hub_runs
 
@@ -78,7 +78,8 @@ def test_region_models_are_not_for_it(tmp_path: Path) -> None:
 
 
 def test_it_is_opened_by_the_library(folder: Path, pictures: list[Image.Image], tmp_path: Path) -> None:
-    library: Any = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    import sentence_transformers as library
+
     model = library.SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
     images, texts = both(folder, pictures)
     alone = coder_plugin.from_pretrained(folder).encode_texts(hub_runs.TEXTS[:1])
@@ -96,7 +97,7 @@ def test_it_is_opened_by_the_library(folder: Path, pictures: list[Image.Image], 
     assert np.array_equal(again.encode(pictures), model.encode(pictures))
     assert again.similarity_fn_name == "dot"
     kind = json.loads((tmp_path / "saved" / "modules.json").read_text())[0]["type"]
-    assert kind == "coder_plugin.integrations.hub.sentence_transformers.PictureText"
+    assert kind == "coder_plugin.integrations.sentence_transformers.module.PictureText"
 
 
 def close(found: Any, expected: torch.Tensor) -> None:

@@ -1,0 +1,271 @@
+"""``coder-plugin mine``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.errors import CoderError
+from coder_plugin.index.mining_options import MARGIN_FROM, SAMPLING, MiningOptions, check_output
+from coder_plugin.terminal import echo, plural
+
+#: Images on the page.
+_SHOWN = 50
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import OPENING, READING
+
+    parser = commands.add_parser(
+        "mine",
+        help="find hard negatives for training in an index of the training set",
+        description="Write a table of hard negatives: for each image, captions of other images that a model scores highly, a "
+        "margin below the image's own. They are found in an index of the training set, which is made if there is none.",
+    )
+    parser.add_argument(
+        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
+    )
+    parser.add_argument("--output", required=True, metavar="TABLE", help="the table to write, such as negatives.tsv")
+    parser.add_argument("--data", metavar="DATA", help="the training set: shards, a .csv, .json, scenes … [the run's]")
+    parser.add_argument("--split", default="train", help="split of Karpathy files, precomp folders and scenes [train]")
+    parser.add_argument(
+        "--index", metavar="INDEX",
+        help="index of that training set by that model; it is made if there is none, and kept [TABLE.index]",
+    )
+    parser.add_argument(
+        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+    )
+    parser.add_argument("--html", metavar="FILE", help=f"also write a page with {_SHOWN} of the images and their negatives")
+    parser.add_argument(
+        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
+    )
+    group = parser.add_argument_group("negatives")
+    default = MiningOptions()
+    group.add_argument(
+        "--num-negatives", type=int, default=default.num_negatives, metavar="N",
+        help=f"negatives of an image, at most [{default.num_negatives}]",
+    )
+    group.add_argument(
+        "--range-min", type=int, default=default.range_min, metavar="N",
+        help=f"leave out the first N captions of other images, by score [{default.range_min}]",
+    )
+    group.add_argument(
+        "--range-max", type=int, default=default.range_max, metavar="N",
+        help=f"look at the first N captions of other images, by score [{default.range_max}]",
+    )
+    group.add_argument(
+        "--relative-margin", type=float, metavar="X",
+        help=f"a negative's score is below the positive's by this fraction of it [{default.relative_margin}; none with "
+        "--absolute-margin]; below 0: it may be above",
+    )
+    group.add_argument("--absolute-margin", type=float, metavar="X", help="a negative's score is below the positive's by X")
+    group.add_argument(
+        "--margin-from", choices=MARGIN_FROM, default=default.margin_from,
+        help="which of an image's captions is the positive: that of the highest score or of the lowest [max]",
+    )
+    group.add_argument(
+        "--max-similarity", type=float, default=default.max_similarity, metavar="X",
+        help=f"a negative's cosine with each caption of the image is below X, by text vectors [{default.max_similarity}]",
+    )
+    group.add_argument(
+        "--sampling-strategy", choices=SAMPLING, default=default.sampling_strategy,
+        help="of the captions that pass, take those of the highest scores, or draw [top]",
+    )
+    group.add_argument("--seed", type=int, default=default.seed, metavar="N", help=f"seed of random sampling [{default.seed}]")
+    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_data, check_folder, check_model, check_options
+    from coder_plugin.cli.flags import read_options
+
+    options = read_options(arguments)
+    mining = MiningOptions(**{each.name: getattr(arguments, each.name) for each in fields(MiningOptions)})
+    check_model(arguments.run_folder)
+    check_options(options, reads=["image_root"])
+    check_output(arguments.output)
+    if arguments.html is not None and not Path(arguments.html).absolute().parent.is_dir():
+        raise CoderError(f"--html {arguments.html}: there is no folder {Path(arguments.html).parent}")
+    if arguments.data is not None:
+        check_data(arguments.data, flag="--data", kind=options.get("dataset_type", "auto"))
+    is_run = (Path(arguments.run_folder or "") / "config.json").is_file()
+    if not _names_model(arguments, options):
+        if arguments.index is None:
+            raise CoderError("say which model: a run's or export's folder, hf-hub:OWNER/NAME, or --model; or give its --index")
+        check_folder(arguments.index, "an index", command="coder-plugin index")
+    elif arguments.data is None and not is_run and not _has_index(arguments):
+        raise CoderError("say which images and captions: --data, the training set (a run's folder names its own)")
+    if summary := mine_command(arguments, options, mining):
+        echo(summary)
+    return 0
+
+
+def _names_model(arguments: argparse.Namespace, options: Mapping[str, Any]) -> bool:
+    return arguments.run_folder is not None or "model" in options
+
+
+def _index_folder(arguments: argparse.Namespace) -> Path:
+    return Path(arguments.index or f"{arguments.output}.index")
+
+
+def _has_index(arguments: argparse.Namespace) -> bool:
+    return (_index_folder(arguments) / "manifest.json").is_file()
+
+
+def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mining: MiningOptions) -> str:
+    """Write the table, and the page that ``--html`` names; returns a summary."""
+    from coder_plugin import distributed
+    from coder_plugin.index.mine import mine_negatives
+    from coder_plugin.index.search import Index
+
+    folder = _index_folder(arguments)
+    existing = _has_index(arguments)
+    model = _open_model(arguments, options) if _names_model(arguments, options) else None
+    if model is not None and not existing:
+        try:
+            _make_index(folder, model, arguments, options)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"what was encoded is kept in {folder}; the same command continues") from None
+    if distributed.rank() != 0:
+        return ""
+    index = Index(folder, verify=existing, gpu=arguments.gpu)
+    if existing:
+        if model is not None:
+            index.check_model(model)
+        if arguments.data is not None:
+            _check_same_data(index, arguments, options)
+    try:
+        summary = mine_negatives(index, arguments.output, **asdict(mining))
+        if arguments.html is not None:
+            _write_page(Path(arguments.html), index, mining)
+    except OSError as error:
+        raise CoderError(f"{error.filename or arguments.output} cannot be written: {error.strerror or error}") from error
+    if not existing:
+        echo(f"index: {folder}, which another mine with other margins reads again", file=sys.stderr)
+    return format_summary(arguments.output, summary, mining, skipped=index.manifest["unreadable"])
+
+
+def _open_model(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Any:
+    from coder_plugin.pretrained.open import default_export, open_pretrained
+
+    export = arguments.export or default_export(arguments.run_folder)
+    return open_pretrained(arguments.run_folder, options, export=export, name=arguments.run_folder)
+
+
+def _open_data(arguments: argparse.Namespace, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """How the training set is read, and its images with their captions."""
+    from coder_plugin.data.from_config import make_source
+    from coder_plugin.pretrained.open import saved_data_config
+
+    named = {} if arguments.data is None else {"train_data": arguments.data, "val_data": arguments.data}
+    data = saved_data_config(arguments.run_folder, {**options, **named})
+    if data.train is not None and data.train.startswith("<"):
+        raise CoderError(f"the run's training set ({data.train}) is not opened from its configuration: name it with --data")
+    data = replace(data, val=data.train, dataset_resampled=False, hard_negatives=0)  # each image once, with its captions alone
+    return data, make_source(data, split=arguments.split)
+
+
+def _make_index(folder: Path, model: Any, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    from coder_plugin.cli.index import write_index
+    from coder_plugin.data.from_config import pictures_under_regions
+    from coder_plugin.pretrained.open import default_export
+
+    data, source = _open_data(arguments, options)
+    spec = arguments.run_folder
+    write_index(
+        folder,
+        model,
+        source,
+        model_from={"spec": spec, "export": arguments.export or default_export(spec), "options": options},
+        data=data,
+        location=data.train or "scenes",
+        split=arguments.split,
+        rerank=False,  # the search is by vectors only
+        pictures=pictures_under_regions(data, arguments.split),
+    )
+
+
+def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    """Compare an index's images and captions with the data's where that is cheap, else where they are.
+
+    Raises:
+        CoderError: the index was made from other data.
+    """
+    from coder_plugin.cli.index import absolute_data
+    from coder_plugin.index.build import content_digest
+
+    _, source = _open_data(arguments, options)
+    plan, digest = index.manifest["plan"], content_digest(source)
+    same = plan.get("content") == digest if digest is not None else plan.get("data") == absolute_data(arguments.data)
+    if not same:
+        made_from = f"{str(plan.get('data'))[:200]}, split {str(plan.get('split'))[:40]}"
+        raise CoderError(
+            f"{index.folder} was made from other images or captions ({made_from}) than --data {arguments.data}, split "
+            f"{arguments.split}: name the same, or another --index"
+        )
+
+
+def _write_page(path: Path, index: Any, mining: MiningOptions) -> None:
+    """A page of images at equal distances in the index."""
+    from coder_plugin.files import atomic_write
+    from coder_plugin.index.miner import Miner
+    from coder_plugin.index.page import negatives_page
+
+    images = index.manifest["images"]
+    rows = sorted({images * number // _SHOWN for number in range(_SHOWN)})
+    with atomic_write(path, "w") as file:
+        file.write(negatives_page(index, Miner(index, mining).mine(rows)))
+    echo(f"page: {path}", file=sys.stderr)
+
+
+def format_summary(path: str, summary: Any, mining: MiningOptions, *, skipped: int = 0) -> str:
+    """What was found and what was left out, as a text of several lines."""
+    from coder_plugin.index.mine import QUANTILES
+
+    counts, asked = summary.by_count, mining.num_negatives
+    fewer = sum(images for count, images in counts.items() if 0 < count < asked)
+    lines = [
+        f"{path}: {plural(summary.negatives, 'negative')} of {plural(summary.images, 'image')}; {counts[asked]:,} have the "
+        f"{asked:,} asked for, {fewer:,} fewer, {counts[0]:,} none"
+    ]
+    if summary.without_captions:
+        lines.append(f"{summary.without_captions:,} of the images have no captions")
+    if skipped:
+        lines.append(f"{plural(skipped, 'sample')} of the data could not be read when the index was made")
+    lines += ["", f"{'candidates':<18}{summary.candidates:>14,}  ranks {mining.range_min + 1:,} to {mining.range_max:,}"]
+    for name, text in _REASONS.items():
+        count = summary.dropped[name]
+        share = f"{100 * count / summary.candidates:5.1f} %" if summary.candidates else ""
+        lines.append(f"  {name:<16}{count:>14,}  {share}  {text}")
+    lines += ["", f"{'':<18}" + "".join(f"{_quantile(each):>9}" for each in QUANTILES)]
+    lines += [f"{name:<18}" + "".join(f"{value:>9.4f}" for value in values) for name, values in summary.quantiles.items()]
+    if (fewer or counts[0]) and any(summary.dropped.values()):
+        most = max(_REASONS, key=lambda name: summary.dropped[name])
+        or_max = " or --margin-from max" if most == "margin" and mining.margin_from == "min" else ""
+        lines += ["", f"for more negatives: a larger --range-max, or, for {most!r}, {_ADVICE[most]}{or_max}"]
+    return "\n".join(lines)
+
+
+def _quantile(value: float) -> str:
+    return "median" if value == 0.5 else f"{value:.0%}"
+
+
+#: What each filter leaves out.
+_REASONS = {
+    "same text": "the text of a caption of the image",
+    "margin": "a score that is not the margin below the positive's",
+    "similar caption": "a text vector as near to one of a caption of the image as --max-similarity",
+    "repeated text": "the text of another negative of the image",
+}
+_ADVICE = {
+    "same text": "data with more captions",
+    "margin": "a smaller --relative-margin or --absolute-margin",
+    "similar caption": "a greater --max-similarity",
+    "repeated text": "data with more captions",
+}

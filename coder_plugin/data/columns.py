@@ -1,0 +1,90 @@
+"""Which columns of a data set hold pictures, captions and keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coder_plugin.errors import CoderError, did_you_mean
+
+_IMAGES = ("image", "img", "picture", "jpg", "jpeg", "png", "webp")
+_CAPTIONS = ("captions", "caption", "sentences", "text", "title", "txt")
+_KEYS = ("key", "image_id", "img_id", "filename", "file_name", "__key__")
+_NUMBERED = re.compile(r"captions?_?\d+")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns.
+
+    Args:
+        image: the pictures; None: they are not read.
+        captions: texts or lists of texts, one column or several.
+        key: names of the images; None: the rows' numbers are.
+        negatives: lists of hard negatives; None: they are not read.
+    """
+
+    image: str | None
+    captions: tuple[str, ...]
+    key: str | None
+    negatives: str | None = None
+
+
+def find_columns(
+    features: Mapping[str, Any],
+    *,
+    image: str | None = None,
+    captions: Sequence[str] | None = None,
+    key: str | None = None,
+    negatives: str | None = None,
+    pictures: bool = True,
+    name: str = "data",
+) -> Columns:
+    """The columns of pictures, captions and keys: those that are named, else the first that is called as usual.
+
+    Args:
+        features: the columns' types, or a row.
+        image, captions, key: names of columns; None: not given.
+        negatives: that of hard negatives, if they are read; the data may lack it.
+        pictures: whether pictures are read.
+        name: of the data, for messages.
+
+    Raises:
+        CoderError: a column does not exist, or cannot be told; names those that there are.
+
+    Example:
+        >>> find_columns({"jpg": None, "txt": None, "__key__": None})
+        Columns(image='jpg', captions=('txt',), key='__key__', negatives=None)
+        >>> find_columns({"image": None, "caption_0": None, "caption_1": None}).captions
+        ('caption_0', 'caption_1')
+    """
+    columns = list(features)
+    named = [("--image-column", [image] if image else []), ("--caption-column", captions or [])]
+    for flag, names in [*named, ("--key-column", [key] if key else [])]:
+        for each in names:
+            if each not in columns:
+                raise CoderError(f"{name}: no column {each!r} ({flag}){did_you_mean(each, columns)}{_listed(columns)}")
+    if image is None and pictures:
+        typed = [column for column, feature in features.items() if type(feature).__name__ == "Image"]
+        image = _first(_IMAGES, typed) or (typed[0] if len(typed) == 1 else _first(_IMAGES, columns))
+        if image is None:
+            reason = f"several columns of pictures: {', '.join(typed)}" if typed else "no column of pictures"
+            raise CoderError(f"{name}: {reason}: name one (--image-column){_listed(columns)}")
+    if not captions:
+        numbered = sorted(filter(_NUMBERED.fullmatch, columns), key=lambda column: (len(column), column))
+        usual = _first(_CAPTIONS, columns)
+        captions = [usual] if usual else numbered
+        if not captions:
+            raise CoderError(f"{name}: no column of captions: name one or several (--caption-column){_listed(columns)}")
+    key = key or _first(_KEYS, columns)
+    return Columns(image if pictures else None, tuple(captions), key, negatives if negatives in columns else None)
+
+
+def _first(names: Iterable[str], columns: Sequence[str]) -> str | None:
+    return next((each for each in names if each in columns), None)
+
+
+def _listed(columns: Sequence[str]) -> str:
+    return f"; its columns are: {', '.join(map(repr, columns)) or 'none'}"

@@ -1,0 +1,339 @@
+"""Read data sets of Hugging Face's ``datasets``: from the hub, from a folder, or an object in Python; whole or as a stream.
+
+No code of a data set is run: ``datasets`` from version 4 on refuses those that are scripts. Pictures are not decoded by it but
+by :func:`~coder_plugin.data.decode.decode_image`, with its limits.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from PIL.Image import Image
+
+from coder_plugin.data.bad_samples import BadSample, shorten
+from coder_plugin.data.columns import Columns, find_columns
+from coder_plugin.data.decode import check_max_pixels, decode_image, from_picture
+from coder_plugin.data.item import Item, bad_item
+from coder_plugin.data.source import ItemSource, Source, check_captions, check_negatives
+from coder_plugin.data.streams import StreamSource
+from coder_plugin.data.tables import no_picture, other_names
+from coder_plugin.data.tars import LARGEST_FILE
+from coder_plugin.errors import CoderError
+from coder_plugin.hub_access import hub_access
+
+#: OWNER/NAME of the hub, then a configuration, a revision and a split, where they are given.
+_HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<name>[\w.-]+))?(@(?P<revision>[\w./-]+))?(:(?P<split>[\w.-]+))?")
+#: What data sets call the split for validation.
+_VALIDATION = ("validation", "val", "valid", "dev")
+#: A picture that a streamed folder of the hub names instead of holding it.
+_ON_HUB = re.compile(r"(zip://[^:]*::)?hf://datasets/[^:]*")
+_ROWS = 1000  # of captions, read at once
+
+
+def open_hf(
+    spec: Any,
+    *,
+    split: str = "train",
+    image_column: str | None = None,
+    caption_column: Sequence[str] | None = None,
+    key_column: str | None = None,
+    negatives_column: str | None = None,
+    pictures: bool = True,
+    max_pixels: int | None = None,
+    streaming: bool = False,
+) -> Source:
+    """The reader ``hf``: a data set of Hugging Face's ``datasets``, one row an image.
+
+    Args:
+        spec: ``hf:OWNER/NAME`` of the hub, with ``/CONFIGURATION``, ``@REVISION`` and ``:SPLIT`` behind it where they are
+            needed; a folder that ``save_to_disk`` has written, or one of Parquet, Arrow or JSON files or of pictures with a
+            ``metadata.csv`` or ``metadata.jsonl``; Parquet files (a pattern); or a ``Dataset`` or ``IterableDataset``.
+        split: ``train``; any other is looked for by its name, ``val`` also as ``validation``, ``valid`` and ``dev``. What has
+            one split alone and is on this machine is that split.
+        image_column: the pictures [the column of type ``Image``, else ``image``, ``jpg``, ``png`` ...].
+        caption_column: the captions: a column of texts or of lists of texts, or several of them [``captions``, ``caption``,
+            ``sentences``, ``text``, ``title``, ``txt``, or ``caption_0``, ``caption_1`` ...].
+        key_column: names of the images, numbers or texts; rows of one name are one image's captions, but in a stream they stay
+            samples of their own with one id [``key``, ``image_id``, ``img_id``, ``filename``, ``file_name``, ``__key__``; else
+            the number of the row is the name].
+        negatives_column: lists of hard negatives, which rows, and the data set, may lack. None: they are not read.
+        pictures: False if only the captions are needed, for features from other files.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+        streaming: read shards in order as they are needed, instead of any row at any time.
+
+    Raises:
+        CoderError: ``datasets`` is not installed; a data set, split or column that does not exist, or that would run code.
+    """
+    check_max_pixels(max_pixels)
+    name = spec if isinstance(spec, str) else f"{type(spec).__name__} ({split})"
+    dataset, count = load(spec, split, streaming=streaming) if isinstance(spec, str) else (spec, None)
+    if isinstance(dataset, Mapping):
+        raise CoderError(f"{name}: give one of its splits, such as dataset[{next(iter(dataset), split)!r}]")
+    dataset = undecoded(dataset, name)
+    columns = find_columns(
+        dataset.features or next(iter(dataset.take(1)), {}),
+        image=image_column,
+        captions=caption_column,
+        key=key_column,
+        negatives=negatives_column,
+        pictures=pictures,
+        name=name,
+    )
+    if not hasattr(dataset, "__len__"):
+        make_item = partial(_make_item, columns=columns, split=split, max_pixels=max_pixels)
+        return StreamSource(dataset, make_item, name=name, num_images=count)
+    return ItemSource(DatasetItems(dataset, columns, split=split, max_pixels=max_pixels), name=name)
+
+
+def open_hf_stream(spec: str, **options: Any) -> Source:
+    """The reader ``hf-streaming``: as :func:`open_hf`, with ``streaming=True``; of the hub ``hf-streaming:OWNER/NAME``."""
+    return open_hf(spec, streaming=True, **options)
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether ``data`` is an object of Hugging Face's ``datasets``, which need not be installed."""
+    return any(cls.__module__.partition(".")[0] == "datasets" for cls in type(data).__mro__)
+
+
+def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
+    """Open a data set by its name.
+
+    Returns:
+        The ``Dataset`` or ``IterableDataset``, and the number of its rows where its description has it.
+
+    Raises:
+        CoderError: as :func:`open_hf`.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise CoderError(f'{spec}: this needs datasets: pip install "coder-plugin[datasets]"') from error
+    location = re.sub(r"^hf(-streaming)?:", "", spec)
+    from_hub = location != spec
+    try:
+        if from_hub:
+            with hub_access():
+                return _from_hub(datasets, location, split, streaming)
+        return _from_disk(datasets, location, split, streaming), None
+    except CoderError as error:
+        raise CoderError(f"{spec}: {error}") from error
+    except Exception as error:  # of many kinds: of the hub, of Arrow, of each builder
+        raise CoderError(f"{spec}: {_reason(error)}") from error
+
+
+def _from_hub(datasets: Any, location: str, split: str, streaming: bool) -> tuple[Any, int | None]:
+    if os.path.exists(location):
+        raise CoderError(f"this is a path on this machine: leave out 'hf:' (--train-data {location})")
+    if (match := _HUB.fullmatch(location)) is None:
+        raise CoderError("write hf:OWNER/NAME, or hf:OWNER/NAME/CONFIGURATION@REVISION:SPLIT with the parts that are needed")
+    which = {name: match[name] for name in ("path", "name", "revision")}
+    chosen = match["split"]
+    if chosen is None:
+        splits = datasets.get_dataset_split_names(which["path"], which["name"], revision=which["revision"])
+        chosen = _choose(splits, split, how="name it: hf:OWNER/NAME:SPLIT")
+    dataset = datasets.load_dataset(**which, split=chosen, streaming=streaming)
+    described = (dataset.info.splits or {}).get(chosen)
+    return dataset, None if described is None else described.num_examples or None
+
+
+def _from_disk(datasets: Any, location: str, split: str, streaming: bool) -> Any:
+    saved = any(os.path.exists(os.path.join(location, name)) for name in ("state.json", "dataset_dict.json"))
+    if saved:
+        dataset = datasets.load_from_disk(location)
+    elif os.path.isdir(location):
+        dataset = datasets.load_dataset(location, streaming=streaming)
+    else:
+        files = sorted(glob.glob(location))
+        if not files:
+            raise CoderError("no such file")
+        kind = {".arrow": "arrow", ".jsonl": "json", ".json": "json"}.get(Path(files[0]).suffix, "parquet")
+        dataset = datasets.load_dataset(kind, data_files=files, streaming=streaming)
+    if isinstance(dataset, Mapping):
+        how = "give one of them, as a folder or as files"
+        dataset = dataset[next(iter(dataset)) if len(dataset) == 1 else _choose(list(dataset), split, how=how)]
+    if saved and streaming:
+        dataset = dataset.to_iterable_dataset(num_shards=max(1, len(dataset.cache_files)))
+    return dataset
+
+
+def _choose(splits: Sequence[str], split: str, *, how: str) -> str:
+    names = [name for name in (split, *(_VALIDATION if split == "val" else ())) if name in splits]
+    if not names:
+        raise CoderError(f"it has no split {split!r}; its splits are {', '.join(splits) or 'none'}: {how}")
+    return names[0]
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "scripts are no longer supported" in text:
+        return f"{text}: code of a data set is not run; use a copy of it in Parquet, such as @refs/convert/parquet of the hub"
+    if "Config name is missing" in text:
+        text += " (hf:OWNER/NAME/CONFIGURATION)"
+    return text if len(text) < 600 else f"{text[:600]}…"
+
+
+def undecoded(dataset: Any, name: str) -> Any:
+    """The data set without a format, its pictures as files.
+
+    Raises:
+        CoderError: it has a transform of its own.
+    """
+    import datasets
+
+    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        raise CoderError(f"{name}: its own transform would not be used: pass dataset.with_format(None); trainers augment")
+    dataset = dataset.with_format(None)
+    for column, feature in (dataset.features or {}).items():
+        if isinstance(feature, datasets.Image) and feature.decode:
+            dataset = dataset.cast_column(column, datasets.Image(decode=False))
+    return dataset
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What an item needs of a row, besides its picture."""
+
+    key: str
+    names: tuple[str | None, ...]
+    captions: tuple[Any, ...]
+    negatives: Any = ()
+
+
+def _read_row(row: Mapping[str, Any], columns: Columns, default_key: str) -> _Row:
+    key = None if columns.key is None else row[columns.key]
+    captions: list[Any] = []
+    for column in columns.captions:
+        value = row[column]
+        captions.extend(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+    negatives = () if columns.negatives is None or row[columns.negatives] is None else row[columns.negatives]
+    if key is None or key == "":
+        return _Row(default_key, (), tuple(captions), negatives)
+    return _Row(str(key), other_names(Path(str(key)).stem), tuple(captions), negatives)
+
+
+def _finish_item(row: _Row, load: Callable[[], Image]) -> Item:
+    try:
+        return Item(row.key, check_captions(row.captions), load, row.names, negatives=check_negatives(row.negatives))
+    except BadSample as fault:
+        return bad_item(row.key, fault.with_traceback(None), row.names)
+
+
+def _make_item(row: Mapping[str, Any], number: str, *, columns: Columns, split: str, max_pixels: int | None) -> Item:
+    """The item of a row of a stream."""
+    read = _read_row(row, columns, f"{split}/{number}")
+    if columns.image is None:
+        return _finish_item(read, partial(no_picture, read.key))
+    return _finish_item(read, partial(open_picture, row[columns.image], max_pixels))
+
+
+class DatasetItems(Sequence[Item]):
+    """The images of a ``Dataset``, made as they are asked for: neither captions nor pictures are kept in memory.
+
+    Args:
+        dataset: without a format, pictures undecoded.
+        columns: which are read.
+        split: the start of the keys that are numbers of rows.
+        max_pixels: as in :func:`open_hf`.
+    """
+
+    def __init__(self, dataset: Any, columns: Columns, *, split: str, max_pixels: int | None) -> None:
+        self._columns, self._split, self._max_pixels = columns, split, max_pixels
+        others = [column for column in (columns.key, columns.negatives) if column is not None]
+        self._texts = dataset.select_columns(list(dict.fromkeys([*columns.captions, *others])))
+        self._pictures = None if columns.image is None else dataset.select_columns([columns.image])
+        self._groups = self._group()
+
+    def __len__(self) -> int:
+        return len(self._texts) if self._groups is None else len(self._groups)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        rows = [range(len(self._texts))[index]] if self._groups is None else self._groups[index]
+        return self._item(rows, [self._row(self._texts[number], number) for number in rows])
+
+    def __iter__(self) -> Iterator[Item]:
+        if self._groups is not None:
+            yield from (self[number] for number in range(len(self)))
+            return
+        for number, row in enumerate(self._each_row()):
+            yield self._item([number], [row])
+
+    def _each_row(self) -> Iterator[_Row]:
+        """All rows, many at once, which is much faster than one by one."""
+        number = 0
+        for batch in self._texts.iter(batch_size=_ROWS):
+            for values in zip(*batch.values(), strict=True):
+                yield self._row(dict(zip(batch, values, strict=True)), number)
+                number += 1
+
+    def _row(self, row: Mapping[str, Any], number: int) -> _Row:
+        return _read_row(row, self._columns, f"{self._split}/{number}")
+
+    def _item(self, numbers: Sequence[int], rows: Sequence[_Row]) -> Item:
+        read = rows[0]
+        if len(rows) > 1:  # their captions and hard negatives together; a faulty list of these stays one
+            captions = tuple(caption for row in rows for caption in row.captions)
+            lists = [row.negatives for row in rows]
+            faulty = [each for each in lists if not isinstance(each, (list, tuple))]
+            read = replace(read, captions=captions, negatives=faulty[0] if faulty else sum(map(tuple, lists), ()))
+        if self._pictures is None:
+            return _finish_item(read, partial(no_picture, read.key))
+        return _finish_item(read, partial(self._load, numbers[0]))
+
+    def _load(self, number: int) -> Image:
+        assert self._pictures is not None
+        return open_picture(self._pictures[number][self._columns.image], self._max_pixels)
+
+    def _group(self) -> list[list[int]] | None:
+        """The rows of each image, if several rows have one key."""
+        if self._columns.key is None:
+            return None
+        groups: dict[str, list[int]] = {}
+        for number, row in enumerate(self._each_row()):
+            groups.setdefault(row.key, []).append(number)
+        return None if len(groups) == len(self._texts) else list(groups.values())
+
+
+def open_picture(value: Any, max_pixels: int | None = None) -> Image:
+    """The RGB picture of a row.
+
+    Args:
+        value: ``{"bytes", "path"}`` as ``datasets`` stores pictures, the content of a file, its path, or a picture.
+        max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+
+    Raises:
+        BadSample: none of these, or a picture that :func:`~coder_plugin.data.decode.decode_image` refuses.
+        OSError: no such file.
+    """
+    if isinstance(value, Mapping):
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, Image):
+        return from_picture(value, max_pixels=max_pixels)
+    if isinstance(value, str) and "://" in value:
+        value = _fetch(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return decode_image(bytes(value), max_pixels=max_pixels)
+    if isinstance(value, str) and value:
+        return decode_image(value, max_pixels=max_pixels)
+    raise BadSample("file", "the row has no picture" if not value else f"no picture but a {type(value).__name__}")
+
+
+def _fetch(address: str) -> bytes:
+    """The content of a file of a data set on the hub. Addresses of other places are refused: rows are others' words."""
+    if not _ON_HUB.fullmatch(address):
+        raise BadSample("file", f"an address instead of a picture, which is not fetched: {shorten(address)}")
+    import fsspec
+
+    with fsspec.open(address, "rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise BadSample("file_size", f"a file of over {LARGEST_FILE >> 20} MiB")
+    return data

@@ -1,0 +1,120 @@
+"""A copy of a model's towers and aggregators, without gradient, that shares the model's frozen parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from coder_plugin import distributed
+from coder_plugin.backbones.adapters import remove_adapters
+
+Mode = Literal["eval", "train"]
+
+
+class ModelCopy(nn.Module):
+    """A copy of the model without its heads. It has no gradient, and its mode never changes: :meth:`train` does nothing.
+
+    Frozen parameters are shared with the model, so a locked tower or the base weights under LoRA are in memory once.
+
+    Args:
+        mode: the copy's mode, ``"eval"`` (no dropout, running statistics) or ``"train"``.
+        adapters: whether low-rank adapters are copied too; without them the copy computes what the model did before it got
+            them.
+
+    Example:
+        >>> import coder_plugin
+        >>> sizes = {"region_dim": 4, "embed_dim": 4, "word_dim": 4}
+        >>> vocabulary = ["<pad>", "<start>", "<end>", "<unk>", "dog"]
+        >>> model = coder_plugin.create_model("region-bigru", loss="clip", vocabulary=vocabulary, **sizes)
+        >>> copied = ModelCopy()
+        >>> copied.copy_from(model)
+        >>> copied.model.logit_scale is model.logit_scale, copied.model.logit_scale.requires_grad
+        (False, False)
+    """
+
+    def __init__(self, *, mode: Mode = "eval", adapters: bool = True) -> None:
+        super().__init__()
+        self.mode, self.adapters = mode, adapters
+        self.model: Any = None
+        self._shared: set[str] = set()  # names of the copy's parameters that are the model's own
+
+    def copy_from(self, model: Any) -> None:
+        """Replace the copy by the current model without the heads of ``model.coder``."""
+        coder = model.coder
+        model.coder = coder.without_heads()
+        try:
+            self.model = copy.deepcopy(model)
+        finally:
+            model.coder = coder
+        if (capture := getattr(self.model, "_coder_capture", None)) is not None:
+            capture.restrict(aggregated=len(coder.aggregators) > 0)
+        if not self.adapters:
+            remove_adapters(self.model, merge=False)
+        self.model.requires_grad_(False).train(self.mode == "train")
+        self._shared.clear()
+        self._share_frozen(model)
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                module.track_running_stats = False  # use batch statistics, and write none in forward
+
+    def train(self, mode: bool = True) -> ModelCopy:
+        return self
+
+    @torch.no_grad()
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and ids [B, T] -> the copy's embeddings, [B, D] each, L2-normalised, float32."""
+        return self.model.embed_image(image).float(), self.model.embed_text(text).float()
+
+    def _share_frozen(self, model: Any) -> None:
+        """Use the model's own frozen parameters, and copies of those that are trained by now.
+
+        A parameter sharded by FSDP belongs to its module's group, and one of another dtype is the copy's own: both stay.
+        """
+        online = parameters_by_name(model, tied=True)
+        owned: dict[int, nn.Parameter] = {}
+        for prefix, module in self.model.named_modules():
+            for name, average in module._parameters.items():
+                path = f"{prefix}.{name}" if prefix else name
+                current = online.get(plain_name(path))
+                if average is None or current is None or distributed.is_sharded(current):
+                    continue
+                if average is current and current.requires_grad:
+                    module._parameters[name] = _own(current, owned)
+                    self._shared.discard(path)
+                elif (
+                    not current.requires_grad
+                    and isinstance(current, nn.Parameter)
+                    and (average.dtype, average.device) == (current.dtype, current.device)
+                ):
+                    module._parameters[name] = current
+                    self._shared.add(path)
+
+    def own(self, paths: Iterable[str]) -> None:
+        """Let the copy have parameters of its own where it shares the model's."""
+        owned: dict[int, nn.Parameter] = {}
+        for path in paths:
+            prefix, _, name = path.rpartition(".")
+            parameters = self.model.get_submodule(prefix)._parameters
+            parameters[name] = _own(parameters[name], owned)
+        self._shared.difference_update(paths)
+
+
+def parameters_by_name(model: nn.Module, *, tied: bool = False) -> dict[str, Tensor]:
+    """A model's parameters by their :func:`plain_name`; ``tied``: tied ones by each name."""
+    return {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=not tied)}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and low-rank adapters put into it."""
+    return name.replace("_orig_mod.", "").replace("base_layer.", "")
+
+
+def _own(parameter: Tensor, owned: dict[int, nn.Parameter]) -> nn.Parameter:
+    """A copy of a parameter without gradient; of a tied one the same for each of its names."""
+    if id(parameter) not in owned:
+        owned[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    return owned[id(parameter)]

@@ -1,0 +1,345 @@
+"""Our losses in sentence-transformers' trainer: equal to a raw loop, with evaluators, checkpoints and several processes."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+import coder_plugin
+from coder_plugin import CoderError
+from coder_plugin.evaluation import recall
+from coder_plugin.integrations.sentence_transformers import CoderLoss, PictureText, loss, module
+from coder_plugin.objective import Objective
+from tests import gloo
+from tests.documentation import ROOT, blocks
+from tests.integrations import sentence_transformers_runs as runs
+from tests.test_follow import batch
+
+
+@pytest.fixture
+def make(tiny_model: str) -> Callable[..., Any]:
+    def create(expression: Any = "dcl + m_dcl", **options: Any) -> Any:
+        torch.manual_seed(0)
+        return coder_plugin.create_model(tiny_model, loss=expression, **options).train()
+
+    return create
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Any:
+    """Six pictures with two captions each."""
+    pictures = runs.pictures() * 2
+    captions = [f"{article} {colour}" for article in ("a", "the") for colour in runs.COLOURS]
+    return Dataset.from_dict({"image": pictures, "caption": captions})
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3, weight_decay=0.0)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    """Unlike AdamW it does not make rounding errors of vanishing gradients large."""
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.01)
+
+
+def raw_loop(model: Any, expression: Any, batches: list[dict[str, Tensor]], optimizer: Any = None) -> list[float]:
+    """The loss of every step of a training loop without a framework."""
+    objective = coder_plugin.create_loss(expression, model=model)
+    optimizer = optimizer or adamw(model)
+    coder_plugin.follow(model, optimizer)
+    losses = []
+    for each in batches:
+        value = torch.stack(list(objective(**model(**each)).values())).sum()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def equal(one: Any, other: Any) -> bool:
+    states = one.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.parametrize("expression", ["dcl + m_dcl", "coder", "clip + selfalign"])
+def test_the_trainer_equals_a_raw_loop(make: Any, tmp_path: Path, caplog: Any, expression: str) -> None:
+    """Losses and weights, those of momentum towers too, to the bit; and nobody had to follow the optimizer.
+
+    huggingface/sentence-transformers #2723, #3225: the trainer collects the features of both columns.
+    """
+    batches = [batch(seed) for seed in range(4)]
+    model, other = make(expression), make(expression)
+    torch.manual_seed(1)
+    losses = runs.train(model, expression, batches, tmp_path)
+    torch.manual_seed(1)
+    assert losses == raw_loop(other, expression, batches)
+    trained, expected = dict(model.named_parameters()), dict(other.named_parameters())
+    assert all(torch.equal(trained[name], expected[name]) for name in expected)
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+    assert "have not moved" not in caplog.text
+
+
+def test_ids_come_from_the_label_or_from_the_pixels(make: Any, pairs: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    seen: list[list[int]] = []
+    forward = loss._pairs
+    monkeypatch.setattr(loss, "_pairs", lambda *a: seen.append((found := forward(*a))["image_id"].tolist()) or found)
+    labelled = pairs.add_column("label", [*range(6)] * 2)
+    for data in (pairs, labelled, labelled.select_columns(["caption", "label", "image"])):
+        runs.trainer(runs.wrap(make()), data, tmp_path, loss="dcl + m_dcl", batch_size=12, max_steps=1).train()
+    by_pixels, by_label, in_another_order = seen
+    assert len(set(by_pixels)) == 6 and max(by_pixels) > 2**32 and all(number >= 0 for number in by_pixels)
+    assert sorted(by_label) == sorted([*range(6)] * 2) and in_another_order == by_label
+    # the sampler drew the same rows in the same order
+    assert len(set(zip(by_pixels, by_label, strict=True))) == 6
+
+
+def test_captions_of_one_picture_are_masked(make: Any) -> None:
+    model = runs.wrap(make("dcl"))
+    objective = CoderLoss(model, "dcl")
+    pictures = runs.pictures(2)
+    texts = model[0].preprocess(["a", "b", "c"])
+    with torch.no_grad():
+        same = objective([model[0].preprocess([pictures[0], pictures[0], pictures[1]]), texts])
+        labelled = [objective([model[0].preprocess([pictures[k] for k in (0, 0, 1)]), texts], torch.tensor(ids))
+                    for ids in ([5, 5, 6], [5, 6, 7])]  # fmt: skip
+    assert same == labelled[0] != labelled[1]
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (["caption"], "hold: texts$"),
+        (["image"], "hold: pictures$"),
+        (["caption", "again"], "hold: texts, texts$"),
+        (["image", "caption", "again"], "hold: pictures, texts, texts$"),
+        (["both", "caption"], "hold: pictures and texts, texts$"),
+    ],
+)
+def test_other_columns_are_refused(make: Any, columns: list[str], message: str) -> None:
+    model = runs.wrap(make("dcl"))
+    picture = runs.pictures(1)[0]
+    values = {"caption": ["a", "b"], "again": ["c", "d"], "image": [picture, picture], "both": [picture, "a"]}
+    with pytest.raises(CoderError, match=message):
+        CoderLoss(model, "dcl")([model[0].preprocess(values[name]) for name in columns])
+
+
+def test_labels_are_integers(make: Any) -> None:
+    model = runs.wrap(make("dcl"))
+    features = [model[0].preprocess(runs.pictures(2)), model[0].preprocess(["a", "b"])]
+    for labels in (torch.tensor([0.5, 1.0]), torch.ones(2, 2, dtype=torch.long)):
+        with pytest.raises(CoderError, match="'label' must hold an integer"):
+            CoderLoss(model, "dcl")(features, labels)
+
+
+def test_another_sentence_transformer_is_refused() -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import BoW
+
+    with pytest.raises(CoderError, match="of one PictureText, and this one has BoW"):
+        CoderLoss(SentenceTransformer(modules=[BoW(["dog"])], device="cpu"), "dcl")
+
+
+def test_evaluation_changes_nothing_and_logs_the_terms(make: Any, pairs: Any, tmp_path: Path) -> None:
+    model = make()
+    trainer = runs.trainer(runs.wrap(model), pairs, tmp_path, loss="dcl + m_dcl", eval_dataset=pairs, max_steps=2)
+    trainer.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    figures = trainer.evaluate()
+    assert figures["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
+    assert {"eval_dcl_loss", "eval_m_dcl_loss"} <= trainer.state.log_history[-1].keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {"dcl_loss", "m_dcl_loss"} <= trainer.state.log_history[0].keys()
+    assert not model.training  # the trainer's choice stays
+
+
+def test_evaluators(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """sentence-transformers' figures of retrieval are ours."""
+    from sentence_transformers.evaluation import InformationRetrievalEvaluator, TripletEvaluator
+
+    pictures, captions = runs.pictures(), [f"a {colour}" for colour in runs.COLOURS]
+    queries = {str(k): caption for k, caption in enumerate(captions)}
+    documents = {f"p{k}": picture for k, picture in enumerate(pictures)}
+    relevant = {str(k): {f"p{k}"} for k in range(6)}
+    search = InformationRetrievalEvaluator(queries, documents, relevant, accuracy_at_k=[1, 5], name="t2i")
+    triplets = TripletEvaluator(pictures, captions, captions[1:] + captions[:1], main_similarity_function="dot", name="own")
+    model = runs.wrap(make("dcl"))
+    trainer = runs.trainer(model, pairs, tmp_path, loss="dcl", evaluator=[search, triplets], max_steps=2)
+    trainer.train()
+    figures = trainer.evaluate()
+    scores = torch.from_numpy(model.encode(pictures)) @ torch.from_numpy(model.encode(captions)).T
+    ours = recall(scores, torch.arange(6))
+    assert figures["eval_t2i_dot_accuracy@1"] * 100 == pytest.approx(ours["t2i_r1"])
+    assert figures["eval_t2i_dot_accuracy@5"] * 100 == pytest.approx(ours["t2i_r5"])
+    negatives = scores[range(6), [*range(1, 6), 0]]
+    assert figures["eval_own_dot_accuracy"] == pytest.approx((scores.diagonal() > negatives).float().mean().item())
+
+
+def test_it_resumes_with_its_banks(make: Any, pairs: Any, tmp_path: Path) -> None:
+    expression = Objective.parse("dcl + m_dcl").with_options({"momentum.bank_size": 12})
+
+    def train(resumed: str | None, **options: Any) -> Any:
+        model = make(expression)
+        given = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps", **options}
+        runs.trainer(runs.wrap(model), pairs, tmp_path, loss=expression, **given).train(resume_from_checkpoint=resumed)
+        return model
+
+    once = train(None)
+    assert equal(train(str(tmp_path / "checkpoint-2")), once)
+    assert once.coder.heads["momentum"].bank.count == 12
+    module = PictureText.load(str(tmp_path / "checkpoint-4"))
+    assert equal(module.model, once)
+    module.save(str(tmp_path / "shared"))
+    assert not list((tmp_path / "shared").glob("coder_training*"))
+    plain = PictureText.load(str(tmp_path / "shared")).model
+    assert not plain.coder.heads and torch.equal(plain.visual.proj, once.visual.proj)
+    best = train(None, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, eval_dataset=pairs)
+    assert best.state_dict().keys() == once.state_dict().keys()
+
+
+def test_a_damaged_checkpoint_is_refused(make: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    PictureText(make("dcl + m_dcl")).save(str(folder))
+    whole = (folder / "coder_training.safetensors").read_bytes()
+    (folder / "coder_training.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CoderError, match="coder_training.safetensors"):
+        PictureText.load(str(folder))
+    folder.rename(tmp_path / "downloaded")  # of no trainer here: the file is not read
+    assert not PictureText.load(str(tmp_path / "downloaded")).model.coder.heads
+
+
+def test_a_shared_model_gets_the_heads_of_the_loss(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """Its scoring heads go on from what they have learned, and their options stay."""
+    from sentence_transformers import SentenceTransformer
+
+    start = make(Objective.parse("dcl + concept_dcl").with_options({"concepts.warmup": 0, "concepts.beta": 0.7}))
+    export = tmp_path / "export"
+    coder_plugin.pretrained.export.export_model(start.eval(), export)
+    shared = coder_plugin.save_pretrained(export, tmp_path / "shared")
+    model = SentenceTransformer(str(shared), trust_remote_code=True, device="cpu")
+    inner = model[0].model
+    assert not inner.logit_scale.requires_grad or list(inner.coder.heads) == ["concepts"]
+    vectors = model.encode(runs.pictures())
+    objective = CoderLoss(model, "coder + clip")
+    assert list(inner.coder.heads) == ["ids", "momentum", "concepts", "prototypes"] and inner.logit_scale.requires_grad
+    assert dict(dict(inner.coder.objective.heads)["concepts"])["beta"] == 0.7
+    assert (model.encode(runs.pictures()) == vectors).all()
+    towers = inner.coder.heads["momentum"].towers
+    assert torch.equal(towers.model.visual.proj, inner.visual.proj)
+    trainer = runs.trainer(model, pairs, tmp_path, loss=objective, max_steps=3)
+    trainer.train()
+    assert inner.coder.followed_by.steps == 3 and inner.coder.heads["momentum"].bank.count == 12
+
+
+def test_heads_that_are_there_stay(make: Any) -> None:
+    model = make("dcl + m_dcl + clip")
+    coder = model.coder
+    CoderLoss(runs.wrap(model), "dcl + m_dcl")
+    CoderLoss(runs.wrap(model), "clip")
+    assert model.coder is coder
+
+
+def test_a_later_trainer_is_followed_too(make: Any, pairs: Any, tmp_path: Path) -> None:
+    model = make()
+    wrapped = runs.wrap(model)
+    objective = CoderLoss(wrapped, "dcl + m_dcl")
+    for _ in range(2):
+        runs.trainer(wrapped, pairs, tmp_path, loss=objective, max_steps=2).train()
+        assert model.coder.followed_by.steps == 2
+    assert model.coder.heads["momentum"].bank.count == 16
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.coder.followed_by.remove()
+    following = coder_plugin.follow(model, mine)
+    objective([wrapped[0].preprocess(runs.pictures(2)), wrapped[0].preprocess(["a", "b"])])["dcl_loss"].backward()
+    mine.step()
+    assert model.coder.followed_by is following and following.steps == 1
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    other.step()
+    assert model.coder.followed_by is following
+
+
+def test_a_loss_that_is_gone_follows_nothing(make: Any) -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    gc.collect()
+    before = len(hooks)
+    objective = CoderLoss(runs.wrap(make("dcl")), "dcl")
+    assert len(hooks) == before + 1
+    del objective
+    gc.collect()
+    assert len(hooks) == before
+
+
+def test_the_scale_of_the_logits_has_a_limit(make: Any, pairs: Any, tmp_path: Path) -> None:
+    model = make("clip")
+    runs.trainer(runs.wrap(model), pairs, tmp_path, loss="clip", max_steps=1, optim="sgd", learning_rate=0.0).train()
+    with torch.no_grad():
+        model.logit_scale.fill_(9.0)
+    runs.trainer(runs.wrap(model), pairs, tmp_path, loss="clip", max_steps=1, learning_rate=1e-6).train()
+    assert model.logit_scale.item() == pytest.approx(4.6052, abs=1e-4)
+
+
+def test_the_dimension_follows_the_heads(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """A head that begins to score after its warm-up adds its block."""
+    expression = Objective.parse("dcl + concept_dcl").with_options({"concepts.warmup": 2})
+    model = runs.wrap(make(expression))
+    assert model[0].get_embedding_dimension() == 32
+    runs.trainer(model, pairs, tmp_path, loss=expression, max_steps=3).train()
+    dimension = model[0].get_embedding_dimension()
+    assert dimension > 32 and model.encode(["a dog", runs.pictures(1)[0]]).shape == (2, dimension)
+
+
+def test_the_card_names_the_loss(make: Any, pairs: Any, tmp_path: Path) -> None:
+    model = runs.wrap(make("clip + 0.5*dcl"))
+    runs.trainer(model, pairs, tmp_path, loss="clip + 0.5*dcl", max_steps=1).train()
+    model.save(str(tmp_path / "saved"))
+    assert "clip + 0.5*dcl" in (tmp_path / "saved" / "README.md").read_text()
+
+
+EXPRESSION = "dcl + m_dcl"
+
+
+def two_ranks(tiny_model: str, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Half of each batch on each rank, from models that start differently where DDP does not make them equal."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model = coder_plugin.create_model(tiny_model, loss=EXPRESSION).train()
+    half = slice(2 * rank, 2 * rank + 2)
+    batches = [{key: value[half] for key, value in batch(seed).items()} for seed in range(3)]
+    losses = runs.train(model, EXPRESSION, batches, Path(folder) / str(rank), sgd(model))
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def test_two_processes_equal_one(make: Any, tiny_model: str, tmp_path: Path) -> None:
+    """huggingface/sentence-transformers #2848: the negatives of all processes."""
+    (losses, first), (_, second) = gloo.run(two_ranks, tiny_model, str(tmp_path))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    model = make(EXPRESSION)
+    alone = raw_loop(model, EXPRESSION, [batch(seed) for seed in range(3)], sgd(model))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone))
+    torch.testing.assert_close(first, dict(model.state_dict()), rtol=1e-4, atol=1e-5)
+    assert first["coder.heads.momentum.bank.count"] == 12
+
+
+def test_examples_run() -> None:
+    for each in (loss, module):
+        found = doctest.testmod(each)
+        assert found.attempted and not found.failed
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: Any, tiny_model: str) -> None:
+    """docs/sentence_transformers.md, as printed, in a folder with the pictures that it names."""
+    monkeypatch.chdir(tmp_path)
+    Path("pictures").mkdir()
+    for colour, picture in zip(runs.COLOURS, runs.pictures(), strict=True):
+        picture.save(f"pictures/{colour}.jpg")
+    text = "\n\n".join(block.text for block in blocks(ROOT / "docs" / "sentence_transformers.md", "python"))
+    exec(compile(text, "sentence_transformers.md", "exec"), {"__name__": "page"})

@@ -1,0 +1,166 @@
+"""Distillation: a slow reference, open_clip's own class, gradients, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from open_clip.loss import DistillClipLoss
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from coder_plugin import create_loss, create_model
+from coder_plugin.coder import CoderLoss
+from coder_plugin.errors import CoderError
+from coder_plugin.functional import distill
+from coder_plugin.losses.distill import Distill
+from coder_plugin.model import required_heads
+from coder_plugin.objective import Objective
+from coder_plugin.resolver import resolve
+from tests.references import distill as reference
+
+KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
+NAMES = ("image_features", "text_features", "teacher_image_features", "teacher_text_features")
+
+
+def features(n: int = 7, d: int = 6, e: int = 6, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    drawn = [torch.randn(n, size, generator=generator, dtype=torch.float64) for size in (d, d, e, e)]
+    return {name: normalize(each, dim=1).to(dtype) for name, each in zip(NAMES, drawn, strict=True)}
+
+
+def outputs(given: dict[str, Tensor], scale: float = 8.0, teacher_scale: float = 5.0) -> dict[str, Tensor]:
+    """A model's keys."""
+    keys = {f"coder_{name}" if name.startswith("teacher") else name: value for name, value in given.items()}
+    n, dtype = len(given["image_features"]), given["image_features"].dtype
+    scales = {"logit_scale": torch.tensor(scale, dtype=dtype)}
+    return {**keys, **scales, "coder_teacher_logit_scale": torch.full((n,), teacher_scale, dtype=dtype)}
+
+
+def make(expression: str, *, local_loss: bool = False) -> CoderLoss:
+    objective = replace(Objective.parse(expression), local_loss=local_loss)
+    return CoderLoss(objective, resolve(objective, KEYS).bindings, {})
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+def test_features_by_the_slow_reference(local_loss: bool) -> None:
+    given = features()
+    want = reference.of_features(*(given[name].tolist() for name in NAMES))
+    assert float(distill(**given)) == pytest.approx(want, rel=1e-12)
+    assert float(make("distill", local_loss=local_loss)(**outputs(given))["distill_loss"]) == pytest.approx(want, rel=1e-12)
+    cosines = [(given[name] * given[f"teacher_{name}"]).sum(1).mean() for name in NAMES[:2]]
+    assert float(distill(**given)) == pytest.approx(float(4 - 2 * sum(cosines)), rel=1e-12)  # of unit vectors
+    assert float(distill(**{**given, **{f"teacher_{name}": given[name] for name in NAMES[:2]}})) == 0
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("e", [6, 9])
+def test_similarity_by_the_slow_reference(e: int, local_loss: bool) -> None:
+    """Also of a teacher of another width; each with its own scale, or both at one temperature."""
+    given = features(e=e)
+    rows = [given[name].tolist() for name in NAMES]
+    for expression, scales in (("distill(kind=similarity)", (8.0, 5.0)), ("distill(kind=similarity,temperature=0.5)", (2, 2))):
+        value = make(expression, local_loss=local_loss)(**outputs(given))["distill_loss"]
+        assert float(value) == pytest.approx(reference.of_similarity(*rows, *scales), rel=1e-12)
+    assert reference.of_similarity(*rows, 8.0, 5.0) != pytest.approx(reference.of_similarity(*rows, 5.0, 8.0), rel=1e-3)
+
+
+def test_similarity_is_open_clips_own_distillation() -> None:
+    given = features(dtype=torch.float32)
+    student = {name: given[name].clone().requires_grad_() for name in NAMES[:2]}
+    theirs = {name: given[name].clone().requires_grad_() for name in NAMES[:2]}
+    scale, their_scale = (torch.tensor(8.0, requires_grad=True) for _ in range(2))
+    ours = make("clip + distill(kind=similarity)")(**{**outputs(given), **student, "logit_scale": scale})
+    want = DistillClipLoss()(
+        **theirs,
+        logit_scale=their_scale,
+        dist_image_features=given["teacher_image_features"],
+        dist_text_features=given["teacher_text_features"],
+        dist_logit_scale=torch.tensor(5.0),
+        output_dict=True,
+    )
+    torch.testing.assert_close(ours["distill_loss"], want["distill_loss"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours["clip_loss"], want["contrastive_loss"], rtol=1e-6, atol=1e-6)
+    sum(ours.values()).backward()
+    sum(want.values()).backward()
+    for name in student:
+        torch.testing.assert_close(student[name].grad, theirs[name].grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scale.grad, their_scale.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["features", "similarity"])
+def test_the_gradient_reaches_the_student_alone(kind: str) -> None:
+    given = {name: value.requires_grad_() for name, value in features(n=4, d=3, e=3).items()}
+    options = {"kind": kind, "logit_scale": 3.0, "teacher_logit_scale": 2.0}
+
+    def value(images: Tensor, texts: Tensor) -> Tensor:
+        return distill(images, texts, given["teacher_image_features"], given["teacher_text_features"], **options)
+
+    student = given["image_features"], given["text_features"]
+    assert torch.autograd.gradcheck(value, student)
+    value(*student).backward()
+    assert [value.grad is None for value in given.values()] == [False, False, True, True]
+
+
+def test_anchors_are_a_part_of_the_rows() -> None:
+    given = features()
+    for options in ({}, {"kind": "similarity", "logit_scale": 3.0, "teacher_logit_scale": 2.0}):
+        parts = [distill(**given, anchors=slice(start, stop), **options) for start, stop in ((0, 3), (3, 7))]
+        assert float(3 * parts[0] + 4 * parts[1]) == pytest.approx(7 * float(distill(**given, **options)), rel=1e-12)
+        assert float(parts[0]) != pytest.approx(float(parts[1]), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "logits"}, "kind must be 'features' or 'similarity', got 'logits'"),
+        ({"teacher_text_features": torch.ones(7, 3)}, r"must have one shape \[n, d\]"),
+        ({"teacher_image_features": torch.ones(7, 3), "teacher_text_features": torch.ones(7, 3)}, "take kind='similarity'"),
+        ({"kind": "similarity", "logit_scale": 2.0}, "needs logit_scale and teacher_logit_scale"),
+        ({"kind": "similarity", "logit_scale": 2.0, "teacher_logit_scale": 2.0,
+          "teacher_image_features": torch.ones(3, 3), "teacher_text_features": torch.ones(3, 3)}, "7 pairs of the student, 3"),
+    ],
+)  # fmt: skip
+def test_bad_input(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        distill(**{**features(), **change})
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("distill(kind=logits)", "option kind=logits must be features or similarity"),
+        ("distill(kind=similarity,temperature=0)", "temperature must be > 0"),
+        ("distill(temperature=0.1)", "temperature is of kind='similarity'"),
+        ("distill(teacher=7)", "teacher"),
+        ("distill(teacher=base) + distill(teacher=other,kind=similarity)", "another term needs base: a loss can have one"),
+    ],
+)
+def test_bad_options(expression: str, message: str) -> None:
+    with pytest.raises(CoderError, match=message):
+        required_heads(Objective.parse(expression))
+
+
+def test_an_objective_says_what_it_distills_from(tiny_model: str) -> None:
+    objective = Objective.parse("clip + 0.5*distill(teacher=base) + distill(kind=similarity)")
+    assert required_heads(objective) == ("teacher",)
+    assert Objective.from_dict(objective.to_dict()) == objective
+    assert list(inspect.signature(Distill).parameters) == ["kind", "teacher", "temperature"]
+    model = create_model(tiny_model, loss=objective)
+    assert create_loss([(2.0, Distill(kind="similarity")), "clip"], model=model).objective.labels() == ["distill", "clip"]
+    with pytest.raises(CoderError, match="made with distill.teacher='base'., and the loss asks for 'other'"):
+        create_loss("distill(teacher=other)", model=model)
+    text = "ViT-B-32/laion2b_s34b_b79k"
+    assert dict(Objective.parse(f"distill(teacher={text})").terms[0].options) == {"teacher": text}
+
+
+@pytest.mark.parametrize("expression", ["clip + distill", "distill(kind=similarity)"])
+def test_in_a_ring_only_features(expression: str, tiny_model: str) -> None:
+    model = create_model(tiny_model, loss=expression)
+    if "similarity" in expression:
+        with pytest.raises(CoderError, match="cannot pass blocks around"):
+            create_loss(expression, model=model, gather="ring")
+    else:
+        assert create_loss(expression, model=model, gather="ring").terms["distill"].ring

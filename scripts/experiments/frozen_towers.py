@@ -91,8 +91,8 @@ def hold_out(data: dict[str, Any], images: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Write image features [N, C] float32 and token features [T, L, C] float16 of both splits, token ids, and the image of each
-    caption [T]."""
+    """Write image features [N, C] float32 and token features [T, L, C] float16 of both splits, token ids, the image of each
+    caption [T], and the images' keys."""
     config = resolve_config(
         dict(
             model=options.model,
@@ -109,12 +109,14 @@ def cache(options: argparse.Namespace) -> None:
     for split in ("train", "val"):
         images: list[Tensor] = []
         captions: list[str] = []
+        keys: list[str] = []
         image_of: list[int] = []
         batch: list[Tensor] = []
         source = make_source(config.data, split=split)
         for number, (_, item) in enumerate(source.items()):
             batch.append(transform(item.load()))
             captions += item.captions
+            keys.append(item.key)
             image_of += [number] * len(item.captions)
             if len(batch) == 64:
                 images.append(model.visual.trunk(torch.stack(batch)))
@@ -126,7 +128,7 @@ def cache(options: argparse.Namespace) -> None:
             output = model.text.transformer(input_ids=rows, attention_mask=(rows != pad).long())
             tokens.append(output.last_hidden_state.half())
         splits[split] = {"images": torch.cat(images), "ids": ids, "tokens": torch.cat(tokens),
-                         "image_of_caption": torch.tensor(image_of)}  # fmt: skip
+                         "image_of_caption": torch.tensor(image_of), "keys": keys}  # fmt: skip
         print(f"{split}: {len(splits[split]['images'])} images, {len(ids)} captions", flush=True)
     torch.save(splits, options.cache)
 

@@ -15,7 +15,7 @@
         --losses clip "clip + distill" "clip(hard_negatives=true)"
 
 `base` trains with InfoNCE on the built-in scenes and on the first half of Flickr8k's training images, and writes an export.
-`tune` goes on with the second half alone. It reports R@sum on Flickr8k's validation images, and the zero-shot accuracy of pictures of
+`tune` goes on with the second half alone. It reports R@sum on the validation images, and the zero-shot accuracy of pictures of
 one object among 48 classes, such as "a red circle", which only the scenes have taught. With ``--hold-out N`` it leaves the last
 N training images out and reports recall on these: rates are chosen so. As in frozen_towers.py the towers are frozen and their
 features cached; the projections, two layers each, are trained.

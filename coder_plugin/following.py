@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -104,7 +105,7 @@ def follow(model: Any, optimizer: Any, *, after_step: Callable[[], object] | Non
         >>> following.steps, model.coder.heads["momentum"].bank.count.item()
         (1, 4)
     """
-    coder = _find_coder(model)
+    coder = find_model(model).coder
     optimizers = [_unwrap(each) for each in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
         raise CoderError("follow needs an optimizer, or a list of different ones")
@@ -131,13 +132,17 @@ def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _find_coder(model: Any) -> Coder:
-    """``coder`` of the model, or of the one model with heads inside it."""
+def find_model(model: Any) -> Any:
+    """The model with heads: this one, or the only one inside its wrappers or this module.
+
+    Raises:
+        CoderError: there is none, or there are several.
+    """
     for name in _MODEL:
         while isinstance(getattr(model, name, None), nn.Module):
             model = getattr(model, name)
-    if isinstance(getattr(model, "coder", None), Coder):
-        return model.coder
+    if _has_heads(model):
+        return model
     found = list(_outermost(model)) if isinstance(model, nn.Module) else []
     if len(found) != 1:
         there = f"{len(found)} models with heads in" if found else "no model of coder_plugin.create_model in"
@@ -145,10 +150,22 @@ def _find_coder(model: Any) -> Coder:
     return found[0]
 
 
-def _outermost(module: nn.Module) -> Iterable[Coder]:
-    """The coders inside a module, but not those of momentum copies, which are inside a coder."""
+def _has_heads(module: Any) -> bool:
+    return isinstance(getattr(module, "coder", None), Coder)
+
+
+def _outermost(module: nn.Module) -> Iterable[nn.Module]:
+    """The models with heads inside a module, but not their momentum copies."""
     for child in module.children():
-        if isinstance(child, Coder):
+        if _has_heads(child):
             yield child
         else:
             yield from _outermost(child)
+
+
+def clamp_logit_scale(model: Any) -> None:
+    """Keep a trained ``logit_scale`` between 0 and log(100), in place, as CLIP does after every step."""
+    scale = getattr(model, "logit_scale", None)
+    if scale is not None and scale.requires_grad:
+        with torch.no_grad():
+            scale.clamp_(0, math.log(100))

@@ -20,6 +20,7 @@ from pathlib import Path
 from torch import multiprocessing
 
 PRELOADED = "pytest hypothesis torch._dynamo open_clip coder_plugin.training.loop tests.integrations.upstream_runs".split()
+PRELOADED += ["tests.forked"]
 ROOT = Path(__file__).parents[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,8 +79,8 @@ def host_reads() -> Iterator[list[str]]:
 
 
 def _at(name: str) -> str:
-    frames = traceback.extract_stack()[:-2]
-    if any("/torch/optim/" in frame.filename and frame.name == "_get_value" for frame in frames):
+    codes = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(2))]  # extract_stack reads files
+    if any("/torch/optim/" in code.co_filename and code.co_name == "_get_value" for code, _ in codes):
         return f"{name} at optimizer_step"
-    frames = [frame for frame in frames if "/torch/" not in frame.filename]
-    return f"{name} at " + " < ".join(f"{frame.filename.rsplit('/', 2)[-1]}:{frame.lineno}" for frame in frames[:-6:-1])
+    places = [f"{code.co_filename.rsplit('/', 2)[-1]}:{line}" for code, line in codes if "/torch/" not in code.co_filename]
+    return f"{name} at " + " < ".join(places[:5])

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
-from coder_plugin.functional import dcl, m_dcl, tiled, triplet
+from coder_plugin.functional import dcl, dcl_loss, m_dcl, tiled, triplet
 from coder_plugin.functional.clip_loss import tiled_clip
 from coder_plugin.functional.triplet_loss import triplet_of_features
 from coder_plugin.heads.capabilities import KeepsState
@@ -217,6 +217,18 @@ def test_the_diversity_counts_hard_negatives_too() -> None:
         )
         assert abs(weighed - plain) > 1e-3
         assert dcl(v, v, implementation=implementation) == dcl(v, v, diversity="none", implementation=implementation)
+
+
+def test_a_small_batch_forms_its_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes half the time of tiles, whose directions then share no product."""
+    case, used = Case(4, 5), []
+    sums = dcl_loss.negative_sums
+    monkeypatch.setattr(dcl_loss, "negative_sums", lambda *args: used.append(len(args[0])) or sums(*args))
+    small = dcl(case.v, case.w, image_ids=case.ids, **case.hard)
+    assert not used
+    monkeypatch.setattr(tiled, "SMALL_MATRIX", 4 * (4 + 5) - 1)
+    torch.testing.assert_close(dcl(case.v, case.w, image_ids=case.ids, **case.hard), small, **EXACT)
+    assert used == [4, 4]
 
 
 def test_several_features_of_an_image() -> None:

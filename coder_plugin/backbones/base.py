@@ -87,11 +87,13 @@ def forward_with_heads(
     if generator is not None and text is not None:
         texts = generator.further_texts(model.word_embeddings, text, text_positive)
     rows = text if texts is None else texts.ids
+    encoded: tuple[int, int] | None = None
     if text is not None and text_negatives is not None:
         text_negative_ids = _negative_ids(text, text_negatives, text_negative_ids)
         if model.coder.encodes_negatives:  # after the captions and before generated texts, the last of which are noised
-            rows = torch.cat([text, text_negatives.flatten(0, 1), rows[len(text) :]])
-    encoded = 0 if text is None or rows is text else len(rows) - len(text if texts is None else texts.ids)
+            generated = [] if texts is None else [texts.ids[len(text) :]]
+            rows = torch.cat([text, text_negatives.flatten(0, 1), *generated])
+            encoded = len(text), text_negatives.shape[1]
     with contextlib.ExitStack() as stack:
         if texts is not None:
             stack.enter_context(model.word_embeddings.noise_in(texts))
@@ -100,8 +102,8 @@ def forward_with_heads(
         outputs, intermediates = run_towers(image, rows)
     features = _present({**outputs, **intermediates})
     features.update(model.coder.aggregate(features))
-    if encoded:
-        features = _split_negatives(features, len(text), encoded)
+    if encoded is not None:
+        features = _split_negatives(features, *encoded)
     if texts is not None:
         features = texts.split(features)
     outputs = {key: features.get(key, value) for key, value in outputs.items()}
@@ -131,16 +133,16 @@ def _negative_ids(text: Tensor, negatives: Tensor, ids: Tensor | None) -> Tensor
     return ids
 
 
-def _split_negatives(features: Mapping[str, Any], batch: int, count: int) -> dict[str, Any]:
-    """Every ``text_KEY`` without the rows of ``count`` hard negatives that follow those of the captions, and of these
-    ``negative_features`` [B, n, D]."""
+def _split_negatives(features: Mapping[str, Any], batch: int, each: int) -> dict[str, Any]:
+    """Every ``text_KEY`` without the rows of hard negatives, ``each`` of an image, that follow those of the captions; and of
+    them ``negative_features`` [B, n, D]."""
     split = dict(features)
     for key, value in features.items():
         if key.startswith("text_"):
-            rows = value.split([batch, count, len(value) - batch - count])
-            split[key] = torch.cat([rows[0], rows[2]]) if len(rows[2]) else rows[0]
+            captions, negatives, generated = value.split([batch, batch * each, len(value) - batch * (1 + each)])
+            split[key] = torch.cat([captions, generated]) if len(generated) else captions
             if key == "text_features":
-                split["negative_features"] = rows[1].unflatten(0, (batch, -1))
+                split["negative_features"] = negatives.unflatten(0, (batch, each))
     return split
 
 

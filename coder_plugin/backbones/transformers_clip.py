@@ -159,8 +159,9 @@ class TransformersTowers:
         """Write all files but the weights that transformers' ``from_pretrained`` reads: configuration, tokenizer, processor."""
         config = copy.deepcopy(self.config)
         config.architectures, config._name_or_path = [MODELS[config.model_type]], ""
+        name = "dtype" if hasattr(type(config)(), "dtype") else "torch_dtype"  # until transformers 4.56
         for each in (config, config.text_config, config.vision_config):
-            each.dtype = self.logit_scale.dtype  # transformers loads weights in this type
+            setattr(each, name, self.logit_scale.dtype)  # transformers loads weights in this type
         config.save_pretrained(folder)
         if self.processor.tokenizer is not None:
             self.processor.tokenizer.save_pretrained(folder)

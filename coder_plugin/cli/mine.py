@@ -148,7 +148,7 @@ def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mini
         raise CoderError(f"{error.filename or arguments.output} cannot be written: {error.strerror or error}") from error
     if not existing:
         echo(f"index: {folder}, which another mine with other margins reads again", file=sys.stderr)
-    return format_summary(arguments.output, summary, mining, skipped=index.manifest["unreadable"])
+    return format_summary(arguments.output, summary, mining, index.manifest)
 
 
 def _open_model(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Any:
@@ -224,7 +224,7 @@ def _write_page(path: Path, index: Any, mining: MiningOptions) -> None:
     echo(f"page: {path}", file=sys.stderr)
 
 
-def format_summary(path: str, summary: Any, mining: MiningOptions, *, skipped: int = 0) -> str:
+def format_summary(path: str, summary: Any, mining: MiningOptions, manifest: Mapping[str, Any]) -> str:
     """What was found and what was left out, as a text of several lines."""
     from coder_plugin.index.mine import QUANTILES
 
@@ -236,19 +236,21 @@ def format_summary(path: str, summary: Any, mining: MiningOptions, *, skipped: i
     ]
     if summary.without_captions:
         lines.append(f"{summary.without_captions:,} of the images have no captions")
-    if skipped:
-        lines.append(f"{plural(skipped, 'sample')} of the data could not be read when the index was made")
+    if manifest["unreadable"]:
+        lines.append(f"{plural(manifest['unreadable'], 'sample')} of the data could not be read when the index was made")
     lines += ["", f"{'candidates':<18}{summary.candidates:>14,}  ranks {mining.range_min + 1:,} to {mining.range_max:,}"]
     for name, text in _REASONS.items():
         count = summary.dropped[name]
         share = f"{100 * count / summary.candidates:5.1f} %" if summary.candidates else ""
         lines.append(f"  {name:<16}{count:>14,}  {share}  {text}")
     lines += ["", f"{'':<18}" + "".join(f"{_quantile(each):>9}" for each in QUANTILES)]
-    lines += [f"{name:<18}" + "".join(f"{value:>9.4f}" for value in values) for name, values in summary.quantiles.items()]
+    for name, values in summary.quantiles.items():
+        lines.append(f"{name:<18}" + "".join(f"{value:>9.4f}" if value == value else f"{'–':>9}" for value in values))
     if (fewer or counts[0]) and any(summary.dropped.values()):
         most = max(_REASONS, key=lambda name: summary.dropped[name])
         or_max = " or --margin-from max" if most == "margin" and mining.margin_from == "min" else ""
-        lines += ["", f"for more negatives: a larger --range-max, or, for {most!r}, {_ADVICE[most]}{or_max}"]
+        deeper = "a larger --range-max, or, " if mining.range_max < manifest["captions"] else ""
+        lines += ["", f"for more negatives: {deeper}for {most!r}, {_ADVICE[most]}{or_max}"]
     return "\n".join(lines)
 
 

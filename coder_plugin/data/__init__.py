@@ -7,10 +7,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coder_plugin.data.collator import ImageTextCollator
     from coder_plugin.data.pixels import to_device
     from coder_plugin.data.source import Source
 
-__all__ = ["check_location", "guess_kind", "open_source", "to_device"]
+__all__ = ["ImageTextCollator", "check_location", "guess_kind", "open_source", "to_device"]
 
 #: Endings of picture files.
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -172,6 +173,10 @@ def _check_options(kind: str, reader: Any, options: dict[str, Any]) -> None:
 
 def __getattr__(name: str) -> Any:
     """Load what needs torch where it is first used."""
+    if name == "ImageTextCollator":
+        from coder_plugin.data.collator import ImageTextCollator
+
+        return ImageTextCollator
     if name == "to_device":
         from coder_plugin.data.pixels import to_device
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from PIL.Image import Image
 
 from coder_plugin.data.bad_samples import BadSample, shorten
@@ -87,6 +88,7 @@ def open_hf(
         name=name,
     )
     if not hasattr(dataset, "__len__"):
+        check_stream_version(name)
         make_item = partial(_make_item, columns=columns, split=split, max_pixels=max_pixels)
         return StreamSource(dataset, make_item, name=name, num_images=count)
     return ItemSource(DatasetItems(dataset, columns, split=split, max_pixels=max_pixels), name=name)
@@ -102,8 +104,26 @@ def is_dataset(data: Any) -> bool:
     return any(cls.__module__.partition(".")[0] == "datasets" for cls in type(data).__mro__)
 
 
+def check_stream_version(name: str) -> None:
+    """Refuse versions of ``datasets`` whose streams lose samples when they go on from a saved state.
+
+    Raises:
+        CoderError: one older than 5.1 is installed.
+    """
+    import datasets
+
+    if Version(datasets.__version__) < Version("5.1"):
+        raise CoderError(
+            f"{name}: a stream of datasets {datasets.__version__} would lose samples when a run is resumed: pip install -U "
+            "datasets (5.1 or later), or read the data set whole"
+        )
+
+
 def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
     """Open a data set by its name.
+
+    Args:
+        spec, split, streaming: as in :func:`open_hf`.
 
     Returns:
         The ``Dataset`` or ``IterableDataset``, and the number of its rows where its description has it.
@@ -115,6 +135,8 @@ def load(spec: str, split: str, *, streaming: bool) -> tuple[Any, int | None]:
         import datasets
     except ImportError as error:
         raise CoderError(f'{spec}: this needs datasets: pip install "coder-plugin[datasets]"') from error
+    if Version(datasets.__version__) < Version("4"):  # older ones run code of data sets
+        raise CoderError(f"{spec}: datasets {datasets.__version__} is installed, 4 or later is needed: pip install -U datasets")
     location = re.sub(r"^hf(-streaming)?:", "", spec)
     from_hub = location != spec
     try:

@@ -99,8 +99,8 @@ def open_csv(
                     try:
                         check_captions((row[csv_caption_key],))
                         if csv_negatives_key in present and row[csv_negatives_key].strip():
-                            texts = check_negatives(_json_list(row[csv_negatives_key]))
-                            negatives.setdefault(path, {}).update(dict.fromkeys(texts))
+                            listed = check_negatives(_json_list(row[csv_negatives_key]))
+                            negatives.setdefault(path, {}).update(dict.fromkeys(listed))
                     except BadSample as fault:
                         faults[path] = BadSample(fault.kind, f"{line}: {fault}")
     except FileNotFoundError as exc:

@@ -127,6 +127,7 @@ def dcl(
         pairs=a * (n if negatives is None else n + len(negatives)),
         diversity=diversity,
         diversity_gradient=diversity_gradient,
+        small=negatives is None,  # else each direction has products of its own, and a small matrix takes half the time
     ):
         return _tiled_dcl(
             image_features,

@@ -45,7 +45,7 @@ def distill(
         anchors: the rows of the batch that are compared; None: all rows.
 
     Returns:
-        Scalar >= 0, float32 or float64. No gradient reaches the teacher's features.
+        Scalar >= 0, float32 or float64. No gradient reaches the teacher's features and scale.
 
     Raises:
         ValueError: an unknown kind, shapes that do not fit, ``similarity`` without both scales.
@@ -78,6 +78,8 @@ def distill(
         raise ValueError("kind='similarity' needs logit_scale and teacher_logit_scale")
     if len(image_features) != len(teacher_image_features):
         raise ValueError(f"{len(image_features)} pairs of the student, {len(teacher_image_features)} of the teacher")
+    if isinstance(teacher_logit_scale, Tensor):
+        teacher_logit_scale = teacher_logit_scale.detach()
     losses = []
     for own, other in zip(_directions(*student, anchors), _directions(*teacher, anchors), strict=True):
         target = (teacher_logit_scale * other).softmax(1)

@@ -152,11 +152,11 @@ def triplet_of_features(
     for direction, (live, others) in enumerate(directions):  # with all rows as anchors, one product serves both
         both = anchors is None
         if hardest:
-            values = list(hardest_negatives(live, others, row_ids, ids, both=both))
+            values = [each for each in hardest_negatives(live, others, row_ids, ids, both=both) if each is not None]
             if hard is not None and direction == 0:
                 further, _ = hardest_negatives(live, hard.rows, row_ids, hard.ids, both=False, valid=hard.valid)
                 values[0] = torch.maximum(values[0], further)
-            hinges = [(margin + each - positive).clamp(min=0) for each in values if each is not None]
+            hinges = [(margin + each - positive).clamp(min=0) for each in values]
         else:
             sums = hinge_sums(live, others, row_ids, ids, positive, positive if both else None, margin=margin)
             hinges = [each for each in sums if each is not None]

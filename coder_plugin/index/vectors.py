@@ -9,6 +9,9 @@ import logging
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,17 @@ def import_faiss() -> Any:
         command = "pip install --force-reinstall --no-deps faiss-cpu (or faiss-gpu)"
         raise CoderError(f"FAISS is not installed, or not completely ({_short(error)}): {command}") from error
     return faiss
+
+
+@cache
+def warn_of_overwritten() -> None:
+    """Warn, once, where faiss-gpu is installed and faiss-cpu has overwritten its files."""
+    if hasattr(import_faiss(), "StandardGpuResources"):
+        return
+    with suppress(metadata.PackageNotFoundError):
+        metadata.version("faiss-gpu")
+        command = "pip install --force-reinstall --no-deps faiss-gpu"
+        log.warning("FAISS searches on the CPU: faiss-cpu has overwritten the files of faiss-gpu: %s", command)
 
 
 def check_factory(factory: str, dimensions: int) -> Any:
@@ -192,6 +206,8 @@ class Vectors:
             except RuntimeError as error:
                 raise CoderError(f"{parameters!r} is not valid for this index ({path.name}): {_short(error)}") from error
         self.cpu_index = index
+        if gpu:
+            warn_of_overwritten()
         if gpu and faiss.get_num_gpus():
             try:
                 self._resources = faiss.StandardGpuResources()  # must live as long as the index

@@ -32,8 +32,8 @@ class Clip(Term):
         tensor(0.1269)
     """
 
-    requires = ("image_features", "text_features", "logit_scale")
-    uses = ("logit_bias",)
+    requires: tuple[str, ...] = ("image_features", "text_features", "logit_scale")
+    uses: tuple[str, ...] = ("logit_bias",)
     gathers = ("image_features", "text_features", "coder_ids", *NEGATIVES)
     masks_same_image = False
     takes_negatives = True

@@ -111,6 +111,6 @@ class DCL(Term):
             anchors=batch.anchors,
             gather=batch.anchor_gather(),
             implementation=self.implementation,
-            **hard_negatives(coder_negative_features, coder_negative_ids, mask_same_image=self.mask_same_image),
+            **hard_negatives(coder_negative_features, coder_negative_ids),
             **self.options,
         )

@@ -5,7 +5,7 @@ Shapes: B pairs of this rank, N pairs of all ranks, n anchors (N, or B with a lo
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,19 +81,17 @@ def global_scores(scores: Tensor, image_ids: Tensor | None, *, local_loss: bool 
 NEGATIVES = ("coder_negative_features", "coder_negative_ids")
 
 
-def hard_negatives(features: Tensor | None, ids: Tensor | None, *, mask_same_image: bool = True) -> dict[str, Tensor | None]:
+def hard_negatives(features: Tensor | None, ids: Tensor | None) -> dict[str, Any]:
     """The hard negatives of all ranks, as loss functions take them; nothing without them.
 
     Args:
         features: [N, n, D], L2-normalised, or keys.
         ids: of the images that they are captions of [N, n]; -2 where there is no text.
-        mask_same_image: whether they are no negatives of these images.
     """
     if features is None or ids is None:
         return {}
-    flat = ids.flatten()
-    known = flat if mask_same_image else None
-    return {"negatives": features.flatten(0, 1), "negative_ids": known, "negative_valid": flat != NO_TEXT}
+    ids = ids.flatten()
+    return {"negatives": features.flatten(0, 1), "negative_ids": ids, "negative_valid": ids != NO_TEXT}
 
 
 def anchors_of_rank(count: int, *, local_loss: bool) -> slice | None:

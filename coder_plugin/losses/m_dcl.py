@@ -36,7 +36,7 @@ class MDCL(Term):
         tensor(-2.7532)
     """
 
-    requires = ("image_features", "text_features", *Banks.requires)
+    requires: tuple[str, ...] = ("image_features", "text_features", *Banks.requires)
     gathers = (*requires, *_NEGATIVES)
     takes_negatives = True
 
@@ -69,7 +69,8 @@ class MDCL(Term):
         banks = Banks(self, batch, coder_image_keys, coder_text_keys, coder_ids, mask_same_image=self.mask_same_image)
         bank_diversity = None
         kind, gradient = self.options["diversity"], self.options["diversity_gradient"]
-        further = hard_negatives(coder_negative_keys, coder_negative_ids, mask_same_image=self.mask_same_image)
+        keys = None if coder_negative_keys is None else coder_negative_keys.to(batch.images.dtype)
+        further = hard_negatives(keys, coder_negative_ids)
         if kind == "std" and not gradient and not further and "bank" in self.options["diversity_over"]:
             # from the bank's running moments; the function would compute it from the similarities
             bank_diversity = banks.diversity(kind=kind, epsilon=self.options["epsilon"], gradient=False)
@@ -87,7 +88,7 @@ class MDCL(Term):
             anchors=batch.anchors,
             gather=batch.anchor_gather(),
             implementation=self.implementation,
-            **{name: each.to(batch.images.dtype) if name == "negatives" else each for name, each in further.items()},
+            **further,
             **self.options,
         )
         return loss * (banks.bank.count >= min(self.warmup, banks.bank.size)) if self.warmup else loss

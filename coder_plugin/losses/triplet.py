@@ -91,7 +91,7 @@ class Triplet(Term):
         else:
             assert image_features is not None and text_features is not None
             compared = global_batch(image_features, text_features, ids, local_loss=self.local_loss)
-        further = hard_negatives(coder_negative_features, coder_negative_ids, mask_same_image=self.mask_same_image)
+        further = hard_negatives(coder_negative_features, coder_negative_ids)
         passed: dict[str, Any] = {**self.options, **further, "implementation": self.implementation}
         loss = global_triplet(compared, **passed)
         if coder_epoch is None:

@@ -176,8 +176,7 @@ def verify(weights: str | Path | None) -> None:
     """
     if weights is not None and Path(weights).is_file():
         texts = (VOCABULARY.replace(".safetensors", ".json"), "open_clip_config.json", plugin_backbones.CONFIG)
-        own = ("config.json",) if Path(weights).name == transformers_files.WEIGHTS else ()
-        verify_export(Path(weights), heads=HEADS, others=(VOCABULARY, OPTIONS, *texts, *own))
+        verify_export(Path(weights), heads=HEADS, others=(VOCABULARY, OPTIONS, *texts))
 
 
 def check_finite(model: nn.Module, where: str) -> None:

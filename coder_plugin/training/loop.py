@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coder_plugin import distributed
 from coder_plugin.coder import CoderLoss
@@ -34,7 +33,7 @@ from coder_plugin.evaluation import format_table
 from coder_plugin.evaluation.evaluate import Encoder, evaluate, shortlist_length
 from coder_plugin.evaluation.metrics import format_skipped
 from coder_plugin.evaluation.zero_shot import accuracies, check_model, read_classes, zero_shot
-from coder_plugin.following import Following, follow
+from coder_plugin.following import Following, clamp_logit_scale, follow
 from coder_plugin.functional.tiled import Implementation
 from coder_plugin.heads.capabilities import ReadsTags, heads_with
 from coder_plugin.model import create_loss
@@ -534,10 +533,7 @@ class Trainer:
             raise NonFiniteError(f"{cause} is not finite: the loss scaler has skipped {self.skipped} consecutive steps")
         self.optimizer.zero_grad()
         if not self.skipped:
-            scale: Tensor | None = getattr(self.model, "logit_scale", None)
-            if scale is not None and scale.requires_grad:
-                with torch.no_grad():
-                    scale.clamp_(0, math.log(100))
+            clamp_logit_scale(self.model)
             if self.average is not None:
                 self.average.update(self.model)
 
@@ -588,8 +584,7 @@ class Trainer:
                 self.encoded = encoded if self.is_last_epoch else None  # large, so only kept for the report at the end
                 last = {**evaluate(self.encoder, self.val, rerank=options.rerank, encoded=encoded), **now}
             if classes is not None:
-                with self._same_random_states():
-                    measured = accuracies(zero_shot(self.encoder, classes))
+                measured = accuracies(zero_shot(self.encoder, classes))
         results: dict[str, Any] = {}
         lines = []
         if recall:

@@ -473,7 +473,9 @@ def warn_of_one_pair(config: TrainConfig, loss: CoderLoss) -> None:
     terms = [
         spec.name
         for spec, term in zip(loss.objective.terms, loss.terms.values(), strict=True)
-        if spec.name in _NEGATIVES_OF_BATCH and "coder_image_keys" not in term.requires  # of the momentum banks
+        if spec.name in _NEGATIVES_OF_BATCH
+        and "coder_image_keys" not in term.requires  # of the momentum banks
+        and not _reads_negatives(spec)
     ]
     if terms:
         log.warning(

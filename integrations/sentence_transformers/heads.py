@@ -55,7 +55,8 @@ def fit_heads(model: Any, loss: Any) -> None:
     fresh = model.coder.state_dict()
     kept = {name: value for name, value in coder.state_dict().items() if name in fresh and fresh[name].shape == value.shape}
     model.coder.load_state_dict(kept, strict=False)
-    model.coder.attach(model)
+    model.coder.attach(model)  # a new momentum copy has the old aggregators
+    model.coder.load_state_dict(kept, strict=False)  # an old momentum copy is kept
     model.train(training)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from coder_plugin import distributed
+from coder_plugin.data.item import NO_TEXT, UNKNOWN_IMAGE
 from coder_plugin.errors import CoderError
 from coder_plugin.following import follow
 from coder_plugin.integrations.sentence_transformers.heads import fit_heads
@@ -60,6 +61,7 @@ class CoderLoss(nn.Module):
         fit_heads(inner, loss)
         self.model = model  # the trainer replaces it by its DDP wrapper
         self.loss = create_loss(loss, model=inner, **options)
+        self._reads_negatives = any("coder_negative_ids" in binding.values() for binding in self.loss.bindings)
         self._inner = (inner,)  # in a tuple: it is in self.model already
         state_names = [f"{names[0]}.model.{name}" for name in inner.coder.state_names()]
         if state_names:
@@ -71,15 +73,28 @@ class CoderLoss(nn.Module):
         """The features of the columns -> weighted scalars by name, which the trainer adds and logs.
 
         Args:
-            sentence_features: of a column of B pictures and one of B texts, in any order.
+            sentence_features: of a column of B pictures, one of B texts, and, after the latter, any of hard negatives, texts
+                that are wrong for the pictures; an empty one is none.
             labels: the images' ids, int64 [B]; None: by their pixels.
 
         Raises:
-            CoderError: other columns, or labels that are no integers.
+            CoderError: other columns, labels that are no integers, hard negatives that the loss does not read, or another model
+                than the loss was made for.
         """
+        if next(self.model.parameters()) is not next(self._inner[0].parameters()):
+            raise CoderError(
+                "the trainer trains another model than the one that this loss was made for: with model_init, give the trainer "
+                "loss=lambda model: CoderLoss(model, …)"
+            )
         if not self._state_is_shared:
             self._share_state()
-        return self.loss(**self.model(_pairs(list(sentence_features), labels)))
+        pairs = _pairs(list(sentence_features), labels)
+        if "text_negatives" in pairs and not self._reads_negatives:
+            raise CoderError(
+                f"the loss {self.loss.objective} reads no hard negatives, and there is a second column of texts: write "
+                "clip(hard_negatives=true), or so for dcl, m_dcl or triplet, or leave the column out"
+            )
+        return self.loss(**self.model(pairs))
 
     def get_config_dict(self) -> dict[str, str]:
         """What the model card says about the loss."""
@@ -111,16 +126,22 @@ class CoderLoss(nn.Module):
 def _pairs(columns: list[dict[str, Tensor]], labels: Tensor | None) -> dict[str, Tensor]:
     """The columns' features as those of pairs, for :meth:`PictureText.forward`."""
     kinds = [_kind(each) for each in columns]
-    if sorted(kinds) != ["pictures", "texts"]:
+    if kinds.count("pictures") != 1 or not 1 <= kinds.count("texts") == len(columns) - 1:
         raise CoderError(
-            "CoderLoss needs one column of pictures and one of their captions (dataset.select_columns(['image', 'caption'])); "
-            f"the columns hold: {', '.join(kinds) or 'nothing'}"
+            "CoderLoss needs one column of pictures and one of their captions, and after it any of hard negatives "
+            f"(dataset.select_columns(['image', 'caption'])); the columns hold: {', '.join(kinds) or 'nothing'}"
         )
-    pictures, texts = (columns[kinds.index(kind)] for kind in ("pictures", "texts"))
+    pictures = columns[kinds.index("pictures")]
+    caption, *negatives = (each for each, kind in zip(columns, kinds, strict=True) if kind == "texts")
     ids = pictures.get("image_id") if labels is None else labels
     if ids is None or ids.is_floating_point() or ids.ndim != 1:
         raise CoderError("the column 'label' must hold an integer for each image; without it, pictures of equal pixels are one")
-    return {"pixel_values": pictures["pixel_values"], "input_ids": texts["input_ids"], "image_id": ids}
+    pairs = {"pixel_values": pictures["pixel_values"], "input_ids": caption["input_ids"], "image_id": ids}
+    if negatives:
+        pairs["text_negatives"] = torch.stack([each["input_ids"] for each in negatives], 1)
+        empty = torch.stack([each["is_empty"] for each in negatives], 1)
+        pairs["text_negative_ids"] = torch.where(empty, NO_TEXT, UNKNOWN_IMAGE)
+    return pairs
 
 
 def _kind(features: dict[str, Tensor]) -> str:

@@ -116,21 +116,22 @@ class PictureText(nn.Module):
             prompt: put before each text.
 
         Returns:
-            ``is_text`` [n], and if there are any, ``input_ids``: token ids [t, T], and ``pixel_values`` [i, 3, H, W] with
-            ``image_id``, int64 [i], which pictures of equal pixels share. sentence-transformers' trainer finds the features of
-            a column by the names ``input_ids`` and ``pixel_values``.
+            ``is_text`` [n], and if there are any, ``input_ids``: token ids [t, T] with ``is_empty`` [t], and ``pixel_values``
+            [i, 3, H, W] with ``image_id``, int64 [i], which pictures of equal pixels share. The trainer finds the features of a
+            column by the names ``input_ids`` and ``pixel_values``.
 
         Raises:
             ValueError: an input is neither a text nor a picture.
         """
-        texts = [f"{prompt or ''}{each}" for each in inputs if isinstance(each, str)]
+        texts = [each for each in inputs if isinstance(each, str)]
         pictures = [each for each in inputs if hasattr(each, "convert")]
         if len(texts) + len(pictures) != len(inputs):
             other = next(each for each in inputs if not isinstance(each, str) and not hasattr(each, "convert"))
             raise ValueError(f"this model reads texts (str) and pictures (PIL), not a {type(other).__name__}")
         features = {"is_text": torch.tensor([isinstance(each, str) for each in inputs])}
         if texts:
-            features["input_ids"] = self.tokenizer(texts)
+            features["input_ids"] = self.tokenizer([f"{prompt or ''}{text}" for text in texts])
+            features["is_empty"] = torch.tensor([not text.strip() for text in texts])
         if pictures:
             features["pixel_values"] = torch.stack([self.transform(each.convert("RGB")) for each in pictures])
             features["image_id"] = torch.tensor([_content_id(each) for each in features["pixel_values"]])
@@ -143,14 +144,15 @@ class PictureText(nn.Module):
     def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
         """Add ``sentence_embedding`` [n, D], float32.
 
-        Features without ``is_text`` are the pairs of a loss: ``pixel_values``, ``input_ids`` and ``image_id`` of as many rows.
-        They give what the model returns in training mode, the heads' keys included, while dropout and batch statistics keep
-        their mode.
+        Features without ``is_text`` are the pairs of a loss: ``pixel_values``, ``input_ids`` and ``image_id`` of as many rows,
+        and perhaps ``text_negatives`` and ``text_negative_ids``. They give what the model returns in training mode, the heads'
+        keys included, while dropout and batch statistics keep their mode.
         """
         if "is_text" not in features:
             training, self.model.training = self.model.training, True  # of the model alone: it then runs its heads
+            others = {key: value for key, value in features.items() if key not in ("pixel_values", "input_ids")}
             try:
-                return self.model(features["pixel_values"], features["input_ids"], image_id=features["image_id"])
+                return self.model(features["pixel_values"], features["input_ids"], **others)
             finally:
                 self.model.training = training
         is_text: Tensor = features["is_text"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coder_plugin import create_loss, create_model
@@ -22,6 +23,7 @@ from coder_plugin.backbones.spans import locator
 from coder_plugin.errors import CoderError
 from coder_plugin.model import add_heads
 from coder_plugin.pretrained.build import make_transform
+from coder_plugin.pretrained.saved_model import check_saved_model
 from coder_plugin.training.optim import after_tower, in_text_encoder, layer_factors
 from coder_plugin.training.prepare import add_lora
 from tests.backbones import tiny_clip
@@ -164,6 +166,8 @@ def test_the_mask_of_siglips_texts(folders: dict[str, str], tmp_path: Path, pad:
     model = create_model(str(folder), loss="clip", return_intermediates=["text_mask"])
     masks = model.describe_text(model.tokenizer()(["a cat", "", "a " * 30]))["text_mask"]
     assert masks.sum(1).tolist() == [3, 1, 16] and masks[:, 0].all()
+    blank = model.describe_text(torch.full((1, 16), model.processor.tokenizer.pad_token_id))["text_mask"]
+    assert blank.sum() == blank[0, 0] == 1
 
 
 def test_gpo_pools_its_tokens(folder: str) -> None:
@@ -182,13 +186,16 @@ def test_word_positions_are_known(folder: str) -> None:
     assert row.matched and words[:3] == ["a", "red", "circle"]
 
 
-def test_random_weights_from_a_configuration_alone(folder: str) -> None:
+def test_random_weights_from_a_configuration_alone(folder: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = create_model(f"{folder}/config.json", loss="clip")
     own = create_model(folder, loss="clip")
     name = "vision_model.encoder.layers.0.mlp.fc1.weight"
     assert not model.state_dict()[name].equal(own.state_dict()[name])
-    loaded = create_model(f"{folder}/config.json", loss="clip", pretrained=f"{folder}/model.safetensors")
+    weights = load_file(f"{folder}/model.safetensors")
+    old = str(tmp_path / "old.safetensors")  # with a buffer that transformers no longer saves
+    save_file({**weights, "text_model.embeddings.position_ids": torch.arange(24)}, old)
+    loaded = create_model(f"{folder}/config.json", loss="clip", pretrained=old)
     assert loaded.state_dict()[name].equal(own.state_dict()[name])
 
 
@@ -312,9 +319,30 @@ def test_only_safetensors_are_read(folder: str, tmp_path: Path) -> None:
         create_model(folder, loss="clip", force_image_size=64)
 
 
-def test_a_repository_is_named_by_its_scheme() -> None:
+def test_a_repository_is_named_by_its_scheme(folder: str, tmp_path: Path) -> None:
     with pytest.raises(CoderError, match="openai/clip-vit-base-patch32 would have to be downloaded.*name the folder"):
-        create_model("transformers:openai/clip-vit-base-patch32", loss="clip")
+        create_model("transformers:openai/clip-vit-base-patch32", loss="clip", cache_dir=str(tmp_path))
+    copy = tmp_path / "models--owner--tiny"  # the layout of the hub's cache
+    (copy / "refs").mkdir(parents=True)
+    (copy / "refs" / "main").write_text("0" * 40)
+    files = shutil.copytree(folder, copy / "snapshots" / ("0" * 40))
+    model = create_model("transformers:owner/tiny", loss="clip", cache_dir=str(tmp_path)).eval()
+    own = create_model(folder, loss="clip").eval()
+    ids = model.tokenizer()(TEXTS)
+    with torch.no_grad():
+        assert model.embed_text(ids).equal(own.embed_text(own.tokenizer()(TEXTS)))
+    assert model.visual.preprocess_cfg == own.visual.preprocess_cfg
+    torch.save(load_file(files / "model.safetensors"), files / "pytorch_model.bin")
+    (files / "model.safetensors").unlink()
+    with pytest.raises(CoderError, match="the weights of owner/tiny"):  # a pickle is not read
+        create_model("transformers:owner/tiny", loss="clip", cache_dir=str(tmp_path))
+
+
+def test_a_file_may_name_a_folder_and_no_repository(folder: str) -> None:
+    for name in (folder, f"{folder}/config.json", f"transformers:{folder}"):
+        assert check_saved_model({"model": name}, "index.json") == {"model": name}
+    with pytest.raises(CoderError, match="index.json would fetch 'transformers:owner/clip'"):
+        check_saved_model({"model": "transformers:owner/clip"}, "index.json")
 
 
 def test_a_model_without_tokenizer_or_processor(folder: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shutil
 from pathlib import Path
@@ -111,10 +112,12 @@ def test_the_summary_says_what_was_left_out_and_what_to_change(made: Path, tmp_p
     assert "0 negatives of 19 images; 0 have the 2 asked for, 0 fewer, 19 none" in out
     assert rows_of(tmp_path / "negatives.tsv") == []
     assert re.search(r"^  margin +(\d+)  +\d+\.\d %  a score", out, flags=re.M)
-    advice = "for more negatives: a larger --range-max, or, for 'margin', a smaller --relative-margin or --absolute-margin"
-    assert out.splitlines()[-1] == advice
-    assert main(["mine", *index, "--absolute-margin", "9", "--margin-from", "min"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{advice} or --margin-from max"
+    advice = "for 'margin', a smaller --relative-margin or --absolute-margin"
+    assert out.splitlines()[-1] == f"for more negatives: {advice}"
+    assert re.search(r"^negative( +–){5}$", out, flags=re.M)
+    assert main(["mine", *index, "--absolute-margin", "9", "--margin-from", "min", "--range-max", "9"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"for more negatives: a larger --range-max, or, {advice} or --margin-from max"
     assert main(["mine", *index, *LOOSE[:2], "--max-similarity", "-0.99"]) == 0
     assert "for 'similar caption', a greater --max-similarity" in capsys.readouterr().out
     assert main(["mine", *index, *LOOSE, "--range-min", "3", "--range-max", "9", "--sampling-strategy", "random"]) == 0
@@ -184,7 +187,13 @@ def test_a_run_names_its_training_set(data: Path, tiny_model: str, tmp_path: Pat
     assert plan["data"] == str(data / "other.csv") and plan["split"] == "train" and not plan["re-ranking"]
     assert "of 20 images; 20 have" in capsys.readouterr().out
     config = tmp_path / "run" / "config.json"
-    config.write_text(config.read_text().replace(str(data / "other.csv"), "<100 items>"))
+    content = read_json(config)
+    content["data"] |= {"dataset_resampled": True, "hard_negatives": 2, "csv_negatives_key": "wrong"}  # of training alone
+    config.write_text(json.dumps(content))
+    other = ["--data", str(data / "train.csv"), "--max-bad-samples", "0.5", "--output", str(tmp_path / "other.tsv")]
+    assert main(["mine", str(tmp_path / "run"), *other, *LOOSE, *QUICK]) == 0
+    content["data"]["train"] = "<100 items>"
+    config.write_text(json.dumps(content))
     error = refused(capsys, tmp_path / "run", "--output", tmp_path / "new.tsv")
     assert "the run's training set (<100 items>) is not opened from its configuration: name it with --data" in error
 

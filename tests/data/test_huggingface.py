@@ -6,11 +6,13 @@ import json
 import logging
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from PIL import Image
 
 from coder_plugin import Callback, Trainer, distributed
@@ -28,7 +30,9 @@ from tests.data.test_loader import BAD, BATCH, NUMBER, equal, fault, loader, num
 
 datasets = pytest.importorskip("datasets")
 SHARDS = (0, 13, 20, 32, NUMBER)
-kinds = pytest.mark.parametrize("kind", ["whole", "stream"])
+#: Older versions are refused (test_versions_that_are_too_old_are_refused).
+streams = pytest.mark.skipif(Version(datasets.__version__) < Version("5.1"), reason="streams need datasets 5.1")
+kinds = pytest.mark.parametrize("kind", ["whole", pytest.param("stream", marks=streams)])
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +107,7 @@ def test_rows_are_items(tmp_path, kind):
     assert source.num_images == (None if kind == "stream" else NUMBER)
 
 
+@streams
 def test_rows_without_a_key_are_numbered_in_their_split(tmp_path):
     data = whole().remove_columns("image_id")
     assert [item.key for _, item in open_source(data, split="val").items()][:2] == ["val/0", "val/1"]
@@ -209,6 +214,7 @@ def test_resuming_is_exact_from_every_position(tmp_path, kind, bad, workers):
         assert equal(list(fresh.epoch(0, json.loads(positions[done]))), batches[done:])
 
 
+@streams
 def test_resuming_a_stream_twice_with_all_captions(tmp_path):
     source = make("stream", tmp_path, bad=(5, 6, 30))
     given = {"rank": 1, "world_size": 2, "workers": 2, "captions": "all", "num_samples": 3 * NUMBER}
@@ -228,6 +234,7 @@ def test_resuming_a_stream_twice_with_all_captions(tmp_path):
     assert len(pairs) == len(set(pairs)) == 125
 
 
+@streams
 @pytest.mark.parametrize("change", ["map", "filter", "both"])
 def test_resuming_a_stream_that_is_mapped_or_filtered(tmp_path, change):
     stream = whole().to_iterable_dataset(num_shards=3)
@@ -235,18 +242,29 @@ def test_resuming_a_stream_that_is_mapped_or_filtered(tmp_path, change):
         stream = stream.map(lambda row: {"caption": [text + "0" for text in row["caption"]]})
     if change != "map":
         stream = stream.filter(lambda row: row["image_id"] % 3 > 0)
-    source = open_source(stream)
-    plan = Plan(seed=0, epoch=0, batch_size=4, shuffle_buffer=6)
+    _resume_everywhere(open_source(stream), range(NUMBER) if change == "map" else [n for n in range(NUMBER) if n % 3])
+
+
+@streams
+def test_resuming_in_a_shard_that_two_ranks_share():
+    """Which rows are whose, and the names of rows without a key, follow from their places in the shard."""
+    stream = whole().remove_columns("image_id").to_iterable_dataset(num_shards=3)
+    _resume_everywhere(open_source(stream), None, rank=1, world_size=2)
+
+
+def _resume_everywhere(source: Any, keys: Any, **part: int) -> None:
+    plan = Plan(seed=0, epoch=0, batch_size=4, shuffle_buffer=6, **part)
     chunks, states, expected = source.chunks(plan), [], []
     for chunk in chunks:
         expected.append([(item.key, item.captions) for item in chunk])
         states.append(json.loads(json.dumps(chunks.state)))
-    assert len({key for chunk in expected for key, _ in chunk}) == (NUMBER if change == "map" else 28)
+    assert keys is None or sorted(int(key) for chunk in expected for key, _ in chunk) == list(keys)
     for number, state in enumerate(states):
-        left = source.chunks(Plan(seed=0, epoch=0, batch_size=4, shuffle_buffer=6, skip=number, start=state))
+        left = source.chunks(replace(plan, skip=number, start=state))
         assert [[(item.key, item.captions) for item in chunk] for chunk in left] == expected[number:]
 
 
+@streams
 def test_a_restart_reads_neither_past_shards_nor_more_than_a_buffer_again(tmp_path):
     note = tmp_path / "opened"
     source = open_source(noted_stream(note, 8))
@@ -264,6 +282,7 @@ def test_a_restart_reads_neither_past_shards_nor_more_than_a_buffer_again(tmp_pa
     assert len(left) == 5 and note.read_text().split()[0] == order[mark["sample"] // 10]
 
 
+@streams
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 2), (1, 4), (4, 0), (2, 0)])
 def test_every_shard_is_read_once(tmp_path, ranks, workers):
     note = tmp_path / "opened"
@@ -285,6 +304,7 @@ def test_every_shard_is_read_once(tmp_path, ranks, workers):
     assert set(Counter(note.read_text().split()).values()) == {1} and seen == Counter(range(40))
 
 
+@streams
 @pytest.mark.parametrize(("shards", "parts"), [(2, 3), (3, 2), (1, 4), (5, 3)])
 def test_no_sample_is_lost_whatever_the_number_of_shards(tmp_path, shards, parts):
     source = open_source(noted_stream(tmp_path / "opened", shards))
@@ -294,6 +314,7 @@ def test_no_sample_is_lost_whatever_the_number_of_shards(tmp_path, shards, parts
     assert max(map(len, chunks)) - min(map(len, chunks)) <= 2 * shards
 
 
+@streams
 def test_samples_are_shuffled_by_seed_and_epoch_within_the_buffer(tmp_path):
     source = open_source(noted_stream(tmp_path / "opened", 1))
 
@@ -327,6 +348,7 @@ def test_the_rest_of_an_epoch_is_dealt_to_other_ranks_and_workers(tmp_path, kind
     assert set(seen.values()) == {1} and 18 + 18 <= len(seen) <= NUMBER
 
 
+@streams
 def test_another_place_than_was_saved_is_refused(tmp_path):
     source = make("stream", tmp_path)
     mark = {"shard": 0, "position": 0, "sample": 0, "dataset": None}
@@ -383,6 +405,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, tiny_model, kind):
     assert interrupted(kind, str(tmp_path), tiny_model)
 
 
+@streams
 def test_a_run_of_two_ranks_resumes_bit_for_bit(tmp_path, tiny_model):
     assert gloo.run(interrupted, "stream", str(tmp_path), tiny_model) == [True, True]
 
@@ -390,6 +413,7 @@ def test_a_run_of_two_ranks_resumes_bit_for_bit(tmp_path, tiny_model):
 # by name
 
 
+@streams
 def test_files_and_folders_are_recognised(tmp_path):
     parquet = write_parquet(tmp_path / "parquet")
     whole().save_to_disk(tmp_path / "saved", num_shards=3)
@@ -439,6 +463,7 @@ def test_names_of_the_hub(monkeypatch, spec, asked, chosen):
         assert "no split 'val'; its splits are all: name it: hf:OWNER/NAME:SPLIT" in fault(open_source, spec, split="val")
 
 
+@streams
 def test_a_stream_of_the_hub_knows_its_size(monkeypatch):
     stream = whole(range(3)).to_iterable_dataset()
     stream.info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=3)})
@@ -450,6 +475,7 @@ def test_a_stream_of_the_hub_knows_its_size(monkeypatch):
     assert "number of samples of a stream is unknown" in fault(open_source(stream).samples, "draw")
 
 
+@streams
 def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     folder = tmp_path / "scripted"
     folder.mkdir()
@@ -468,6 +494,15 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     assert 'pip install "coder-plugin[datasets]"' in fault(open_source, "hf:o/n")
 
 
+def test_versions_that_are_too_old_are_refused(monkeypatch):
+    stream = whole().to_iterable_dataset()
+    monkeypatch.setattr(datasets, "__version__", "5.0.1")
+    words = "a stream of datasets 5.0.1 would lose samples when a run is resumed: pip install -U datasets (5.1 or later)"
+    assert words in fault(open_source, stream) and open_source(whole()).num_images == NUMBER
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+    assert "datasets 3.6.0 is installed, 4 or later is needed" in fault(open_source, "hf:o/n")
+
+
 def test_a_file_of_options_may_not_name_the_hub(tmp_path, capsys):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"train_data": "hf:o/n", "model": "RN50"}))
@@ -475,6 +510,7 @@ def test_a_file_of_options_may_not_name_the_hub(tmp_path, capsys):
     assert "if you trust it, give it again on the command line" in capsys.readouterr().err
 
 
+@streams
 def test_commands_take_them(tmp_path, tiny_model, capsys, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO)

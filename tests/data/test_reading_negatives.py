@@ -36,8 +36,9 @@ def negatives(n: int) -> list[str]:
 
 
 def tokenizer(texts: list[str]) -> torch.Tensor:
-    """Three numbers; zeros of an empty text."""
-    return torch.tensor([[int(word) for word in text.split()] or [0, 0, 0] for text in texts])
+    """Three numbers, zeros of an empty text, and one drawn, as tokenizers that drop words do."""
+    rows = [[int(word) for word in text.split()] or [0, 0, 0] for text in texts]
+    return torch.tensor([row + [int(torch.randint(1000, ()))] for row in rows])
 
 
 def picture(n: int) -> bytes:
@@ -96,6 +97,8 @@ kinds = pytest.mark.parametrize("kind", ["csv", "shards"])
 
 @kinds
 def test_a_data_set_gives_its_own(tmp_path, kind):
+    """Any number of an image, also none, and one list for all of its captions (huggingface/sentence-transformers #2848,
+    #3279)."""
     items = [item for _, item in source_of(kind, tmp_path).items()]
     assert [item.negatives for item in items] == [tuple(negatives(n)) for n in range(NUMBER)]
     assert all(item.negative_ids == () and item.fault is None for item in items)
@@ -211,7 +214,7 @@ def test_a_batch_has_those_of_its_rows(tmp_path, kind, mode):
     made = loader(source_of(kind, tmp_path), captions=mode)
     batches = list(made.epoch(0))
     for batch in batches:
-        assert batch["text_negatives"].shape == (3, 2, 3) and batch["text_negative_ids"].shape == (3, 2)
+        assert batch["text_negatives"].shape == (3, 2, 4) and batch["text_negative_ids"].shape == (3, 2)
         assert batch["text_negatives"].dtype == batch["text_negative_ids"].dtype == torch.int64
         columns = (batch[key] for key in ("image", "text", "text_negatives", "text_negative_ids"))
         for image, text, texts, ids in zip(*columns, strict=True):
@@ -219,8 +222,10 @@ def test_a_batch_has_those_of_its_rows(tmp_path, kind, mode):
             assert text[1] == n
             filled = min(2, n % 4)
             assert ids.tolist() == [-1] * filled + [-2] * (2 - filled)
-            assert all(row.tolist()[:2] == [2, n] for row in texts[:filled]) and not texts[filled:].any()
+            assert all(row.tolist()[:2] == [2, n] for row in texts[:filled]) and not texts[filled:, :3].any()
             assert len({tuple(row.tolist()) for row in texts[:filled]}) == filled
+    plain = list(loader(source_of(kind, tmp_path), captions=mode, negatives=None).epoch(0))
+    assert all(torch.equal(one["text"], other["text"]) for one, other in zip(batches, plain, strict=True))  # as without them
     rows = 3 * len(batches)
     assert made.negatives_drawn.total() >= 2 * rows and 0 < made.negatives_drawn["filled"] < made.negatives_drawn.total()
 
@@ -233,7 +238,8 @@ def test_they_follow_from_seed_epoch_and_image(tmp_path, kind):
     assert not same(first, list(loader(source, seed=8).epoch(0)))
 
     def by_image(batches: list[dict[str, Any]]) -> dict[int, Any]:
-        return {int(i): t.tolist() for batch in batches for i, t in zip(batch["image"], batch["text_negatives"], strict=True)}
+        pairs = (pair for batch in batches for pair in zip(batch["image"], batch["text_negatives"], strict=True))
+        return {int(image): texts[:, :3].tolist() for image, texts in pairs}
 
     several = {4 * k + 3: 3 for k in range(3)}  # of three, two are drawn
     first, other, wide = (by_image(list(made.epoch(e))) for made, e in (

@@ -11,6 +11,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.heads.base import BackboneInfo, Head, TrainingFacts
 from coder_plugin.heads.capabilities import (
     AddsTexts,
+    EncodesNegatives,
     FollowsModel,
     KeepsState,
     MapsContext,
@@ -30,6 +31,7 @@ CAPABILITIES = {
     "concepts": {KeepsState, ReadsConcepts, Reweighs, Scores},
     "contexts": {MapsContext, Reweighs, Scores},
     "fusion": {Reranks},
+    "hard_negatives": {EncodesNegatives},
     "ids": set(),
     "momentum": {FollowsModel, KeepsState},
     "progress": {KeepsState},
@@ -37,7 +39,7 @@ CAPABILITIES = {
     "tokens": set(),
     "views": set(),
 }
-ALL = (AddsTexts, FollowsModel, KeepsState, MapsContext, ReadsConcepts, ReadsTags, Reranks, Reweighs, Scores)
+ALL = (AddsTexts, EncodesNegatives, FollowsModel, KeepsState, MapsContext, ReadsConcepts, ReadsTags, Reranks, Reweighs, Scores)
 
 
 def ours():

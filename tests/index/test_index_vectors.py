@@ -36,6 +36,31 @@ def test_faiss_that_is_absent_or_incomplete_is_named(monkeypatch: pytest.MonkeyP
         vectors.check_factory("Flat", 4)
 
 
+def test_faiss_for_cpus_over_that_for_gpus_is_said_once(tmp_path, monkeypatch, caplog) -> None:
+    installed = {"faiss-gpu": "1.15"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise vectors.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(vectors.metadata, "version", version)
+    monkeypatch.delattr("faiss.StandardGpuResources", raising=False)
+    array = np.ones((2, 1, 4), np.float32)
+    for gpu, present, expected in [(False, "1.15", 0), (True, None, 0), (True, "1.15", 1), (True, "1.15", 1)]:
+        installed.clear()
+        installed.update({"faiss-gpu": present} if present else {})
+        if not caplog.records:
+            vectors.warn_of_overwritten.cache_clear()
+        made(tmp_path / "x.faiss", array, gpu=gpu)
+        assert [record.message.endswith("--no-deps faiss-gpu") for record in caplog.records] == [True] * expected
+    monkeypatch.setattr("faiss.StandardGpuResources", object, raising=False)
+    vectors.warn_of_overwritten.cache_clear()
+    vectors.warn_of_overwritten()
+    vectors.warn_of_overwritten.cache_clear()
+    assert len(caplog.records) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     items=st.integers(1, 40),

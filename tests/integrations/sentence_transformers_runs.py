@@ -59,13 +59,16 @@ def trainer(model: Any, data: Any, folder: Any, *, loss: Any, batch_size: int = 
     return SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=loss, **of_trainer)
 
 
-def train(model: Any, loss: Any, batches: Sequence[Mapping[str, Tensor]], folder: Any, optimizer: Any = None) -> list[float]:
+def train(
+    model: Any, loss: Any, batches: Sequence[Mapping[str, Tensor]], folder: Any, optimizer: Any = None, **more: Any
+) -> list[float]:
     """Train a model of ours on these batches in their order.
 
     Args:
         batches: of every step of this process, with the keys ``image``, ``text`` and ``image_id``.
         folder: for what the trainer writes.
         optimizer: None: AdamW of :func:`trainer`.
+        more: of the trainer's arguments.
 
     Returns:
         The loss of every step.
@@ -84,7 +87,8 @@ def train(model: Any, loss: Any, batches: Sequence[Mapping[str, Tensor]], folder
     if optimizer is not None:
         options["optimizers"] = (optimizer, None)
     steps = Dataset.from_dict({"step": range(len(batches))})
-    runs = trainer(wrap(model), steps, folder, loss=loss, max_steps=len(batches), **options)
+    runs = trainer(wrap(model), steps, folder, loss=loss, **{"max_steps": len(batches), **options, **more})
+    assert runs.accelerator.num_processes == ranks
     runs.get_train_dataloader = lambda: torch.utils.data.DataLoader(features, batch_size=None)  # type: ignore[method-assign]
     losses: list[float] = []  # older trainers log four digits of them
     runs.loss.register_forward_hook(lambda *call: losses.append(torch.stack(list(call[-1].values())).sum().item()))

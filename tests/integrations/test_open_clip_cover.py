@@ -49,10 +49,10 @@ ROWS = covering(ALLOWED, shown)
 SYNTHETIC = [row for row in ROWS if row["data"] == "synthetic"]
 LEARNING = [row for row in ROWS if row["data"] != "synthetic"]
 COMPILED = [row for row in LEARNING if row["extra"] == "torchcompile"]
-#: The rest is marked slow: all but two of the compiled, which take half a minute each, and some of the others.
+#: The rest is marked slow: all but one of the compiled, which take half a minute each, and some of the others.
 ORDINARY = [
     *[row for row in LEARNING if row not in COMPILED][:16],
-    *[row for row in COMPILED if row["processes"] == "1"][:2],
+    *[row for row in COMPILED if row["processes"] == "1"][:1],
     *[row for row in SYNTHETIC if row["extra"] != "torchcompile"][:2],
 ]
 

@@ -128,8 +128,10 @@ def test_without_them_data_sets_can_still_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(Extras(Letters()))).negatives is None
 
 
-def test_a_run_trains_with_them(released: Any, tmp_path: Path) -> None:
+def test_a_run_trains_with_them(released: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As asked for in mlfoundations/open_clip #869: upstream's trainer, a column of hard negatives, InfoNCE."""
+    epochs, draw = set(), HardNegatives.draw
+    monkeypatch.setattr(HardNegatives, "draw", lambda self, item, **by: epochs.add(by["epoch"]) or draw(self, item, **by))
     path = tmp_path / "pairs.csv"
     with open(path, "w", newline="") as file:
         rows = csv.writer(file, delimiter="\t")
@@ -139,10 +141,11 @@ def test_a_run_trains_with_them(released: Any, tmp_path: Path) -> None:
             rows.writerow([str(tmp_path / f"{number}.png"), f"number {number}", json.dumps([f"number {number} not"])])
     data = ["--train-data", str(path), "--dataset-type", "csv"]
     first = {}
-    flags = {"epochs": 1, "batch_size": 8, "accum_freq": 2}
+    flags = {"epochs": 2, "batch_size": 8, "accum_freq": 2}
     for name, further in (("with", ["--coder-hard-negatives", "2"]), ("without", [])):
         line = runs.command(tmp_path, name, released.models["vit"], data, *further, **flags)
         first[name] = runs.train([*line, "--loss", "clip + dcl"]).logged("train/clip_loss")[0]
+    assert epochs == {0, 1}
     # 15 candidates and 16 hard negatives of almost equal similarity: log 32 in place of log 16, for images alone
     assert first["with"] - first["without"] == pytest.approx(0.5 * torch.tensor(2.0).log().item(), abs=0.15)
 

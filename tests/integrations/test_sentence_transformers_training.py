@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import gc
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def test_the_trainer_equals_a_raw_loop(make: Any, tmp_path: Path, caplog: Any, e
     assert losses == raw_loop(other, expression, batches)
     trained, expected = dict(model.named_parameters()), dict(other.named_parameters())
     assert all(torch.equal(trained[name], expected[name]) for name in expected)
-    torch.testing.assert_close(model.state_dict(), other.state_dict())
+    # version 5.0 makes buffers of another type float32
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), check_dtype=False)
     assert "have not moved" not in caplog.text
 
 
@@ -120,7 +122,8 @@ def test_captions_of_one_picture_are_masked(make: Any) -> None:
         (["caption"], "hold: texts$"),
         (["image"], "hold: pictures$"),
         (["caption", "again"], "hold: texts, texts$"),
-        (["image", "caption", "again"], "hold: pictures, texts, texts$"),
+        (["image", "caption", "image"], "hold: pictures, texts, pictures$"),
+        (["image", "caption", "again"], "the loss dcl reads no hard negatives"),
         (["both", "caption"], "hold: pictures and texts, texts$"),
     ],
 )
@@ -130,6 +133,31 @@ def test_other_columns_are_refused(make: Any, columns: list[str], message: str) 
     values = {"caption": ["a", "b"], "again": ["c", "d"], "image": [picture, picture], "both": [picture, "a"]}
     with pytest.raises(CoderError, match=message):
         CoderLoss(model, "dcl")([model[0].preprocess(values[name]) for name in columns])
+
+
+def test_further_columns_are_hard_negatives(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """Two for each picture, of which an empty text is none; also without a caption's column beside the picture's."""
+    expression = "clip(hard_negatives=true) + dcl(hard_negatives=true)"
+    model = runs.wrap(make(expression))
+    objective, inner = CoderLoss(model, expression), model[0].model
+    texts = {"image": runs.pictures(3), "caption": ["a", "b", "c"], "one": ["d", " ", "e"], "two": ["f", "g", "h"]}
+    columns = {name: model[0].preprocess(values) for name, values in texts.items()}
+    found = [objective([columns[name] for name in order]) for order in (texts, ["caption", "one", "image", "two"])]
+    negatives = torch.stack([columns["one"]["input_ids"], columns["two"]["input_ids"]], 1)
+    ids = torch.tensor([[-1, -1], [-2, -1], [-1, -1]])
+    image = columns["image"]
+    given = {"image_id": image["image_id"], "text_negatives": negatives, "text_negative_ids": ids}
+    raw = coder_plugin.create_loss(expression, model=inner)
+    expected = raw(**inner(image["pixel_values"], columns["caption"]["input_ids"], **given))
+    assert found[0] == expected == found[1]
+    del given["text_negative_ids"]
+    assert raw(**inner(image["pixel_values"], columns["caption"]["input_ids"], **given)) != expected
+    data = pairs.add_column("negative", pairs["caption"][1:] + pairs["caption"][:1])
+    trainer = runs.trainer(model, data, tmp_path, loss=objective, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    with pytest.raises(CoderError, match="needs coder_negative_features"):
+        objective([columns["image"], columns["caption"]])
 
 
 def test_labels_are_integers(make: Any) -> None:
@@ -239,6 +267,38 @@ def test_a_shared_model_gets_the_heads_of_the_loss(make: Any, pairs: Any, tmp_pa
     assert inner.coder.followed_by.steps == 3 and inner.coder.heads["momentum"].bank.count == 12
 
 
+def test_a_larger_loss_keeps_the_bank(make: Any, pairs: Any, tmp_path: Path) -> None:
+    """Momentum towers and bank go on, and a new momentum copy has the aggregator that the model has."""
+    model = make("dcl + m_dcl")
+    runs.trainer(runs.wrap(model), pairs, tmp_path, loss="dcl + m_dcl", max_steps=2).train()
+    before = {name: value.clone() for name, value in model.coder.heads["momentum"].state_dict().items()}
+    CoderLoss(runs.wrap(model), "dcl + m_dcl + pgc")
+    assert "prototypes" in model.coder.heads and before["bank.count"] == 8
+    after = model.coder.heads["momentum"].state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert not torch.equal(after["towers.model.visual.proj"], model.visual.proj)
+    pooled = make("dcl", aggregator="gpo")
+    CoderLoss(runs.wrap(pooled), "dcl + m_dcl")
+    copied = pooled.coder.heads["momentum"].towers.model.coder.aggregators.state_dict()
+    assert copied and all(torch.equal(copied[name], value) for name, value in pooled.coder.aggregators.state_dict().items())
+
+
+def test_the_loss_of_another_model_is_refused(make: Any) -> None:
+    """As with ``model_init``, which makes the trainer's model anew."""
+    objective = CoderLoss(runs.wrap(make("dcl")), "dcl")
+    with pytest.raises(CoderError, match="loss=lambda model: CoderLoss"):
+        objective.model = runs.wrap(make("dcl"))
+        objective([])
+
+
+def test_ddp_leaves_banks_alone(make: Any) -> None:
+    model = runs.wrap(make())
+    CoderLoss(model, "dcl + m_dcl")
+    ignored = model._ddp_params_and_buffers_to_ignore
+    present = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert "0.model.coder.heads.momentum.bank.image" in ignored and set(ignored) <= present
+
+
 def test_heads_that_are_there_stay(make: Any) -> None:
     model = make("dcl + m_dcl + clip")
     coder = model.coder
@@ -318,6 +378,9 @@ def two_ranks(tiny_model: str, folder: str) -> tuple[list[float], dict[str, Tens
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.skipif(
+    version("transformers").startswith("4."), reason="transformers 4's trainer does not find the other processes of a CPU group"
+)
 def test_two_processes_equal_one(make: Any, tiny_model: str, tmp_path: Path) -> None:
     """huggingface/sentence-transformers #2848: the negatives of all processes."""
     (losses, first), (_, second) = gloo.run(two_ranks, tiny_model, str(tmp_path))

@@ -93,7 +93,8 @@ def test_similarity_is_open_clips_own_distillation() -> None:
 @pytest.mark.parametrize("kind", ["features", "similarity"])
 def test_the_gradient_reaches_the_student_alone(kind: str) -> None:
     given = {name: value.requires_grad_() for name, value in features(n=4, d=3, e=3).items()}
-    options = {"kind": kind, "logit_scale": 3.0, "teacher_logit_scale": 2.0}
+    scales = [torch.tensor(scale, dtype=torch.float64, requires_grad=True) for scale in (3.0, 2.0)]
+    options = {"kind": kind, "logit_scale": scales[0], "teacher_logit_scale": scales[1]}
 
     def value(images: Tensor, texts: Tensor) -> Tensor:
         return distill(images, texts, given["teacher_image_features"], given["teacher_text_features"], **options)
@@ -102,6 +103,7 @@ def test_the_gradient_reaches_the_student_alone(kind: str) -> None:
     assert torch.autograd.gradcheck(value, student)
     value(*student).backward()
     assert [value.grad is None for value in given.values()] == [False, False, True, True]
+    assert [scale.grad is None for scale in scales] == [kind == "features", True]
 
 
 def test_anchors_are_a_part_of_the_rows() -> None:

@@ -1,4 +1,4 @@
-"""The page of search results as a browser shows it, and its names."""
+"""The pages of search results and of hard negatives as a browser shows them, and their names."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def page(**changes: Any) -> str:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_the_page(browser: str, tmp_path: Path, width: int) -> None:
     assert assert_readable(browser, page(), tmp_path, width)["pictures"] == 4
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_negatives(browser: str, tmp_path: Path, width: int) -> None:
+    picture = data_uri(Image.new("RGB", (64, 48), "red"))
+    numbers = {"score": "0.300", "similarity": "0.500", "rank": 12}
+    negatives = [
+        {"key": KEY, "text": "a caption " * 6, "picture": picture if number else None, **numbers} for number in range(7)
+    ]
+    image = {"key": f"/somewhere/{KEY}", "captions": ["a dog", "a cat"], "positive": "a long caption " * 9, "score": "0.3"}
+    images = [{**image, "picture": picture, "negatives": negatives}, {**image, "picture": None, "negatives": []}]
+    shown = render("negatives.html", name="index", sizes="7 images", model="run", objective="dcl", images=images)
+    assert assert_readable(browser, shown, tmp_path, width)["pictures"] == 7
+    assert shown.count("no caption passes") == 1
 
 
 def test_names_break_at_their_parts_and_are_text() -> None:

@@ -150,7 +150,7 @@ class Results(Callback):
 
 def test_zero_shot_accuracy_is_measured_while_training(config: Any, classes: str, tmp_path: Path, capsys: Any) -> None:
     """mlfoundations/open_clip #1093: the loss of what the weights knew is visible from the first epoch on."""
-    few_steps = {"loss": "clip", "val_frequency": 2, "epochs": 3, "train_num_samples": 16}
+    few_steps = {"loss": "clip", "val_frequency": 2, "epochs": 3, "train_num_samples": 16, "force_patch_dropout": 0.25}
     options = config(zeroshot=classes, zeroshot_frequency=2, **few_steps)
     heard = Results()
     trainer = Trainer.from_config(options, callbacks=[heard])
@@ -191,6 +191,8 @@ def test_accuracies_alone_and_resumed(config: Any, classes: str, tmp_path: Path,
     trainer.val = None
     assert "zero-shot" in summary(trainer, trainer.run())
     assert trainer.last == {} and trainer.zero_shot["before"] == rows(tmp_path / "whole", "val/zeroshot_top1")[0]
+    findings = {each.name: each.level for each in doctor_run.check_log(tmp_path / "whole")}
+    assert findings["run.recall"] == "note" and {"run.zeroshot", "run.zeroshot.fallen"} & findings.keys()
     run_killed_after(config("broken", **options), 5)  # in the third epoch
     capsys.readouterr()
     resumed = Trainer.from_config(config("broken", resume="latest", **options))

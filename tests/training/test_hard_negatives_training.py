@@ -18,7 +18,9 @@ from coder_plugin.config import TrainConfig
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.training.loop import Trainer
-from coder_plugin.training.prepare import make_objective
+from coder_plugin.training.prepare import make_objective, warn_of_one_pair
+from tests.backbones import tiny_bert
+from tests.backbones.test_region_text import TEXTS, images, made
 from tests.training.test_trainer import losses, run_killed_after, weights
 
 COLOURS = ("red", "green", "blue", "yellow")
@@ -155,6 +157,14 @@ def test_mistakes_are_named(config, data):
         Trainer.from_config(config(gather="ring", loss="dcl"))
 
 
+def test_a_batch_of_one_pair_has_negatives_of_its_own(caplog):
+    """No warning that dcl has none; triplet, which does not take them, has none."""
+    model = coder_plugin.create_model("coder-tiny", loss="dcl(hard_negatives=true) + triplet")
+    loss = coder_plugin.create_loss("dcl(hard_negatives=true) + triplet", model=model)
+    warn_of_one_pair(TrainConfig().with_options(batch_size=1, accum_freq=1), loss)
+    assert [record.getMessage().partition("no negatives, and ")[2][:19] for record in caplog.records] == ["triplet has no othe"]
+
+
 def texts(model: Any, captions: list[str]) -> torch.Tensor:
     import open_clip
 
@@ -203,17 +213,17 @@ def test_keys_of_them_are_the_momentum_towers():
     assert model.coder.heads["momentum"].bank.count == 2  # they are not written to the bank
 
 
-def test_a_batch_statistic_is_of_the_captions_alone():
-    vocabulary = ["<pad>", "<start>", "<end>", "<unk>", "dog", "cow", "cat"]
-    sizes = {"region_dim": 4, "embed_dim": 4, "word_dim": 4}
-    model = coder_plugin.create_model("region-bigru-vsrn", loss="triplet(hard_negatives=true)", vocabulary=vocabulary, **sizes)
-    tokens = model.tokenizer()
-    image, text, further = model.example_image(2), tokens(["dog", "cow dog"]), tokens(["cat cat", "cat"])
-    seen = []
-    for given in ({}, {"text_negatives": further[:, None]}):
-        torch.manual_seed(0)
-        seen.append(model.train()(image, text, image_id=torch.arange(2), **given)["text_features"])
-    torch.testing.assert_close(*seen)
+def test_batch_statistics_are_of_the_captions_alone(tmp_path):
+    """CAMERA's BatchNorm: hard negatives are normalised like captions, and count in no statistic."""
+    model = made("region-bert-camera", tiny_bert.make(tmp_path / "bert"), "triplet(hard_negatives=true)").train()
+    for module in model.modules():
+        if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.training = module is model  # no dropout
+    image, text = images(), model.tokenizer()(TEXTS)
+    alone = model(image, text, image_id=torch.arange(len(text)))["text_features"]
+    output = model(image, text, image_id=torch.arange(len(text)), text_negatives=text[:1].expand(len(text), 1, -1))
+    torch.testing.assert_close(output["text_features"], alone)
+    torch.testing.assert_close(output["coder_negative_features"][:, 0], alone[:1].expand_as(alone))
 
 
 def test_wrong_shapes_and_forgotten_ones_are_named():

@@ -59,15 +59,21 @@ def test_an_epoch_that_bad_samples_shorten(tmp_path: Path) -> None:
     assert made.step == 2 and steps(tmp_path / "run") == [0, 1]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of steps of a run that is not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer(options(folder, log_every_n_steps=3, save_every_steps=0, report=False)).run()
+    return [row for row in rows(folder / "run") if "loss" in row]
+
+
 @pytest.mark.parametrize("stopped", range(1, 8))
-def test_a_resumed_run_has_the_same_rows(tmp_path: Path, stopped: int) -> None:
-    trainer(options(tmp_path, name="whole", log_every_n_steps=3, save_every_steps=0)).run()
+def test_a_resumed_run_has_the_same_rows(tmp_path: Path, whole: list[dict[str, Any]], stopped: int) -> None:
     made = trainer(options(tmp_path, name="other", log_every_n_steps=3, save_every_steps=0, val_frequency=2))
     made.callbacks.append(StopAt(stopped))
     made.run()
     trainer(options(tmp_path, name="other", log_every_n_steps=3, save_every_steps=0, resume="latest")).run()
-    whole, other = ([row for row in rows(tmp_path / name) if "loss" in row] for name in ("whole", "other"))
-    assert whole == other and steps(tmp_path / "other") == [0, 3, 6, 7]
+    assert whole == [row for row in rows(tmp_path / "other") if "loss" in row] and steps(tmp_path / "other") == [0, 3, 6, 7]
 
 
 def test_a_checkpoint_has_the_seconds_of_training(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_step_written_from_its_parts(tiny_model, options, items):
         ({"train": []}, "train items: no images"),
         (
             {"model": nn.Linear(2, 2)},
-            'give the name of the open_clip model, which selects its tokenizer: config={"model": "ViT-B-32"}',
+            'give the name of the model, which selects its tokenizer: config={"model": "ViT-B-32"}',
         ),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from torch import Tensor
 
 import coder_plugin
@@ -156,6 +158,29 @@ def test_a_model_object_names_its_folder(folders: dict[str, str], tmp_path: Path
     assert_transformers_opens(tmp_path / "run" / "export" / "last", model, batch(model))
 
 
+def test_hugging_faces_trainer_trains_and_resumes_it(folders: dict[str, str], tmp_path: Path) -> None:
+    """Bit for bit, banks and momentum towers included, though the Trainer saves it as a model of transformers."""
+    from coder_plugin.integrations.transformers import CoderTrainer
+
+    def trainer() -> Any:
+        torch.manual_seed(0)
+        model = create_model(folders["clip"], loss="clip + m_dcl")
+        inputs = batch(model)
+        rows = [dict(zip(inputs, row, strict=True)) for row in zip(*inputs.values(), strict=True)]
+        options = {"report_to": "none", "disable_tqdm": True, "save_steps": 1, "learning_rate": 1e-3, "use_cpu": True}
+        args = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2, **options)
+        return CoderTrainer(model=model, loss="clip + m_dcl", args=args, train_dataset=rows)
+
+    whole, resumed = trainer(), trainer()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    state = resumed.model.state_dict()
+    assert all(value.equal(state[name]) for name, value in whole.model.state_dict().items())
+    assert whole.model.coder.heads["momentum"].bank.count == 8
+    export_model(whole.model, tmp_path / "export")
+    assert_transformers_opens(tmp_path / "export", whole.model, batch(whole.model))
+
+
 def test_weights_of_half_precision_become_float32(folders: dict[str, str], tmp_path: Path) -> None:
     transformers.AutoModel.from_pretrained(folders["clip"], dtype=torch.float16).save_pretrained(tmp_path / "half")
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
@@ -182,6 +207,25 @@ def test_an_export_is_shared_and_opened(folders: dict[str, str], tmp_path: Path)
     (shared / "config.json").write_text((shared / "config.json").read_text().replace("gelu_pytorch_tanh", "relu"))
     with pytest.raises(CoderError, match=r"config\.json"):
         coder_plugin.from_pretrained(shared)
+
+
+def test_a_repository_of_transformers_is_opened(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``from_pretrained("OWNER/NAME")`` downloads the weights that transformers has saved, which open_clip's repositories
+    have other names for."""
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        assert name == "owner/siglip"
+        files = [path.name for path in Path(folders["siglip"]).iterdir()]
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            shutil.copy(Path(folders["siglip"], file), tmp_path / "cache")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    opened = coder_plugin.from_pretrained("owner/siglip")
+    assert opened.encode_texts(["a dog"]).equal(coder_plugin.from_pretrained(folders["siglip"]).encode_texts(["a dog"]))
 
 
 def ranks_gradient(folder: str, loss: str) -> dict[str, Tensor]:

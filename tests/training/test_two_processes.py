@@ -65,6 +65,9 @@ CODER = [
 ]  # fmt: skip
 
 
+BATCH = ["dcl + clip + triplet + distill + distill(kind=similarity)"]
+
+
 def ordered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """With the banks' entries by id: within a batch they lie in the order of ranks."""
     bank = "coder.heads.momentum.bank."
@@ -72,7 +75,7 @@ def ordered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v[order] if k in (f"{bank}ids", f"{bank}image", f"{bank}text") else v for k, v in state.items()}
 
 
-@pytest.mark.parametrize(("loss", "every"), [(["dcl + clip + triplet"], 3), (CODER, 1)], ids=["batch", "coder"])
+@pytest.mark.parametrize(("loss", "every"), [(BATCH, 3), (CODER, 1)], ids=["batch", "coder"])
 def test_two_processes_train_as_one(tmp_path, tiny_model, loss, every):
     flags = {"model": tiny_model, "loss": loss, "log-every-n-steps": every}
     train(tmp_path, "one", processes=1, **flags)

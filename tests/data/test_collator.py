@@ -1,0 +1,50 @@
+"""Pairs become the model's inputs."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+
+from coder_plugin import CoderError
+from coder_plugin.data import ImageTextCollator, collator
+from coder_plugin.data.item import Item
+
+
+def transform(picture: str) -> torch.Tensor:
+    return torch.full((3, 2, 2), float(len(picture)))
+
+
+def tokenizer(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(each), ord(each[0])] for each in captions])
+
+
+def test_tuples_and_dicts_give_the_same_batch() -> None:
+    pairs = [("p", "a dog", "a.jpg"), ("pic", "cat", "b.jpg"), ("p", "brown", "a.jpg")]
+    batch = ImageTextCollator(transform, tokenizer)(pairs)
+    rows = [{"image": image, "caption": caption, "key": key} for image, caption, key in pairs]
+    others = [{"photo": image, "text": caption, "file": key, "width": 3} for image, caption, key in pairs]
+    renamed = ImageTextCollator(transform, tokenizer, columns=("photo", "text", "file"))
+    for same in (ImageTextCollator(transform, tokenizer)(rows), renamed(others)):
+        assert same.keys() == batch.keys() and all(torch.equal(value, same[name]) for name, value in batch.items())
+    assert batch["image"].shape == (3, 3, 2, 2) and batch["image"][:, 0, 0, 0].tolist() == [1, 3, 1]
+    assert batch["text"].tolist() == [[5, ord("a")], [3, ord("c")], [5, ord("b")]]
+    ids = [Item(key, (), lambda: None).image_id for _, _, key in pairs]  # what readers give
+    assert batch["image_id"].tolist() == ids and batch["image_id"].dtype == torch.int64
+
+
+def test_dicts_of_tensors_are_stacked_by_key() -> None:
+    collate = ImageTextCollator(lambda regions: {"features": regions, "mask": regions > 0}, tokenizer)
+    batch = collate([(torch.tensor([1.0, 0.0]), "a", 1), (torch.tensor([2.0, 3.0]), "b", 2)])
+    assert batch["image"]["mask"].tolist() == [[True, False], [True, True]]
+
+
+def test_a_missing_column_is_named() -> None:
+    with pytest.raises(CoderError, match="a pair has no 'key'; it has 'image', 'caption': name the columns"):
+        ImageTextCollator(transform, tokenizer)([{"image": "p", "caption": "a"}])
+
+
+def test_the_example_runs() -> None:
+    result = doctest.testmod(collator)
+    assert result.attempted and not result.failed

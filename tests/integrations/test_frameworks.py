@@ -1,0 +1,317 @@
+"""Whoever runs the loop, the same training gives the same weights, momentum towers, banks and centres.
+
+The raw loop with :func:`coder_plugin.follow` is the reference; test_follow.py compares it with a loop that calls ``post_step``.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import coder_plugin
+from coder_plugin import CoderError
+from coder_plugin.evaluation import recall
+from tests.documentation import ROOT, blocks
+from tests.reliability import ranks
+
+BANKS = "dcl + m_dcl"
+State = dict[str, Tensor]
+
+LOOPS = ["raw", "hugging_face", "in_lightning", "sentence_transformers"]
+framework = pytest.mark.parametrize("name", ["hugging_face", "in_lightning"])
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    from tests.integrations import framework_runs
+
+    return framework_runs
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice of Lightning and transformers
+        yield
+
+
+def differences(state: State, other: State) -> list[str]:
+    assert state.keys() == other.keys()
+    return [name for name, value in state.items() if not torch.equal(value, other[name])]
+
+
+@pytest.mark.parametrize("loss", [BANKS, "coder"])
+def test_every_loop_trains_to_the_same_bits(runs: Any, tiny_model: str, tmp_path: Path, loss: str) -> None:
+    """A raw loop, Hugging Face's Trainer, Lightning and sentence-transformers; and our trainer, which takes the gradient of the
+    features first."""
+    model = runs.make(tiny_model, loss)
+    trainer = runs.ours(model, loss, tmp_path)
+    assert len(trainer.seen) == trainer.following.steps == runs.STEPS
+    assert bool(loss == BANKS or model.coder.heads["prototypes"].centres.ready)
+    same = {"loss": loss, "make_optimizer": lambda model: runs.create_optimizer(model, trainer.config)}
+    for drive in (runs.raw, runs.hugging_face, runs.in_lightning, runs.sentence_transformers):
+        state = runs.train(drive, tiny_model, trainer.seen, tmp_path, **same)
+        assert differences(state, model.state_dict()) == [], drive.__name__
+
+
+@pytest.mark.parametrize("name", LOOPS[1:])
+def test_accumulated_batches_are_one_step(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
+    """Their losses are averaged, and the bank gets the keys of the last one. Lightning-AI/pytorch-lightning #11688: what moves
+    after each performed step, and only then."""
+    data = runs.batches(6)
+    state = runs.train(getattr(runs, name), tiny_model, data, tmp_path, accumulate=3)
+    assert differences(state, runs.train(runs.raw, tiny_model, data, tmp_path, accumulate=3)) == []
+    ids = torch.cat([data[2]["image_id"], data[5]["image_id"]])
+    assert torch.equal(state["coder.heads.momentum.bank.ids"][:8], ids)
+
+
+@framework
+def test_a_step_that_the_loss_scaler_skips_writes_nothing(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
+    """The training goes on as if there had been no such batch: scales are powers of two, which no gradient's bits notice."""
+    data = runs.batches(4)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+    model = runs.make(tiny_model)
+    backwards: list[Tensor] = []
+
+    def overflow(gradient: Tensor) -> Tensor:
+        backwards.append(gradient)
+        return gradient * float("inf") if len(backwards) == 2 else gradient
+
+    model.visual.proj.register_hook(overflow)
+    options = {"scaler": scaler} if name == "hugging_face" else {"plugins": [runs.InFloat32(scaler)]}
+    getattr(runs, name)(model, coder_plugin.create_loss(BANKS, model=model), data, tmp_path, **options)
+    assert len(backwards) == 4 and scaler.get_scale() == 2**16 * 2 / 2 * 2 * 2
+    expected = runs.train(runs.raw, tiny_model, [data[0], *data[2:]], tmp_path)
+    assert differences(model.state_dict(), expected) == []
+
+
+@pytest.mark.parametrize("name", LOOPS[:3])  # in sentence-transformers the loss follows by itself
+def test_a_loop_that_follows_nothing_warns(
+    runs: Any, name: str, tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for follows in (True, False):
+        with caplog.at_level(logging.WARNING):
+            state = runs.train(getattr(runs, name), tiny_model, runs.batches(3), tmp_path, follows=follows)
+        warned = [each for each in caplog.records if "call coder_plugin.follow(model, optimizer)" in each.getMessage()]
+        assert len(warned) == (not follows) == (state["coder.heads.momentum.bank.count"] == 0)
+
+
+@framework
+def test_a_training_is_resumed_with_its_bank(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
+    """Also where the momentum copy shares a frozen tower with the model."""
+    data = runs.batches(2)
+    model = runs.make(tiny_model)
+    model.visual.conv1.requires_grad_(False)
+    checkpoint, options = runs.two_epochs(name, tmp_path)
+    getattr(runs, name)(model, coder_plugin.create_loss(BANKS, model=model), data, tmp_path, **options)
+    resumed = runs.make(tiny_model)
+    resumed.visual.conv1.requires_grad_(False)
+    loss = coder_plugin.create_loss(BANKS, model=resumed)
+    assert checkpoint.exists()
+    getattr(runs, name)(resumed, loss, data, tmp_path, resume=str(checkpoint), **options)
+    assert differences(resumed.state_dict(), model.state_dict()) == []
+    assert runs.bank_ids(resumed) == runs.bank_ids(model)
+
+
+@framework
+def test_after_an_error_the_model_can_be_trained_again(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
+    model = runs.make(tiny_model)
+    loss = coder_plugin.create_loss(BANKS, model=model)
+    broken = runs.batches(2)
+    broken[1]["image"] = broken[1]["image"][:, :1]
+    with pytest.raises(RuntimeError):
+        getattr(runs, name)(model, loss, broken, tmp_path)
+    assert model.coder.followed_by is None
+    getattr(runs, name)(model, loss, runs.batches(1, seed=1), tmp_path)
+    assert model.coder.followed_by is None and runs.bank_ids(model) == [0, 1, 2, 3, 400, 401, 402, 403]
+
+
+@framework
+def test_a_trained_logit_scale_stays_below_a_hundred(runs: Any, name: str, tiny_model: str, tmp_path: Path) -> None:
+    model = runs.make(tiny_model, "clip")
+    with torch.no_grad():
+        model.logit_scale.fill_(5.0)
+    getattr(runs, name)(model, coder_plugin.create_loss("clip", model=model), runs.batches(1), tmp_path)
+    assert model.logit_scale.exp().item() == pytest.approx(100)
+
+
+# -- two processes ---------------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(runs: Any, path: str, folder: Path) -> None:
+    """Every loop on this rank's batches, which differ; the loss of this rank's anchors only."""
+    rank = coder_plugin.distributed.rank()
+    data = runs.batches(3, seed=rank + 1)
+    results = {}
+    for name in LOOPS:
+        torch.manual_seed(rank)  # weights that differ: DDP begins with rank 0's
+        model = coder_plugin.create_model(path, loss=runs.objective(BANKS)).train()
+        loss = coder_plugin.create_loss(runs.objective(BANKS, local_loss=True), model=model)
+        trainer = getattr(runs, name)(model, loss, data, folder, make_optimizer=runs.sgd)
+        results[name] = model.state_dict()
+        if name == "hugging_face":
+            results["logs"] = [each for each in trainer.state.log_history if "loss" in each]
+    torch.save(results, folder / f"{rank}.pt")
+
+
+def test_two_processes_train_alike_in_every_loop(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """All loops to the same bits on both ranks; and, up to rounding, as one process with the pairs of both, which are each
+    other's negatives (Lightning-Universe/lightning-bolts #179)."""
+    endings = ranks.run(lambda folder: runs.joined(on_two_ranks, tiny_model, folder), tmp_path)
+    assert [each.status for each in endings] == [0, 0], endings[0].output + endings[1].output
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for name in LOOPS:
+        assert differences(first[name], second[name]) == differences(first[name], first["raw"]) == [], name
+    assert first["logs"] == second["logs"] and len(first["logs"]) == 3
+    for row in first["logs"]:
+        assert row["loss"] == pytest.approx(row["dcl_loss"] + row["m_dcl_loss"], rel=1e-5)
+    joint = [
+        {key: torch.cat([one[key], two[key]]) for key in one}
+        for one, two in zip(runs.batches(3, seed=1), runs.batches(3, seed=2), strict=True)
+    ]
+    alone = runs.train(runs.raw, tiny_model, joint, tmp_path, make_optimizer=runs.sgd)
+    for key, value in alone.items():
+        torch.testing.assert_close(first["raw"][key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+# -- what is of one framework ----------------------------------------------------------------------------------------------
+
+
+def test_lightnings_other_package(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """``pytorch_lightning`` has classes of its own, and takes the same callback, which is one of either."""
+    package = importlib.import_module("pytorch_lightning")
+    assert isinstance(runs.FollowCallback(), package.Callback)
+    assert isinstance(runs.FollowCallback(), runs.lightning.pytorch.Callback)
+    state = runs.train(runs.in_lightning, tiny_model, runs.batches(2), tmp_path, package=package)
+    assert differences(state, runs.train(runs.raw, tiny_model, runs.batches(2), tmp_path)) == []
+
+
+def test_losses_are_float32_under_lightnings_autocast(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    model = runs.make(tiny_model)
+    loss = coder_plugin.create_loss(BANKS, model=model)
+    dtypes = set()
+    loss.register_forward_hook(lambda _, __, losses: dtypes.update(each.dtype for each in losses.values()))
+    runs.in_lightning(model, loss, runs.batches(2), tmp_path, precision="bf16-mixed")
+    assert dtypes == {torch.float32} and len(runs.bank_ids(model)) == 8
+
+
+def test_lightnings_manual_optimization_with_two_optimizers(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    model = runs.make(tiny_model)
+    module = runs.TwoOptimizers(model, coder_plugin.create_loss(BANKS, model=model))
+    trainer = runs.lightning_trainer(tmp_path)
+    trainer.fit(module, runs.DataLoader(runs.batches(2), batch_size=None))
+    assert module.advanced == [0, 1, 1, 2]
+    state = runs.train(runs.raw, tiny_model, runs.batches(2), tmp_path)  # AdamW treats each parameter by itself
+    assert differences(model.state_dict(), state) == []
+
+
+def test_trainer_logs_each_term(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """huggingface/transformers #12379 and #29972: the terms of a loss, not their sum alone. As means over the steps since the
+    last log, however many batches a step accumulates; the last step has one only."""
+    model = runs.make(tiny_model)
+    loss = coder_plugin.create_loss(BANKS, model=model)
+    trainer = runs.hugging_face(model, loss, runs.batches(5), tmp_path, accumulate=2, logging_steps=2)
+    rows = [each for each in trainer.state.log_history if "loss" in each]
+    assert [row["step"] for row in rows] == [2] and trainer.state.global_step == 3
+    assert rows[0]["loss"] == pytest.approx(rows[0]["dcl_loss"] + rows[0]["m_dcl_loss"], rel=1e-5)
+    values = []
+    model = runs.make(tiny_model)
+    criterion = coder_plugin.create_loss(BANKS, model=model)
+
+    def remember(**outputs: Tensor) -> Any:
+        values.append(criterion(**outputs))
+        return values[-1]
+
+    runs.raw(model, remember, runs.batches(4), tmp_path, accumulate=2)
+    mean = sum(each["m_dcl_loss"].item() for each in values) / 4
+    assert rows[0]["m_dcl_loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_trainer_evaluates_by_recall(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """Rows of one id are captions of one image, in any order; vectors are those of ``embed_*``, heads' parts included."""
+    loss = "dcl + concept_dcl"
+    model = runs.make(tiny_model, loss)
+    with torch.no_grad():
+        model.coder.heads["concepts"].steps.fill_(10**6)  # it counts in the score
+    (batch,) = runs.batches(1)
+    order, owner = [2, 0, 1, 1, 0, 2], [0, 1, 2, 2, 1, 0]
+    images, ids = batch["image"], batch["image_id"]
+    texts = torch.stack([batch["text"][number % 4].roll(number) for number in range(6)])
+    rows = [{"image": images[i], "text": texts[n], "image_id": int(ids[i])} for n, i in enumerate(order)]
+    arguments = runs.TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to="none")
+    trainer = runs.CoderTrainer(model, loss=loss, args=arguments, eval_dataset=rows)
+    found = trainer.evaluate()
+    vectors = trainer.predict(rows).predictions
+    with torch.no_grad():
+        pictures, captions = model.eval().embed_image(images[order]), model.embed_text(texts)
+        expected = recall(pictures[:3] @ captions.T, owner)
+    for each, whole in zip(vectors, (pictures, captions), strict=True):
+        torch.testing.assert_close(torch.from_numpy(each), whole)
+    assert {name: found[f"eval_{name}"] for name in ("i2t_r1", "t2i_r1", "rsum")} == {
+        name: expected[name] for name in ("i2t_r1", "t2i_r1", "rsum")
+    }
+    assert vectors[0].shape == vectors[1].shape == (6, 64)  # with the concepts' part
+    ids, vectors = torch.tensor([7, 9, 9, 8]), torch.eye(3)[[0, 2, 2, 1]]
+    prediction = SimpleNamespace(predictions=(vectors, vectors), label_ids=ids)
+    assert runs.retrieval_metrics(prediction)["rsum"] == 600
+
+
+def test_trainer_makes_its_model_and_loss_anew(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """``model_init``, as for a search of hyperparameters: the loss reads the heads of the current model."""
+    arguments = runs.TrainingArguments(
+        str(tmp_path), num_train_epochs=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    trainer = runs.InOrder(
+        model_init=lambda: runs.make(tiny_model), loss=BANKS, args=arguments, train_dataset=runs.batches(2)
+    )
+    for _ in range(2):
+        before = trainer.model
+        trainer.train()
+        assert trainer.model is not before and len(runs.bank_ids(trainer.model)) == 8
+
+
+def test_trainer_refuses_what_would_lose_state(runs: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = runs.make(tiny_model)
+    objects = {"model": model, "optimizer": runs.adamw(model)}
+    callback = runs.HuggingFaceFollowCallback()
+    for _ in range(2):  # a training that was broken off does not end it
+        callback.on_train_begin(SimpleNamespace(n_gpu=0), None, None, **objects)
+        assert model.coder.followed_by is callback.following
+    callback.on_train_end(None, None, None)
+    with pytest.raises(CoderError, match="2 GPUs with DataParallel, .* start one process for each"):
+        callback.on_train_begin(SimpleNamespace(n_gpu=2), None, None, **objects)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(CoderError, match="FSDP"):
+        callback.on_train_begin(SimpleNamespace(n_gpu=0), None, None, **objects)
+    monkeypatch.undo()
+    with pytest.raises(CoderError, match="FSDPStrategy holds a part of the model .* take strategy='ddp'"):
+        strategy = runs.lightning.pytorch.strategies.FSDPStrategy()
+        runs.FollowCallback().on_fit_start(SimpleNamespace(strategy=strategy, optimizers=[objects["optimizer"]]), model)
+    assert model.coder.followed_by is None
+    with pytest.raises(CoderError, match="unknown loss or objective 'dlc'"):
+        runs.CoderTrainer(model, loss="dlc")
+
+
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(f"coder_plugin.integrations.{name}")
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted and not result.failed
+
+
+def test_the_page_runs(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/frameworks.md as printed."""
+    monkeypatch.chdir(tmp_path)
+    text = "\n\n".join(block.text for block in blocks(ROOT / "docs" / "frameworks.md", "python"))
+    exec(compile(text, "frameworks.md", "exec"), {"__name__": "page"})

@@ -42,7 +42,9 @@ import coder_plugin
 from coder_plugin.backbones import clip
 from coder_plugin.data.scenes import COLOURS, SHAPES, draw, make_scene
 from coder_plugin.objective import Objective
+from coder_plugin.pretrained import build
 from coder_plugin.pretrained.export import export_model
+from coder_plugin.pretrained.options import resolve_config
 
 
 def main() -> None:
@@ -112,11 +114,11 @@ def train_base(options: argparse.Namespace, flickr: dict[str, Any], scenes: dict
     weights = {key: value for key, value in model.state_dict().items() if not key.startswith("coder.")}
     torch.save(weights, options.save / "weights.pt")
     half = (0.5, 0.5, 0.5)
-    whole = coder_plugin.create_model(
-        options.model, loss="clip", pretrained_image_path=options.image_weights, image_mean=half, image_std=half
-    )
+    settings = {"pretrained_image_path": options.image_weights, "image_mean": half, "image_std": half}
+    config = resolve_config({"model": options.model, **settings})
+    whole = build.make_model(config.model, Objective.parse("clip"), torch.device("cpu"))
     whole.load_state_dict({**whole.state_dict(), **weights})
-    export_model(whole, options.save / "export")
+    export_model(whole, options.save / "export", tokenizer=build.make_tokenizer(config.model, whole))
 
 
 Negatives = dict[int, tuple[Tensor, Tensor]]
@@ -204,7 +206,8 @@ def figures_of(model: Any, val: dict[str, Tensor], classes: dict[str, Tensor]) -
     found = (model.embed_image(classes["images"]) @ model.embed_text(names).T).argmax(1)
     model.train()
     accuracy = (found == label).float().mean().item()
-    return {"rsum": round(recall["rsum"], 2), "t2i_r1": round(recall["t2i_r1"], 2), "zero-shot": round(100 * accuracy, 2)}
+    figures = {key: round(recall[key], 2) for key in ("rsum", "i2t_r1", "t2i_r1")}
+    return {**figures, "zero-shot": round(100 * accuracy, 2)}
 
 
 def arguments() -> argparse.Namespace:

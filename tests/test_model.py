@@ -947,12 +947,12 @@ def test_recipes_that_a_model_cannot_serve(configs: Path) -> None:
 
 def test_text_masks_of_towers_that_pool_the_last_position() -> None:
     """SigLIP's tokenizer pads with its end token, whatever pad_id the configuration has."""
-    from coder_plugin.backbones.feature_capture import _mask_by_pool
+    from coder_plugin.backbones.feature_capture import mask_by_pool
 
     text = torch.tensor([[5, 6, 1, 1, 1], [5, 1, 6, 7, 1], [5, 6, 7, 8, 9], [1, 1, 1, 1, 1]])
     want = [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
-    assert _mask_by_pool("last", None, pad=0)(text).int().tolist() == want
-    told = _mask_by_pool("last", None, pad=1)(text).int().tolist()  # an end token that is padding goes as well
+    assert mask_by_pool("last", None, pad=0)(text).int().tolist() == want
+    told = mask_by_pool("last", None, pad=1)(text).int().tolist()  # an end token that is padding goes as well
     assert told == [[1, 1, 0, 0, 0], [1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
 
 

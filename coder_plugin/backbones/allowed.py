@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -343,15 +343,16 @@ def encoder_size(config: Mapping[str, Any]) -> int:
     return sizes["width"] * (sizes["words"] + sizes["positions"] + inner)
 
 
-def check_bytes(count: int, weights: Path, where: str | Path) -> None:
-    """Refuse a model of ``count`` parameters or more, if the weights' file has fewer bytes.
+def check_bytes(count: int, weights: Path, where: str | Path, *, parts: Sequence[Path] = ()) -> None:
+    """Refuse a model of ``count`` parameters or more, if the weights' file, with its further ``parts``, has fewer bytes.
 
     Raises:
         CoderError: it has.
     """
-    if count > (size := weights.stat().st_size):
+    if count > (size := sum(file.stat().st_size for file in (weights, *parts))):
         raise CoderError(
-            f"{where} describes a model of over {count:,} parameters, and {weights} has {size:,} bytes: is it cut off?"
+            f"{where} describes a model of over {count:,} parameters, and {weights} {'and its parts have' if parts else 'has'} "
+            f"{size:,} bytes: is it cut off?"
         )
 
 

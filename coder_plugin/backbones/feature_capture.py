@@ -58,7 +58,7 @@ class FeatureCapture:
         for side in ("image", "text"):
             if f"{side}_mask" in keys and not self.keys & _token_keys(side):
                 self.keys.add(f"{side}_tokens")
-            if f"{side}_context_mask" in keys and not self.keys & _context_keys(side):
+            if f"{side}_context_mask" in keys and not self.keys & context_keys(side):
                 self.keys.add(f"{side}_contexts")
         # Module outputs, and how to take the tokens out of them. Selecting inside a reentrant checkpoint would lose the graph.
         self._captured: dict[str, tuple[Any, Select]] | None = None  # None: not started
@@ -111,7 +111,7 @@ class FeatureCapture:
             tokens = [out[key] for key in sorted(_token_keys(side)) if key in out]
             if tokens:
                 out[f"{side}_mask"] = self._mask(side, tokens, text)
-            if out.keys() & _context_keys(side):
+            if out.keys() & context_keys(side):
                 causal = side == "text" and self._causal
                 out[f"{side}_context_mask"] = without_start(out[f"{side}_mask"]) if causal else out[f"{side}_mask"]
         return out
@@ -159,7 +159,7 @@ class FeatureCapture:
         from open_clip.timm_model import TimmModel
         from open_clip.transformer import VisionTransformer
 
-        in_context = bool(self.keys & _context_keys("image"))
+        in_context = bool(self.keys & context_keys("image"))
         if isinstance(visual, VisionTransformer):
             normed = visual.attn_pool is None and not visual.final_ln_after_pool
             self._on_output(visual.ln_post if normed else visual.transformer, "image_tokens", lambda tokens: tokens[:, 1:])
@@ -190,7 +190,7 @@ class FeatureCapture:
             self._on_input(self._block(trunk.blocks, "image"), "image_locals", lambda tokens: tokens[:, prefix:])
             self._on_input(trunk.norm, "image_contexts", lambda tokens: tokens[:, prefix:])
         elif in_context:
-            keys |= _context_keys("image")
+            keys |= context_keys("image")
             self._depth = 1 + self._num_context_maps(trunk)
         if not self.keys & keys:
             return
@@ -217,7 +217,7 @@ class FeatureCapture:
 
         self._text_mask = text_mask_of(model)
         self._causal = getattr(getattr(model, "text", model), "attn_mask", None) is not None
-        in_context = bool(self.keys & _context_keys("text"))
+        in_context = bool(self.keys & context_keys("text"))
         text = getattr(model, "text", model)  # open_clip's CLIP holds the parts of its text tower itself
         if isinstance(text, HFTextEncoder):
             self._on_output(text.transformer, "text_tokens", lambda output: output.last_hidden_state)
@@ -240,10 +240,10 @@ class FeatureCapture:
 
 
 def _token_keys(side: str) -> set[str]:
-    return {f"{side}_tokens"} | _context_keys(side)
+    return {f"{side}_tokens"} | context_keys(side)
 
 
-def _context_keys(side: str) -> set[str]:
+def context_keys(side: str) -> set[str]:
     return {f"{side}_locals", f"{side}_contexts"}
 
 
@@ -258,9 +258,9 @@ def text_mask_of(model: Any) -> Callable[[Tensor], Tensor]:
 
     text = getattr(model, "text", None)
     if text is None:
-        return _mask_by_pool(model.text_pool_type, getattr(model, "text_eos_id", None), pad=0)
+        return mask_by_pool(model.text_pool_type, getattr(model, "text_eos_id", None), pad=0)
     if isinstance(text, TextTransformer):
-        return _mask_by_pool(text.pool_type, getattr(text, "eos_id", None), pad=text.pad_id)
+        return mask_by_pool(text.pool_type, getattr(text, "eos_id", None), pad=text.pad_id)
     if isinstance(text, HFTextEncoder):
         return _mask_by_padding(text.config.pad_token_id)
     raise CoderError(f"no token features from a text tower of type {type(text).__name__}, and no telling which are its words")
@@ -322,7 +322,7 @@ def _mask_by_padding(pad: int) -> Any:
     return not_padding
 
 
-def _mask_by_pool(pool_type: str, eos_id: int | None, *, pad: int) -> Any:
+def mask_by_pool(pool_type: str, eos_id: int | None, *, pad: int) -> Any:
     """Valid positions of open_clip's tokenizers: up to the end-of-text token where there is one, else all but padding.
 
     CLIP's padding, 0, is also the token of "!", so for CLIP the end of the text decides. SigLIP's tokenizer pads with its end

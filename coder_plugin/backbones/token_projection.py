@@ -121,12 +121,12 @@ class GridCells:
 
 def _vit(visual: Any, tokens: Tensor) -> Tensor:
     if visual.attn_pool is not None:
-        tokens = _attention(visual.attn_pool.attn, visual.attn_pool.ln_k(tokens))
+        tokens = attention_values(visual.attn_pool.attn, visual.attn_pool.ln_k(tokens))
     tokens = visual.ln_post(tokens)
     return tokens if visual.proj is None else tokens @ visual.proj
 
 
-def _attention(attention: nn.MultiheadAttention, tokens: Tensor) -> Tensor:
+def attention_values(attention: nn.MultiheadAttention, tokens: Tensor) -> Tensor:
     """Attention over each token alone: its value, projected."""
     packed = attention.in_proj_weight
     weight = attention.v_proj_weight if packed is None else packed.chunk(3)[2]

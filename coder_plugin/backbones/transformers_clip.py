@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coder_plugin.backbones.clip import CoderCLIP
-from coder_plugin.backbones.feature_capture import FeatureCapture, _context_keys, _mask_by_pool
+from coder_plugin.backbones.feature_capture import FeatureCapture, context_keys, mask_by_pool
 from coder_plugin.backbones.names import TRANSFORMERS
 from coder_plugin.backbones.plugin_backbones import fit_weights, read_weights
-from coder_plugin.backbones.token_projection import _attention
+from coder_plugin.backbones.token_projection import attention_values
 from coder_plugin.backbones.transformers_files import (
     MODELS,
     WEIGHTS,
@@ -216,7 +216,7 @@ class TransformersCapture(FeatureCapture):
         else:
             self._on_output(visual.post_layernorm, "image_tokens")
         self._on_output(visual.encoder, "image_contexts", partial(_hidden, patches))
-        if self.keys & _context_keys("image"):
+        if self.keys & context_keys("image"):
             self._on_input(self._block(visual.encoder.layers, "image"), "image_locals", lambda tokens: tokens[:, patches])
             head = self._pooled if self._model_is_clip else visual.head
             project = _linear if self._model_is_clip else _attention_pooling
@@ -227,7 +227,7 @@ class TransformersCapture(FeatureCapture):
         self._text_mask, self._causal = text_mask(model), model.is_clip
         self._on_output(text.final_layer_norm, "text_tokens")
         self._on_input(text.final_layer_norm, "text_contexts")
-        if self.keys & _context_keys("text"):
+        if self.keys & context_keys("text"):
             self._on_input(self._block(text.encoder.layers, "text"), "text_locals")
             head = model.text_projection if model.is_clip else text.head
             self._projections["text"] = partial(_linear, text.final_layer_norm, head)
@@ -253,7 +253,7 @@ def _linear(norm: nn.Module, projection: nn.Module, tokens: Tensor) -> Tensor:
 
 def _attention_pooling(norm: nn.Module, head: Any, tokens: Tensor) -> Tensor:
     """Tokens [B, L, C] -> [B, L, D] by SigLIP's pooling, of each token alone: attention over one token is its value."""
-    value = _attention(head.attention, norm(tokens))
+    value = attention_values(head.attention, norm(tokens))
     return value + head.mlp(head.layernorm(value))
 
 
@@ -262,10 +262,10 @@ def text_mask(model: Any) -> Callable[[Tensor], Tensor]:
     if model.is_clip:
         end = model.config.text_config.eos_token_id
         # 2 is a fault of old configurations; transformers then takes the largest id for the end
-        return _mask_by_pool("argmax" if end == 2 else "eos", end, pad=0)
+        return mask_by_pool("argmax" if end == 2 else "eos", end, pad=0)
     tokenizer = model.processor.tokenizer
     if tokenizer is None or tokenizer.pad_token_id in (None, tokenizer.eos_token_id):  # SigLIP pads with its end token
-        return _mask_by_pool("last", None, pad=0)
+        return mask_by_pool("last", None, pad=0)
     return partial(_mask_by_padding, tokenizer.pad_token_id, 0 if tokenizer.padding_side == "right" else -1)
 
 

@@ -108,10 +108,13 @@ def check_files(folder: Path) -> None:
     check_kind(_kind(folder), str(folder))
     check_encoder(folder)
     config = read_json(folder / "config.json")
-    if (folder / WEIGHTS).is_file():
+    index = folder / f"{WEIGHTS}.index.json"
+    weights = folder / WEIGHTS if (folder / WEIGHTS).is_file() else index
+    if weights.is_file():
+        parts = [file for file in folder.glob("*.safetensors") if file.is_file()] if weights == index else []
         towers = [config.get(name) for name in ("text_config", "vision_config")]
         count = sum(encoder_size(tower) for tower in towers if isinstance(tower, Mapping))
-        check_bytes(count, folder / WEIGHTS, folder / "config.json")
+        check_bytes(count, weights, folder / "config.json", parts=parts)
 
 
 @contextmanager

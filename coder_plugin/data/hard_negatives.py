@@ -108,11 +108,16 @@ class HardNegatives:
         return [*drawn, *repeat(("", NO_TEXT), self.count - len(drawn))]
 
     def _of(self, item: Item) -> list[Negative]:
-        """All of an image's, each once. Its own captions are none."""
+        """All of an image's, each text once, with an image if any is known. Its own captions are none."""
         listed = zip(item.negatives, item.negative_ids or repeat(UNKNOWN_IMAGE), strict=False)
         own, image_id = {*item.captions, *item.others}, item.image_id
-        pairs = dict.fromkeys([*listed, *self.table.get(item.key, ())])
-        return [(text, image) for text, image in pairs if text not in own and image != image_id]
+        images: dict[str, int] = {}
+        for text, image in (*listed, *self.table.get(item.key, ())):
+            if image == image_id:
+                own.add(text)
+            elif images.get(text, UNKNOWN_IMAGE) == UNKNOWN_IMAGE:
+                images[text] = image
+        return [(text, image) for text, image in images.items() if text not in own]
 
     def check(self, source: Any) -> None:
         """Refuse data in memory of which no image has a hard negative. Streams are checked while they are read.

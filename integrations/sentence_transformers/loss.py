@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from coder_plugin import distributed
 from coder_plugin.data.item import NO_TEXT, UNKNOWN_IMAGE
 from coder_plugin.errors import CoderError
-from coder_plugin.following import follow
+from coder_plugin.following import clamp_logit_scale, follow
 from coder_plugin.integrations.sentence_transformers.heads import fit_heads
 from coder_plugin.integrations.sentence_transformers.module import PictureText
 from coder_plugin.model import create_loss
@@ -120,7 +119,7 @@ class CoderLoss(nn.Module):
             return
         if following is not None:
             following.remove()  # of an earlier training
-        follow(inner, optimizer, after_step=lambda: _clamp(inner))
+        follow(inner, optimizer, after_step=lambda: clamp_logit_scale(inner))
 
 
 def _pairs(columns: list[dict[str, Tensor]], labels: Tensor | None) -> dict[str, Tensor]:
@@ -159,11 +158,3 @@ def _follow_every_optimizer(loss: CoderLoss) -> None:
             alive._before_step(optimizer)
 
     handle = register_optimizer_step_pre_hook(before_step)
-
-
-def _clamp(model: Any) -> None:
-    """Keep the scale of the logits at most 100, as open_clip's trainer does."""
-    scale = getattr(model, "logit_scale", None)
-    if scale is not None and scale.requires_grad:
-        with torch.no_grad():
-            scale.clamp_(0, math.log(100))

@@ -307,6 +307,20 @@ def test_files_are_checked(altered: Callable[..., str], change: dict[str, Any], 
         create_model(altered(**change), loss="clip")
 
 
+def test_weights_in_parts_are_read_and_checked(folder: str, tmp_path: Path) -> None:
+    whole = create_model(folder, loss="clip").state_dict()
+    parts = shutil.copytree(folder, tmp_path / "parts")
+    (parts / "model.safetensors").unlink()
+    transformers.AutoModel.from_pretrained(folder).save_pretrained(parts, max_shard_size="40KB")
+    assert len(list(parts.glob("*.safetensors"))) > 1
+    assert all(value.equal(whole[name]) for name, value in create_model(str(parts), loss="clip").state_dict().items())
+    config = json.loads((parts / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 1 << 23
+    (parts / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CoderError, match="its parts have .* bytes: is it cut off"):
+        create_model(str(parts), loss="clip")
+
+
 def test_only_safetensors_are_read(folder: str, tmp_path: Path) -> None:
     copied = shutil.copytree(folder, tmp_path / "pickled")
     (copied / "model.safetensors").unlink()

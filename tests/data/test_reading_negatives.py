@@ -189,6 +189,9 @@ def test_what_is_drawn():
     assert draw(item, seed=0, epoch=1) == draw(item, seed=0, epoch=1) != draw(item, seed=1, epoch=1)
     every = HardNegatives(8, table).draw(item, seed=0, epoch=0)
     assert set(every[:6]) == usual and every[6:] == [("", -2)] * 2
+    twice = Item("a.jpg", ("a dog",), lambda: None, negatives=("text", "right"))  # in the data, and in the table by name
+    named = {"a.jpg": [("text", 7), ("text", 8), ("right", twice.image_id)]}
+    assert HardNegatives(3, named).draw(twice, seed=0, epoch=0) == [("text", 7), ("", -2), ("", -2)]
     known = Item("b.jpg", ("a dog",), lambda: None, negatives=("one", "two"), negative_ids=(3, -1))
     assert set(HardNegatives(2).draw(known, seed=0, epoch=0)) == {("one", 3), ("two", -1)}
 

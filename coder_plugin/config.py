@@ -53,7 +53,7 @@ class ModelConfig:
     name: str = _option(
         "coder-tiny",
         "open_clip model name or configuration (.json); CLIPModel or SiglipModel of transformers (folder or "
-        "transformers:OWNER/NAME); or region model, such as region-bert. Required with --train-data [scenes: coder-tiny]",
+        "transformers:OWNER/NAME); or a region model, such as region-bert [scenes: coder-tiny]",
         flag="model",
     )
     kwargs: list[str] = _option(

@@ -52,9 +52,8 @@ class ModelConfig:
 
     name: str = _option(
         "coder-tiny",
-        "open_clip model name, a model configuration (.json), a CLIPModel or SiglipModel of transformers (folder or "
-        "transformers:OWNER/NAME), or a region model such as region-bert; required with --train-data [coder-tiny on the "
-        "scenes]",
+        "open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
+        "transformers:OWNER/NAME), or region-bert and the like; required with --train-data [scenes: coder-tiny]",
         flag="model",
     )
     kwargs: list[str] = _option(
@@ -166,7 +165,7 @@ class DataConfig:
         "plugin's"
     )
     image_root: str | None = _option(None, "image folder of a Karpathy or COCO file")
-    regions: str | None = _option(None, "region features of the images: a file or folder, or several joined with ::")
+    regions: str | None = _option(None, "region features: files or folders joined with ::")
     regions_type: str = _option(
         "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"
     )

@@ -241,4 +241,7 @@ def test_nothing_is_reported_where_nothing_is_forgotten(
                 optimizer.step()
         for _ in range(6):  # no step at all
             backward(model, loss)
+        for _ in range(6):  # nor where a forward pass has parameters of its own
+            own = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+            torch.func.functional_call(model, own, (), batch())
     assert not warnings_of(caplog)

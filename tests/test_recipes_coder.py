@@ -125,7 +125,7 @@ def test_the_peer_in_numbers(name):
     found = {key: value for key, value in resolved(name).items() if not key.startswith("progress.")}
     assert found == {
         "triplet": 1.0, "triplet.margin": 0.2, "triplet.hardest": True, "triplet.reduction": "sum", "triplet.mean_epochs": 1,
-        "triplet.similarity": "cosine", "triplet.mask_same_image": True,
+        "triplet.similarity": "cosine", "triplet.mask_same_image": True, "triplet.hard_negatives": False,
     }  # fmt: skip
 
 

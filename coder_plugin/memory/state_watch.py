@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import nn
+
 #: Training forwards, each after another optimizer step, before the warning.
 _FORWARDS = 3
 
@@ -26,7 +28,7 @@ class StateWatch:
         if self._warned or hasattr(model, "unshard"):  # FSDP2 writes the parameters in every forward pass
             return
         parameter = next((each for each in model.parameters() if each.requires_grad), None)
-        if parameter is None:
+        if not isinstance(parameter, nn.Parameter):  # none is trained, or functional_call put tensors in their places
             return
         version = (id(parameter), parameter._version)
         if version != self._version:

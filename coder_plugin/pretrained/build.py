@@ -59,7 +59,7 @@ def make_model(
             if global_feature is not None and "global_dim" not in backbone.options and reads_key(objective, "image_global"):
                 options.setdefault("global_dim", len(global_feature))
     elif config.kwargs:
-        raise CoderError(f"--model-kwargs are options of region models, and {config.name} is none")
+        raise CoderError(f"--model-kwargs are options of region models, and {config.name} is not one")
     else:
         preprocess = {
             "mean": config.image_mean,

@@ -54,6 +54,7 @@ def main() -> None:
     initial = torch.load(options.init, weights_only=True) if options.init else None
     if options.hold_out:
         data = hold_out(data, options.hold_out)
+    CachedTransformer.take(data["train"], data["val"])
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         begun = time.perf_counter()
         results, model, losses = train(text, lr, seed, data, options, initial)
@@ -90,8 +91,8 @@ def hold_out(data: dict[str, Any], images: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Write image features [N, C] float32 and token features [T, L, C] float16 of both splits, token ids, and the image of each
-    caption [T]."""
+    """Write image features [N, C] float32 and token features [T, L, C] float16 of both splits, token ids, the image of each
+    caption [T], and the images' keys."""
     config = resolve_config(
         dict(
             model=options.model,
@@ -108,12 +109,14 @@ def cache(options: argparse.Namespace) -> None:
     for split in ("train", "val"):
         images: list[Tensor] = []
         captions: list[str] = []
+        keys: list[str] = []
         image_of: list[int] = []
         batch: list[Tensor] = []
         source = make_source(config.data, split=split)
         for number, (_, item) in enumerate(source.items()):
             batch.append(transform(item.load()))
             captions += item.captions
+            keys.append(item.key)
             image_of += [number] * len(item.captions)
             if len(batch) == 64:
                 images.append(model.visual.trunk(torch.stack(batch)))
@@ -125,7 +128,7 @@ def cache(options: argparse.Namespace) -> None:
             output = model.text.transformer(input_ids=rows, attention_mask=(rows != pad).long())
             tokens.append(output.last_hidden_state.half())
         splits[split] = {"images": torch.cat(images), "ids": ids, "tokens": torch.cat(tokens),
-                         "image_of_caption": torch.tensor(image_of)}  # fmt: skip
+                         "image_of_caption": torch.tensor(image_of), "keys": keys}  # fmt: skip
         print(f"{split}: {len(splits[split]['images'])} images, {len(ids)} captions", flush=True)
     torch.save(splits, options.cache)
 
@@ -138,16 +141,38 @@ class CachedTrunk(nn.Module):
 
 
 class CachedTransformer(nn.Module):
-    """Replaces the text transformer. It returns the token features last passed to :meth:`set_features`."""
+    """Replaces the text transformer: looks up the token features of captions in the splits of :meth:`take`, by their ids."""
 
-    features: list[Tensor] = [torch.empty(0)]  # shared with the momentum copy
+    tables: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of each split: sorted hashes, their rows, ids, features
 
     @classmethod
-    def set_features(cls, tokens: Tensor) -> None:
-        cls.features[0] = tokens.float()
+    def take(cls, *splits: dict[str, Tensor]) -> None:
+        """The captions of these splits, and no others, can be encoded from now on."""
+        cls.tables.clear()  # shared with the momentum copy
+        for split in splits:
+            hashes, rows = _hash(split["ids"]).sort()
+            cls.tables.append((hashes, rows, split["ids"], split["tokens"]))
 
-    def forward(self, **_: Any) -> Any:
-        return SimpleNamespace(last_hidden_state=self.features[0])
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        features = torch.zeros(0)
+        missing = torch.ones(len(input_ids), dtype=torch.bool)
+        for hashes, rows, ids, tokens in self.tables:
+            found = rows[torch.searchsorted(hashes, _hash(input_ids)).clamp(max=len(rows) - 1)]
+            hit = missing & (ids[found] == input_ids).all(1)
+            if hit.any():
+                if not features.numel():
+                    features = torch.zeros(len(input_ids), *tokens.shape[1:])
+                features[hit] = tokens[found[hit]].float()
+                missing &= ~hit
+        if missing.any():
+            raise ValueError(f"{int(missing.sum())} captions of a batch are in no cache")
+        return SimpleNamespace(last_hidden_state=features)
+
+
+def _hash(ids: Tensor) -> Tensor:
+    """Token ids [T, L] -> one integer a caption, [T]."""
+    factors = torch.randint(1 << 62, (ids.shape[1],), generator=torch.Generator().manual_seed(0))
+    return (ids * factors).sum(1)  # overflow wraps around
 
 
 def make_model(objective: Objective, seed: int, path: str, initial: dict[str, Tensor] | None) -> Any:
@@ -179,14 +204,7 @@ def train(
     objective = objective.with_options({f"{name}.{key}": v for name, values in derived.items() for key, v in values.items()})
     model = make_model(objective, seed, options.model, initial)
     loss = coder_plugin.create_loss(objective, model=model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": options.wd},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=lr,
-    )
+    optimizer = make_optimizer(model, lr, options.wd)
     split, size = data["train"], options.batch_size
     images, image_of = len(split["images"]), split["image_of_caption"]
     first = torch.searchsorted(image_of, torch.arange(images))
@@ -204,7 +222,6 @@ def train(
             order = first[order] + (torch.rand(images, generator=generator) * number[order]).long()
         for step in range(steps):
             captions = order[step * size : (step + 1) * size]
-            CachedTransformer.set_features(split["tokens"][captions])
             rows = image_of[captions]
             outputs = model(split["images"][rows], split["ids"][captions], image_id=rows)
             losses = loss(**outputs)
@@ -230,6 +247,18 @@ def train(
     # a term that is zero in the first epoch is reported from its first epoch with a value
     first_and_last = {name: (next((v for v in values if v), 0.0), values[-1]) for name, values in mean.items()}
     return results, model, first_and_last
+
+
+def make_optimizer(model: nn.Module, lr: float, wd: float) -> torch.optim.AdamW:
+    """AdamW; biases, gains and scalars have no weight decay."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": wd},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=lr,
+    )
 
 
 def rate(step: int, total: int) -> float:
@@ -263,8 +292,7 @@ def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float]) ->
     """Recall of the score, and R@sum of its instance level and its concept level alone, and with other weights beta."""
     model.eval()
     images, texts = model.embed_image(split["images"]), []
-    for ids, tokens in zip(split["ids"].split(500), split["tokens"].split(500), strict=True):
-        CachedTransformer.set_features(tokens)
+    for ids in split["ids"].split(500):
         texts.append(model.embed_text(ids))
     model.train()
     vectors = images, torch.cat(texts)
@@ -293,7 +321,7 @@ def arguments() -> argparse.Namespace:
     cache_command.add_argument("--image-weights", required=True, help="safetensors file of the image tower")
     cache_command.add_argument("--image-mean", type=float, nargs=3, default=[0.5] * 3, help="normalisation: mean")
     cache_command.add_argument("--image-std", type=float, nargs=3, default=[0.5] * 3, help="normalisation: standard deviation")
-    cache_command.add_argument("--train-data", required=True, help="training data, as for coder-plugin train")
+    cache_command.add_argument("--train-data", help="training data, as for coder-plugin train [the built-in scenes]")
     cache_command.add_argument("--val-data", required=True, help="validation data")
     train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
     train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",

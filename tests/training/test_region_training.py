@@ -526,7 +526,7 @@ def test_region_models_on_pictures_and_their_options_on_clip(tmp_path, made, tin
     assert main([*train, "--model", tiny_model, "--model-kwargs", "embed_dim=8"]) == 2
     error = capsys.readouterr().err
     assert "the data are pictures; they need an open_clip --model, or region features of the pictures: --regions" in error
-    assert re.search(r"--model-kwargs are options of region models, and \S+ is an open_clip model", error)
+    assert re.search(r"--model-kwargs are options of region models, and \S+ is not one", error)
 
 
 def test_camera_without_boxes_is_told_and_can_do_without(tmp_path, made, capsys):

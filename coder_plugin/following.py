@@ -91,7 +91,8 @@ def follow(model: Any, optimizer: Any, *, after_step: Callable[[], object] | Non
         A handle with ``remove()`` and the number of ``steps``.
 
     Raises:
-        CoderError: no model with heads, or several, in ``model``; no torch optimizer; the model is followed already.
+        CoderError: no model with heads, or several, in ``model``; no torch optimizer, or none with a parameter of the model;
+            the model is followed already.
 
     Example:
         >>> import coder_plugin
@@ -105,10 +106,17 @@ def follow(model: Any, optimizer: Any, *, after_step: Callable[[], object] | Non
         >>> following.steps, model.coder.heads["momentum"].bank.count.item()
         (1, 4)
     """
-    coder = find_model(model).coder
+    inner = find_model(model)
+    coder = inner.coder
     optimizers = [_unwrap(each) for each in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
     if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
         raise CoderError("follow needs an optimizer, or a list of different ones")
+    held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    own = [*inner.parameters(), *(model.parameters() if isinstance(model, nn.Module) else ())]  # a wrapper may hold them
+    if any(each.requires_grad for each in own) and held.isdisjoint(map(id, own)):
+        raise CoderError(
+            "the optimizer holds no parameter of the model: make it from this model's parameters, then call follow"
+        )
     if coder.followed_by is not None and coder.followed_by.follows(coder):
         raise CoderError("the model's state follows an optimizer already: call remove() of what follow() returned first")
     coder.followed_by = following = Following(coder, optimizers, after_step)
@@ -146,7 +154,8 @@ def find_model(model: Any) -> Any:
     found = list(_outermost(model)) if isinstance(model, nn.Module) else []
     if len(found) != 1:
         there = f"{len(found)} models with heads in" if found else "no model of coder_plugin.create_model in"
-        raise CoderError(f"there is {there} the {type(model).__name__}: pass the model that is trained")
+        hint = "" if found else ", made by create_model or given heads by add_heads"
+        raise CoderError(f"there is {there} the {type(model).__name__}: pass the model that is trained{hint}")
     return found[0]
 
 

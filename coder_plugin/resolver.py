@@ -143,10 +143,13 @@ class _Resolver:
         if providers:
             self.build(self.choose(providers, key, who), who)
         elif trusted is None:
-            hint = did_you_mean(key, self.returned, self.head_keys()) or ";"
+            nobody = f"{who} requires {key!r}, which neither this model nor any head provides"
+            if key == "logit_bias":
+                raise CoderError(f"{nobody}: take a SigLIP model, which has one, or a loss without it such as clip")
+            hint = did_you_mean(key, self.returned, self.head_keys())
+            known = "" if hint else f"; {self.keys()}"
             raise CoderError(
-                f"{who} requires {key!r}, which neither this model nor any head provides{hint} a head of yours is passed to "
-                f"create_model(custom_heads=[…]) or registered; {self.keys()}"
+                f"{nobody}{hint or ';'} a head of yours is passed to create_model(custom_heads=[…]) or registered{known}"
             )
 
     def keys(self) -> str:

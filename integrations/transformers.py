@@ -6,11 +6,13 @@ Shapes: n pairs, F channels of a retrieval vector.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 from coder_plugin.coder import CoderLoss
 from coder_plugin.errors import CoderError
@@ -73,7 +75,8 @@ class CoderTrainer(Trainer):
             ``compute_metrics`` replaces :func:`retrieval_metrics`.
 
     Raises:
-        CoderError: as :func:`coder_plugin.create_loss`; and as :class:`FollowCallback`, when training begins.
+        CoderError: a model without heads, or rows of pictures and texts without a collator; as
+            :func:`coder_plugin.create_loss`; and as :class:`FollowCallback`, when training begins.
 
     Example:
         >>> import tempfile
@@ -102,8 +105,11 @@ class CoderTrainer(Trainer):
         self._logged_steps = 0.0
         self._follow = FollowCallback()
         options.setdefault("compute_metrics", retrieval_metrics)
+        if options.get("data_collator") is None and options.get("processing_class") is None:
+            options["data_collator"] = _collate
         super().__init__(model, callbacks=[*(callbacks or []), self._follow], **options)
         self.args.remove_unused_columns = False  # the collator reads columns that the model does not
+        find_model(self.model)  # refuses one without heads
         _ = self.criterion
 
     @property
@@ -156,6 +162,18 @@ class CoderTrainer(Trainer):
         if state_dict is None and self.args.should_save:
             state_dict = _without_sharing(self.model)
         super()._save(output_dir, state_dict)
+
+
+def _collate(rows: list[Any]) -> dict[str, Any]:
+    """transformers' own collator, which takes rows of tensors."""
+    for name in ("image", "text"):
+        value = rows[0].get(name) if isinstance(rows[0], Mapping) else None
+        if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
+            raise CoderError(
+                f"the rows are no dicts with a tensor {name!r}: "
+                "pass data_collator=ImageTextCollator(make_transform(model), tokenizer)"
+            )
+    return default_data_collator(rows)
 
 
 def retrieval_metrics(prediction: Any) -> dict[str, float]:

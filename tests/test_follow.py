@@ -195,12 +195,19 @@ def test_a_copy_of_a_followed_model_is_not_followed(model: Any, split: bool) -> 
 
 def test_what_cannot_be_followed_is_refused(model: Any) -> None:
     optimizer = sgd(trained(model))
-    with pytest.raises(CoderError, match="no model of coder_plugin.create_model in the Linear"):
+    with pytest.raises(CoderError, match="no model of coder_plugin.create_model in the Linear: .* by add_heads"):
         follow(nn.Linear(1, 1), optimizer)
     with pytest.raises(CoderError, match="2 models with heads in the ModuleList"):
         follow(nn.ModuleList([model, copy.deepcopy(model)]), optimizer)
     with pytest.raises(CoderError, match="needs a torch optimizer, got SimpleNamespace: without one call"):
         follow(model, SimpleNamespace(step=lambda: None))
+    rebuilt = copy.deepcopy(model)
+    for optimizers in (optimizer, [optimizer, sgd([nn.Parameter(torch.ones(1))])]):
+        with pytest.raises(CoderError, match="holds no parameter of the model: make it from this model's parameters"):
+            follow(rebuilt, optimizers)
+    assert rebuilt.coder.followed_by is None
+    follow(nn.Sequential(rebuilt), [optimizer, sgd(trained(rebuilt)[:1])]).remove()  # one of several suffices
+    follow(rebuilt.requires_grad_(False), optimizer).remove()  # its parameters may be elsewhere
     for optimizers in ([], [optimizer, optimizer]):
         with pytest.raises(CoderError, match="an optimizer, or a list of different ones"):
             follow(model, optimizers)
@@ -221,7 +228,8 @@ def test_a_forgotten_call_is_reported_once_in_the_third_forward(
             optimizer.step()
     assert warnings_of(caplog) == [
         "the model's banks, momentum towers or centres have not moved for 2 training steps: call "
-        "coder_plugin.follow(model, optimizer) once before training, or model.coder.post_step() after every optimizer.step()"
+        "coder_plugin.follow(model, optimizer) once before training (with Lightning or Hugging Face's Trainer add the callback "
+        "FollowCallback of coder_plugin.integrations instead), or model.coder.post_step() after every optimizer.step()"
     ]
 
 

@@ -906,7 +906,8 @@ def test_an_unknown_model_names_the_nearest(name: str, nearest: str) -> None:
 
 def test_an_unknown_model_unlike_any_other() -> None:
     assert refused("qqqqqqqqqqqq") == (
-        "unknown model 'qqqqqqqqqqqq' (all: open_clip.list_models(), or a config file's path)"
+        "unknown model 'qqqqqqqqqqqq' (there is no such folder either; all: open_clip.list_models(), a config file's path, a "
+        "model's folder, or transformers:OWNER/NAME)"
     )
 
 

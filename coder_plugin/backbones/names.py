@@ -56,4 +56,7 @@ def unknown_model(name: str, names: Collection[str]) -> CoderError:
     lower = {each.lower(): each for each in names}
     near = [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=3)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return CoderError(f"unknown model {name!r}{hint} (all: open_clip.list_models(), or a config file's path)")
+    return CoderError(
+        f"unknown model {name!r}{hint} (there is no such folder either; all: open_clip.list_models(), a config file's path, a "
+        "model's folder, or transformers:OWNER/NAME)"
+    )

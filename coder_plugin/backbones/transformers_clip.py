@@ -116,8 +116,8 @@ class TransformersTowers:
         """
         if self.processor.tokenizer is None:
             raise CoderError(
-                "this model has no tokenizer: save one into its folder (AutoTokenizer.from_pretrained(NAME)"
-                ".save_pretrained(FOLDER)), and name the folder"
+                f"{name_of(self) or 'this model'} has no tokenizer: save one into its folder "
+                "(AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)), and name the folder"
             )
         return TransformersTokenizer(self.processor.tokenizer, context_length=self.context_length)
 

@@ -129,6 +129,11 @@ class HardNegatives:
         if not isinstance(captions, ItemSource) or any(self._of(item) for _, item in captions.items()):
             return
         where = self.where(next(item.key for _, item in captions.items()))
+        faulty = (item for _, item in captions.items() if item.fault is not None and item.fault.kind == "negative")
+        if bad := next(faulty, None):
+            where += f"; image {shorten(bad.key)!r}: {bad.fault}"
+        elif captions.columns and not self.table:
+            where += f"; the table's columns are {', '.join(map(repr, captions.columns))}"
         raise CoderError(f"{source.name}: none of {captions.num_images} images has a hard negative: {where}")
 
     def where(self, key: str) -> str:

@@ -103,6 +103,11 @@ class ItemSource:
     Items without captions, or with an empty one, become bad samples, which are counted where they would be used; so do items
     with an empty hard negative.
 
+    Args:
+        items: all of them.
+        name: of the data, for messages.
+        columns: those of the table that the items come from, for messages.
+
     Raises:
         CoderError: no items, or only bad ones.
 
@@ -115,8 +120,8 @@ class ItemSource:
         [['2.jpg', '1.jpg'], ['0.jpg']]
     """
 
-    def __init__(self, items: Sequence[Item], *, name: str = "items") -> None:
-        self.name = name
+    def __init__(self, items: Sequence[Item], *, name: str = "items", columns: Sequence[str] = ()) -> None:
+        self.name, self.columns = name, tuple(columns)
         self._items = checked_items(items)
         if not len(items):
             raise CoderError(f"{name}: no images")

@@ -119,14 +119,14 @@ def open_csv(
         load = partial(_load, path, folder / path, max_pixels) if pictures else partial(no_picture, path)
         own = tuple(negatives.get(path, ()))
         items.append(Item(path, tuple(texts), load, other_names(Path(path).stem), negatives=own))
-    return ItemSource(items, name=spec)
+    return ItemSource(items, name=spec, columns=present)
 
 
 def _json_list(text: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise BadSample("negative", f"its negatives are not a JSON list of texts: {error}") from None
+        raise BadSample("negative", f'its negatives are not a JSON list of texts, such as ["a red dog"]: {error}') from None
 
 
 _noted: set[str] = set()

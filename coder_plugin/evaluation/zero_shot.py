@@ -63,7 +63,8 @@ def read_classes(folder: str, classnames: str | None = None, templates: str = "o
     try:
         pictures = ImageFolder(folder)
     except (OSError, ValueError) as error:
-        raise CoderError(f"--zeroshot {folder}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise CoderError(f"--zeroshot {folder}: {reason}; it needs FOLDER/CLASS/*.jpg") from error
     depths = {os.path.relpath(path, folder).count(os.sep) for path, _ in pictures.samples}
     if 1 not in depths:
         raise CoderError(f"--zeroshot {folder}: no class folder contains pictures: name that of one split, such as val")

@@ -114,9 +114,11 @@ class Index:
         """
         model = self.manifest["model"]
         if pretrained.fingerprint() != model["fingerprint"]:
+            objective = f" ({model['objective']})" if model.get("objective") else ""
             raise CoderError(
-                f"{self.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared. "
-                f"It was made with {model.get('name', 'an unnamed model')} ({model.get('objective', '')})"
+                f"{self.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared: "
+                "remove it, or name another --output or --index. "
+                f"It was made with {model.get('name') or 'an unnamed model'}{objective}"
             )
 
     def close(self) -> None:

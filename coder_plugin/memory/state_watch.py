@@ -37,7 +37,8 @@ class StateWatch:
             self._warned = True
             logging.warning(
                 "the model's banks, momentum towers or centres have not moved for %d training steps: call "
-                "coder_plugin.follow(model, optimizer) once before training, or model.coder.post_step() after every "
+                "coder_plugin.follow(model, optimizer) once before training (with Lightning or Hugging Face's Trainer add the "
+                "callback FollowCallback of coder_plugin.integrations instead), or model.coder.post_step() after every "
                 "optimizer.step()",
                 self._forwards - 1,
             )

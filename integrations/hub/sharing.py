@@ -53,7 +53,7 @@ def save_pretrained(
         The folder.
 
     Raises:
-        CoderError: ``model`` holds no model, ``folder`` holds other files or cannot be written, or the model gives
+        CoderError: ``model`` holds no model, ``folder`` is one, holds other files or cannot be written, or the model gives
             features with NaN or infinity.
 
     Example:
@@ -67,6 +67,8 @@ def save_pretrained(
         Traceback (most recent call last):
         coder_plugin.errors.CoderError: hf-hub:group/my-model is a repository: push_to_hub (--repo group/my-model) writes there
     """
+    if isinstance(folder, nn.Module):
+        raise CoderError("the order is save_pretrained(model, folder): the model comes first")
     if is_on_hub(folder):
         raise CoderError(f"{folder} is a repository: push_to_hub (--repo {str(folder).removeprefix(HUB)}) writes there")
     path = Path(folder).resolve()

@@ -49,6 +49,8 @@ class CoderLoss(nn.Module):
 
     def __init__(self, model: Any, loss: Any, **options: Any) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise CoderError(f"the order is CoderLoss(model, loss): the model comes first, got a {type(model).__name__}")
         names, modules = zip(*model.named_children(), strict=True)
         if len(modules) != 1 or not isinstance(modules[0], PictureText):
             types = ", ".join(type(each).__name__ for each in modules)

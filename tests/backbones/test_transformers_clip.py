@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -364,9 +365,9 @@ def test_a_model_without_tokenizer_or_processor(folder: str, tmp_path: Path) -> 
         shutil.copy(Path(folder, file), tmp_path)
     model = create_model(str(tmp_path), loss="clip")
     assert model.visual.preprocess_cfg["size"] == 32
-    with pytest.raises(CoderError, match="has no tokenizer"):
+    with pytest.raises(CoderError, match=f"{re.escape(str(tmp_path))} has no tokenizer"):
         model.tokenizer()
-    with pytest.raises(CoderError, match="has no tokenizer"):
+    with pytest.raises(CoderError, match=f"{re.escape(str(tmp_path))} has no tokenizer"):
         create_model(str(tmp_path), loss="ascl")
 
 
@@ -397,7 +398,7 @@ def test_other_models_are_refused() -> None:
 
 
 def test_clip_without_a_bias_cannot_serve_siglips_loss(folders: dict[str, str]) -> None:
-    with pytest.raises(CoderError, match="logit_bias"):
+    with pytest.raises(CoderError, match="nor any head provides: take a SigLIP model, which has one, or a .* as clip$"):
         create_model(folders["clip"], loss="siglip")
     model = create_model(folders["siglip"], loss="siglip")
     outputs = model(pictures(4), model.tokenizer()(TEXTS), image_id=torch.arange(4))

@@ -166,7 +166,7 @@ def test_what_is_no_classification_set(folder: str, tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "deep" / "val" / "cat" / "a.png")
     for make, match in (
         (lambda: read_classes(str(tmp_path / "nowhere")), "nowhere"),
-        (lambda: read_classes(str(tmp_path / "empty")), "find any class folder"),
+        (lambda: read_classes(str(tmp_path / "empty")), r"find any class folder.*; it needs FOLDER/CLASS/\*.jpg"),
         (lambda: read_classes(str(tmp_path / "deep")), "name that of one split"),
         (lambda: read_classes(folder, str(tmp_path / "absent")), "cannot be read as names"),
         (lambda: (names.write_text("red_wine\tred\n"), read_classes(folder, str(names)))[1], "6 classes have no name"),

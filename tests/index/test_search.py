@@ -7,6 +7,8 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from coder_plugin.data import open_source
 from coder_plugin.data.regions.arrays import npz_bytes
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
-from coder_plugin.index.search import Query, open_searcher
+from coder_plugin.index.search import Index, Query, open_searcher
 from coder_plugin.pretrained.export import export_model
 from tests.training import region_data
 
@@ -144,7 +146,11 @@ def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, cap
     other = made(tmp_path / "other", "dcl", seed=1)
     capsys.readouterr()
     assert main(["search", str(index), "--text", "x", "--model", str(other)]) == 2
-    assert "was made with another model" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "was made with another model" in error and "remove it, or name another --output or --index. It was made" in error
+    plain: Any = SimpleNamespace(folder=index, manifest={"model": {"fingerprint": "", "name": "tiny", "objective": ""}})
+    with pytest.raises(CoderError, match="It was made with tiny$"):
+        Index.check_model(plain, SimpleNamespace(name="other", fingerprint=lambda: "1"))
     assert main(["search", str(index), "--text", "x", "--model", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err
     assert "--model says where it is now" in error and "neither an export nor a run" in error

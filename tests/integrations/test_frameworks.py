@@ -300,6 +300,18 @@ def test_trainer_refuses_what_would_lose_state(runs: Any, tiny_model: str, monke
     assert model.coder.followed_by is None
     with pytest.raises(CoderError, match="unknown loss or objective 'dlc'"):
         runs.CoderTrainer(model, loss="dlc")
+    with pytest.raises(CoderError, match="no model of coder_plugin.create_model in the Linear: .* by add_heads"):
+        runs.CoderTrainer(torch.nn.Linear(1, 1), loss="clip")
+
+
+def test_raw_rows_without_a_collator_are_refused(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    arguments = runs.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = runs.CoderTrainer(runs.make(tiny_model, "clip"), loss="clip", args=arguments, data_collator=None)
+    row = {"image": torch.zeros(3, 64, 64), "text": torch.ones(40).long(), "image_id": 1}
+    assert trainer.data_collator([row])["text"].shape == (1, 40)
+    for name, wrong in (("text", [row | {"text": "a dog"}]), ("image", [row | {"image": object()}]), ("image", [(1, 2)])):
+        with pytest.raises(CoderError, match=f"tensor '{name}': pass data_collator=ImageTextCollator.make_transform.model"):
+            trainer.data_collator(wrong)
 
 
 @pytest.mark.parametrize("name", ["lightning", "transformers"])

@@ -33,6 +33,8 @@ def test_a_shared_folder_is_replaced_by_another_and_nothing_else_is(
     (tmp_path / "other" / "thesis.tex").write_text("")
     with pytest.raises(CoderError, match="holds something else"):
         coder_plugin.save_pretrained(runs["gpo"], tmp_path / "other", export="last")
+    with pytest.raises(CoderError, match=r"the order is save_pretrained\(model, folder\)"):
+        coder_plugin.save_pretrained("folder", torch.nn.Linear(1, 1))
     with pytest.raises(CoderError, match="is a file"):
         coder_plugin.save_pretrained(runs["gpo"], folder / "README.md", export="last")
     assert (folder / "README.md").read_text() == "my own card" and not (folder / "coder.safetensors").exists()

@@ -172,6 +172,8 @@ def test_another_sentence_transformer_is_refused() -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import BoW
 
+    with pytest.raises(CoderError, match=r"the order is CoderLoss\(model, loss\): the model comes first, got a str"):
+        CoderLoss("dcl", torch.nn.Linear(1, 1))
     with pytest.raises(CoderError, match="of one PictureText, and this one has BoW"):
         CoderLoss(SentenceTransformer(modules=[BoW(["dog"])], device="cpu"), "dcl")
 

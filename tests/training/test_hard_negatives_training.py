@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from PIL import Image
 
 import coder_plugin
 from coder_plugin.config import TrainConfig
+from coder_plugin.data.hard_negatives import HardNegatives
+from coder_plugin.data.tables import open_csv
 from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from coder_plugin.training.loop import Trainer
@@ -159,13 +162,19 @@ def test_the_flag_switches_on_every_term_that_takes_them(caplog):
     assert not any("clip(hard" in each for each in told)
 
 
-def test_mistakes_are_named(config, data):
+def test_mistakes_are_named(config, data, tmp_path):
     with pytest.raises(CoderError, match='no term of --loss "siglip" takes hard negatives'):
         objective("siglip")
     with pytest.raises(CoderError, match=r"dcl\(hard_negatives=true\) reads hard negatives: give --hard-negatives N"):
         objective("dcl(hard_negatives=true)", hard_negatives=0)
-    with pytest.raises(CoderError, match="none of 16 images has a hard negative"):
+    with pytest.raises(CoderError, match="none of 16 images has a hard negative: .* columns are 'filepath', 'title'$"):
         Trainer.from_config(config(train="plain.csv"))
+    lines = Path(data["plain.csv"]).read_text().splitlines()
+    faulty = tmp_path / "faulty.csv"
+    faulty.write_text("\n".join([lines[0] + ",negatives", *(f"{line}," for line in lines[1:-1]), f"{lines[-1]},a red dog"]))
+    told = r"has a hard negative: .*; image '15.png': line 17: its .* are not a JSON list of texts, such as \[.a red dog.\]"
+    with pytest.raises(CoderError, match=told):
+        HardNegatives(1).check(open_csv(str(faulty), csv_negatives_key="negatives"))
     with pytest.raises(CoderError, match="--negatives-file without --hard-negatives"):
         Trainer.from_config(config(negatives_file=data["negatives.tsv"], hard_negatives=0))
     with pytest.raises(CoderError, match="not with hard_negatives=true"):

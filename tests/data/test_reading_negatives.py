@@ -129,7 +129,7 @@ def test_faulty_ones_make_a_bad_sample(tmp_path, kind, listed):
 def test_a_column_that_is_no_json_or_not_there(tmp_path):
     source = source_of("csv", tmp_path, image3="a blue car")
     faults = [str(item.fault) for _, item in source.items() if item.fault]
-    assert len(faults) == 1 and faults[0].startswith("line 8: its negatives are not a JSON list of texts: ")
+    assert len(faults) == 1 and faults[0].startswith("line 8: its negatives are not a JSON list of texts, such as ")
     path = write_csv(tmp_path, "wrong captions")
     assert not any(item.negatives for _, item in open_source(str(path), csv_negatives_key="negatives").items())
     assert any(item.negatives for _, item in open_source(str(path), csv_negatives_key="wrong captions").items())

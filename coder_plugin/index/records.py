@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -88,7 +89,7 @@ def finish(connection: sqlite3.Connection) -> None:
 
 
 class Records:
-    """Reads the records, from the thread that opened them. Somebody else may have written the file.
+    """Reads the records, from any thread, one query at a time. Somebody else may have written the file.
 
     It is opened to be read only, and it is refused unless its tables and indexes are exactly those of :func:`create` and
     :func:`finish`: no view, trigger or virtual table runs. Every query ends within :data:`SECONDS`, and every value is checked.
@@ -104,9 +105,10 @@ class Records:
     """
 
     def __init__(self, path: Path, *, images: int | None = None, captions: int | None = None) -> None:
-        self.path, self._deadline = path, float("inf")
+        self.path, self._deadline, self._lock = path, float("inf"), threading.Lock()
         try:
-            self._connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+            uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+            self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)  # the lock keeps threads apart
         except sqlite3.Error as error:
             raise CoderError(f"{path} is not a file of an index's records: {error}") from error
         self._connection.set_progress_handler(lambda: time.monotonic() > self._deadline, 1000)
@@ -165,9 +167,10 @@ class Records:
 
     def _query(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
         """All rows of a query, within :data:`SECONDS`."""
-        self._deadline = time.monotonic() + SECONDS
         try:
-            return self._connection.execute(query, values).fetchall()
+            with self._lock:
+                self._deadline = time.monotonic() + SECONDS
+                return self._connection.execute(query, values).fetchall()
         except (sqlite3.Error, OverflowError) as error:  # a row beyond 2**63
             if str(error) == "interrupted":
                 raise CoderError(f"{self.path} is not a file of an index's records: a query took over {SECONDS} s") from error

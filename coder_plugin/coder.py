@@ -42,6 +42,8 @@ from coder_plugin.resolver import Resolution
 AggregatorName = Literal["tower", "gpo", "gpo-mlp"]
 GatherDtype = Literal["exact", "bfloat16"]
 GatherForm = Literal["all", "ring"]
+#: Losses whose negatives are the other pairs of a step.
+_NEGATIVES_OF_BATCH = frozenset({"clip", "siglip", "dcl", "concept_dcl", "triplet"})
 
 
 class Coder(nn.Module):
@@ -284,6 +286,7 @@ class CoderLoss(nn.Module):
             raise CoderError("gather='ring' computes losses by tiles: take another implementation than 'reference'")
         if gather == "ring" and gather_dtype != "exact":
             raise CoderError("gather='ring' sends features in their own type: leave out gather_dtype, or take gather='all'")
+        self._warned_of_one_pair = False
         self.gather: GatherForm = gather
         self.gather_dtype: torch.dtype | None = torch.bfloat16 if gather_dtype == "bfloat16" else None
         self.objective: Objective = objective
@@ -328,6 +331,8 @@ class CoderLoss(nn.Module):
         """
         ring = self.gather == "ring" and distributed.world_size() > 1
         arguments = self._arguments(outputs)
+        if len(outputs.get("image_features", ())) == 1 == distributed.world_size() and torch.is_grad_enabled():
+            self.warn_of_one_pair()
         names = [term.gathers if term.takes_gathered and not ring else () for term in self.terms.values()]
         gathered = gathered_arguments(
             list(zip(names, arguments, strict=True)),
@@ -350,6 +355,24 @@ class CoderLoss(nn.Module):
                     )
                 losses[f"{label}_{name}"] = spec.weight * scalar
         return losses if output_dict else torch.stack(list(losses.values())).sum()
+
+    def warn_of_one_pair(self) -> None:
+        """Warn once of a batch of one pair, if terms take their negatives from the other pairs of the batch alone."""
+        if self._warned_of_one_pair or torch.compiler.is_compiling():
+            return
+        self._warned_of_one_pair = True
+        terms = [
+            spec.name
+            for spec, term in zip(self.objective.terms, self.terms.values(), strict=True)
+            if spec.name in _NEGATIVES_OF_BATCH
+            and not {"coder_image_keys", "coder_negative_ids"} & {*term.requires}  # of the momentum banks, hard negatives
+        ]
+        if terms:
+            logging.warning(
+                "a batch of one pair has no negatives, and %s has no others: use a larger batch size, and leave out a last "
+                "batch of one (drop_last)",
+                " and ".join(terms),
+            )
 
     def _arguments(self, outputs: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Each term's arguments from this rank."""

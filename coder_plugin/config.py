@@ -164,7 +164,7 @@ class DataConfig:
         "auto", "the reader: webdataset, csv, karpathy, coco, img2dataset, hf, hf-streaming, precomp, caps, scenes, or a "
         "plugin's"
     )
-    image_root: str | None = _option(None, "image folder of a Karpathy or COCO file")
+    image_root: str | None = _option(None, "folder of the pictures that a table or a .json names")
     regions: str | None = _option(None, "region features: files or folders joined with ::")
     regions_type: str = _option(
         "auto", "layout of the region features: tsv, lxmert, hdf5, lmdb, folder, precomp, shards, or a plugin's"

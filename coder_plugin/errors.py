@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 
@@ -22,20 +23,25 @@ def did_you_mean(word: str, *choices: Iterable[str]) -> str:
     Example:
         >>> did_you_mean("dlc", ["clip", "dcl"], ["dlc-2"])
         "; did you mean 'dcl'?"
+        >>> did_you_mean("mdcl", ["dcl", "m_dcl"])
+        "; did you mean 'm_dcl'?"
         >>> did_you_mean("transformer", ["clip", "dcl"])
         ''
     """
     limit = 1 if len(word) < 6 else len(word) // 3
     for names in choices:
-        distances = {name: _edit_distance(word.lower(), name.lower()) for name in names}
+        distances = {name: _distance(word.lower(), name.lower()) for name in names}
         nearest = min(distances, key=lambda name: distances[name], default=None)
         if nearest is not None and distances[nearest] <= limit:
             return f"; did you mean {nearest!r}?"
     return ""
 
 
-def _edit_distance(one: str, other: str) -> int:
-    """Number of insertions, deletions, substitutions and swaps of neighbours that turn one word into the other."""
+def _distance(one: str, other: str) -> int:
+    """Number of insertions, deletions, substitutions and swaps of neighbours that turn one word into the other; 0 for words
+    that are equal but for ``-`` and ``_``, such as ``mdcl`` and ``m_dcl``."""
+    if re.sub("[-_]", "", one) == re.sub("[-_]", "", other):
+        return 0
     rows = [list(range(len(other) + 1))]
     for i, letter in enumerate(one, 1):
         row = [i]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 from coder_plugin import registry
@@ -88,6 +89,8 @@ def create_model(
     objective = Objective.parse(loss, heads=passed)
     if aggregator not in get_args(AggregatorName):
         raise CoderError(f"aggregator must be one of {', '.join(get_args(AggregatorName))}, got {aggregator!r}")
+    if pretrained is not None and not isinstance(pretrained, (str, Path)):
+        raise CoderError(f"pretrained is {pretrained!r}: name a tag of open_clip, such as 'openai', or a file")
     if context_blocks < 1:
         raise CoderError(f"context_blocks must be 1 or more, got {context_blocks}")
     backbone = plugin_backbones.find_backbone(name)

@@ -679,6 +679,51 @@ def test_losses_are_weighted_named_and_summed(make: Make) -> None:
     assert not any(isinstance(module, Head) for module in loss.modules()), "the model owns its heads"
 
 
+@pytest.mark.parametrize(
+    "objective, named", [("clip + dcl", "clip and dcl"), ("dcl(hard_negatives=true)", None), ("m_dcl", None), ("clip", "clip")]
+)
+def test_a_batch_of_one_pair_is_reported_once(
+    tiny_model: str, caplog: pytest.LogCaptureFixture, objective: str, named: str | None
+) -> None:
+    """In every loop: by the loss. A bank and hard negatives are negatives of a single pair too."""
+    caplog.set_level(logging.WARNING)
+    model = create_model(tiny_model, loss=objective).train()
+    loss = create_loss(objective, model=model)
+    negatives = {"text_negatives": torch.ones(2, 1, 40).long()} if "hard" in objective else {}
+
+    def step(rows: int) -> list[str]:
+        caplog.clear()
+        some = {name: value[:rows] for name, value in negatives.items()}
+        loss(**model(torch.rand(rows, 3, 64, 64), torch.ones(rows, 40).long(), image_id=torch.arange(rows), **some))
+        return [each.getMessage() for each in caplog.records if "batch of one pair" in each.getMessage()]
+
+    with torch.no_grad():
+        assert step(1) == []
+    assert step(2) == []
+    told = step(1)
+    assert len(told) == (named is not None) and all(f"negatives, and {named} has no others: use" in each for each in told)
+    assert step(1) == []
+
+
+def test_inputs_of_another_kind_are_refused(tiny_model: str) -> None:
+    model = create_model(tiny_model, loss="clip").train()
+    image, text = torch.rand(2, 3, 64, 64), torch.ones(2, 40).long()
+    for inputs, message in (
+        (([object()], text), "image is list: make_transform.model. makes a tensor"),
+        (((255 * image).byte(), text), "image is torch.uint8: make_transform"),
+        ((text, image), "image is torch.int64: make_transform"),
+        ((image, ["a dog", "a cat"]), "text is list: the tokenizer makes"),
+        ((image, image), "text is torch.float32: the tokenizer makes .*; images come before them"),
+        ((image, text, [1, 2]), "image_id is list: ids are integers"),
+        ((image, text, torch.rand(2)), "image_id is torch.float32: ids are integers"),
+    ):
+        ids = {"image_id": inputs[2]} if len(inputs) > 2 else {}
+        with pytest.raises(CoderError, match=message):
+            model(*inputs[:2], **ids)
+    with pytest.raises(CoderError, match="pretrained is True: name a tag of open_clip, such as 'openai'"):
+        create_model("ViT-B-32", loss="clip", pretrained=True)
+
+
 def test_at_reads_the_heads_features(make: Make) -> None:
     model = make("vit", "dcl@pair + dcl + triplet@pair + triplet").train()
     outputs = model(*batch())

@@ -243,6 +243,7 @@ def test_a_broken_preset_is_named() -> None:
 
 MISTAKES = [
     ("dcll", 1, "unknown loss or objective 'dcll'; did you mean 'dcl'? (known: ascl, "),
+    ("mdcl", 1, "did you mean 'm_dcl'?"),
     ("clip + tripet", 8, "did you mean 'triplet'?"),
     ("2*coder/table2-9", 3, "did you mean 'coder/table2-"),
     ("clip + dlc", 8, "unknown loss or objective 'dlc'; did you mean 'dcl'? (known: ascl, "),

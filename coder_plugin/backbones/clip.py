@@ -76,12 +76,13 @@ class CoderCLIP:
         [B, n] are for the heads that require them (:func:`coder_plugin.backbones.base.forward_with_heads`).
 
         Raises:
-            CoderError: an image dict of NaFlex.
+            CoderError: an image dict of NaFlex; in training mode, images, texts or ids that are no tensors of their kind.
         """
         if isinstance(image, Mapping):
             raise CoderError("NaFlex image dicts are not supported: give images as one tensor [B, 3, H, W]")
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(image, text, *args, **upstream)  # type: ignore[misc]
+        _check_inputs(image, text, image_id)
         return forward_with_heads(
             self,
             partial(self._run_towers, args, upstream),
@@ -132,6 +133,18 @@ class CoderCLIP:
 
     def _collect(self, text: Tensor | None) -> dict[str, Tensor]:
         return {} if self._coder_capture is None else self._coder_capture.collect(text)
+
+
+def _check_inputs(image: Any, text: Any, image_id: Any) -> None:
+    """Raise CoderError for pictures, texts or numbers in place of tensors, and for arguments in another order."""
+    for name, value, is_float, what in (
+        ("image", image, True, "make_transform(model) makes a tensor of a picture, and torch.stack the batch [B, 3, H, W]"),
+        ("text", text, False, "the tokenizer makes the ids, int64 [B, T], of a list of texts; images come before them"),
+        ("image_id", image_id, False, "ids are integers, a tensor int64 [B]"),
+    ):
+        kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        if value is not None and (not isinstance(value, Tensor) or value.is_floating_point() != is_float):
+            raise CoderError(f"{name} is {kind}: {what}")
 
 
 def create_clip(

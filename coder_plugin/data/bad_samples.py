@@ -170,10 +170,10 @@ class BadSamples:
     def _stop(self, kind: str = "", key: str = "", reason: str = "") -> None:
         last = f"; the last one: {shorten(key)!r} ({kind}): {reason}" if kind else ""
         few = f" (of fewer than {ENOUGH:,} samples: more than {self.rate * ENOUGH:g})" if self.read < ENOUGH else ""
-        raise CoderError(
-            f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{few}{last}: fix or leave them out, or allow "
-            "a greater fraction (--max-bad-samples)"
-        )
+        advice = "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
+        if self.kinds["missing"] == self.read:
+            advice = "fix the paths, or name the folder that they are relative to (--image-root)"
+        raise CoderError(f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{few}{last}: {advice}")
 
 
 def total(parts: Iterable[BadSamples]) -> BadSamples:

@@ -11,6 +11,9 @@ from torch.utils.data import default_collate
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 
+#: What the key of a pair is, for messages.
+_KEY = "the picture's path or number, the same for all of its captions"
+
 
 class ImageTextCollator:
     """A ``collate_fn``: n pairs -> ``image`` [n, 3, H, W], ``text`` int64 [n, T] and ``image_id`` int64 [n].
@@ -24,7 +27,8 @@ class ImageTextCollator:
         columns: the names of picture, caption and key in pairs that are dicts, such as rows of a Hugging Face data set.
 
     Raises:
-        CoderError: when it is called, a dict without one of the columns.
+        CoderError: when it is called, a dict without one of the columns, another number of values, or a caption that is no
+            text.
 
     Example:
         >>> collate = ImageTextCollator(
@@ -48,6 +52,11 @@ class ImageTextCollator:
     def __call__(self, pairs: Sequence[Any]) -> dict[str, Any]:
         """Pairs, as tuples (picture, caption, key) or dicts -> the keyword arguments of the model's forward."""
         images, captions, keys = zip(*map(self._row, pairs), strict=True)
+        for caption in captions:
+            if not isinstance(caption, str):
+                several = isinstance(caption, (list, tuple))
+                hint = "make a pair of each caption, with the picture's key" if several else "pass a str"
+                raise CoderError(f"the caption of a pair is a {type(caption).__name__}, not a text: {hint}")
         return {
             "image": default_collate([self._transform(image) for image in images]),
             "text": self._tokenizer(list(captions)),
@@ -56,11 +65,17 @@ class ImageTextCollator:
 
     def _row(self, pair: Any) -> tuple[Any, ...]:
         if not isinstance(pair, Mapping):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 3:
+                size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
+                raise CoderError(f"a pair is a {type(pair).__name__}{size}: make it (picture, caption, key); the key is {_KEY}")
             return tuple(pair)
         missing = [column for column in self._columns if column not in pair]
         if missing:
-            raise CoderError(
-                f"a pair has no {missing[0]!r}; it has {', '.join(map(repr, pair)) or 'nothing'}: name the columns of picture, "
-                "caption and key with ImageTextCollator(..., columns=(...)); the key is the same for all captions of a picture"
-            )
+            present = f"a pair has no {missing[0]!r}; it has {', '.join(map(repr, pair)) or 'nothing'}"
+            if missing == [self._columns[2]]:
+                raise CoderError(f"{present}: add it ({_KEY}), or name the column that holds it, {self._named()}")
+            raise CoderError(f"{present}: name the columns of picture, caption and key, {self._named()}")
         return tuple(pair[column] for column in self._columns)
+
+    def _named(self) -> str:
+        return f"as in ImageTextCollator(..., columns={self._columns})"

@@ -25,7 +25,9 @@ _COLUMNS = {name: name for name in ("image_column", "caption_column", "key_colum
 _READER_OPTIONS = {
     "caps": {},
     "coco": {"image_root": "images", **_PIXELS},
-    "csv": {"csv_separator": "csv_separator", "csv_img_key": "csv_img_key", "csv_caption_key": "csv_caption_key", **_PIXELS},
+    "csv": {
+        **{name: name for name in ("csv_separator", "csv_img_key", "csv_caption_key")}, "image_root": "images", **_PIXELS
+    },
     "hf": {**_COLUMNS, **_PIXELS},
     "hf-streaming": {**_COLUMNS, **_PIXELS},
     "img2dataset": _PIXELS,

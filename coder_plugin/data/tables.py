@@ -40,18 +40,21 @@ def open_csv(
     csv_img_key: str = "filepath",
     csv_caption_key: str = "title",
     csv_negatives_key: str | None = None,
+    images: str | None = None,
     pictures: bool = True,
     max_pixels: int | None = None,
 ) -> ItemSource:
     """The reader ``csv``: a table with a header and one row a caption. Rows with the same file are one image's captions.
 
     Args:
-        spec: the table; its paths are relative to the working directory, as in open_clip, else to the table's folder.
+        spec: the table.
         split: not used, since a table holds one split.
         csv_separator: one character; None: the tab, comma, semicolon or bar that separates the named columns in the header.
         csv_img_key, csv_caption_key: names of the columns.
         csv_negatives_key: column of the image's hard negatives, a JSON list of texts or nothing; an image has those of all of
             its rows. A table may lack the column ``negatives``. None: hard negatives are not read.
+        images: folder that the paths are relative to. Without it, and for paths that it does not have, the working directory
+            (as in open_clip), else the table's folder.
         pictures: False if only the captions are needed, for features from other files.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
 
@@ -59,9 +62,10 @@ def open_csv(
     an empty caption, or with faulty hard negatives, makes its image a bad sample.
 
     Raises:
-        CoderError: a missing file or column, a file that is no table, or no usable row.
+        CoderError: a missing file, folder or column, a file that is no table, or no usable row.
     """
     check_max_pixels(max_pixels)
+    root = picture_folder(spec, images) if images is not None and pictures else None
     separator = None if csv_separator is None else csv_separator.replace("\\t", "\t")  # a shell passes two characters
     if separator is not None and len(separator) != 1:
         raise CoderError(f"--csv-separator is {csv_separator!r}; it must be one character")
@@ -116,7 +120,7 @@ def open_csv(
         if path in faults:
             items.append(bad_item(path, faults[path], other_names(Path(path).stem)))
             continue
-        load = partial(_load, path, folder / path, max_pixels) if pictures else partial(no_picture, path)
+        load = partial(_load, path, folder, root, max_pixels) if pictures else partial(no_picture, path)
         own = tuple(negatives.get(path, ()))
         items.append(Item(path, tuple(texts), load, other_names(Path(path).stem), negatives=own))
     return ItemSource(items, name=spec, columns=present)
@@ -250,9 +254,10 @@ def _image_folder(spec: Path) -> Path:
     return folder if folder.is_dir() else spec.parent
 
 
-def _load(path: str, otherwise: Path, max_pixels: int | None) -> Image:
+def _load(path: str, folder: Path, root: Path | None, max_pixels: int | None) -> Image:
     """Check the path only when loading: checking 100,000 files first takes minutes on a network drive."""
-    return decode_image(path if os.path.exists(path) else str(otherwise), max_pixels=max_pixels)
+    places = [Path(path), folder / path] if root is None else [root / path, Path(path), folder / path]
+    return decode_image(str(next(filter(os.path.exists, places), (root or folder) / path)), max_pixels=max_pixels)
 
 
 def read_json(spec: str | Path) -> Any:

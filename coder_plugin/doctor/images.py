@@ -105,7 +105,7 @@ def check_pictures(split: str, looks: Sequence[Look], total: int, config: Any, m
         more = f", so about {expected:,.0f} of {total:,}" if len(looks) < total else ""
         do = f"download them again, or leave them out; a run skips up to --max-bad-samples {rate:g} of all"
         if not good:
-            do = "check the folder and the column: --image-root FOLDER (Karpathy, COCO), --csv-img-key (tables)"
+            do = "check the folder (--image-root FOLDER) and, of a table, the column (--csv-img-key)"
         text = f"{share(len(bad), len(looks))} pictures cannot be read{more}: {first}{_others(bad)}"
         yield level(f"{name}.unreadable", text, do)
     if not good:

@@ -462,26 +462,10 @@ def make_tags(model: Any, config: TrainConfig) -> Tags | None:
     return tags
 
 
-#: Losses whose negatives are the other pairs of a step.
-_NEGATIVES_OF_BATCH = frozenset({"clip", "siglip", "dcl", "concept_dcl", "triplet"})
-
-
 def warn_of_one_pair(config: TrainConfig, loss: CoderLoss) -> None:
-    """Warn where a step has one pair and terms take their negatives from the step's other pairs."""
-    if config.optim.batch_size * config.optim.accum_freq * distributed.world_size() > 1:
-        return
-    terms = [
-        spec.name
-        for spec, term in zip(loss.objective.terms, loss.terms.values(), strict=True)
-        if spec.name in _NEGATIVES_OF_BATCH
-        and "coder_image_keys" not in term.requires  # of the momentum banks
-        and not _reads_negatives(spec)
-    ]
-    if terms:
-        log.warning(
-            "--batch-size 1: a batch of one pair has no negatives, and %s has no others: use a larger --batch-size",
-            " and ".join(terms),
-        )
+    """Warn before training where a step has one pair, which most losses cannot learn from."""
+    if config.optim.batch_size * config.optim.accum_freq * distributed.world_size() == 1:
+        loss.warn_of_one_pair()
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:

@@ -43,7 +43,8 @@ def save_pretrained(
     Args:
         model: a model of :func:`coder_plugin.create_model`, trained in any loop; or a training run's folder, an export's
             folder, or a shared model's. The ``README.md`` of a shared model is kept if it was edited.
-        folder: a new folder, or one of a shared model whose files are unchanged, which is replaced.
+        folder: a new folder, or one that this function wrote. The earlier model there is replaced without asking, unless files
+            beside the weights were added or changed.
         export: which export of a run, "best" or "last"; None: best, or last if there is no best.
         license: for the card: the licence of the weights by the hub's name for it, such as "cc-by-nc-4.0".
         base_model: for the card: the repository of the model that training started from.

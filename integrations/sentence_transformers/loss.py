@@ -82,8 +82,8 @@ class CoderLoss(nn.Module):
             labels: the images' ids, int64 [B]; None: by their pixels.
 
         Raises:
-            CoderError: other columns, labels that are no integers, hard negatives that the loss does not read, or another model
-                than the loss was made for.
+            CoderError: other columns, labels that are no integers, hard negatives that the loss does not read, or none
+                where it reads them, or another model than the loss was made for.
         """
         if next(self.model.parameters()) is not next(self._inner[0].parameters()):
             raise CoderError(
@@ -97,6 +97,11 @@ class CoderLoss(nn.Module):
             raise CoderError(
                 f"the loss {self.loss.objective} reads no hard negatives, and there is a second column of texts: write "
                 "clip(hard_negatives=true), or so for dcl, m_dcl or triplet, or leave the column out"
+            )
+        if self._reads_negatives and "text_negatives" not in pairs:
+            raise CoderError(
+                f"the loss {self.loss.objective} reads hard negatives, and the data set has no column of them: add one of "
+                "texts after the captions' (an empty text is none), or leave out hard_negatives=true"
             )
         return self.loss(**self.model(pairs))
 

@@ -41,8 +41,25 @@ def test_dicts_of_tensors_are_stacked_by_key() -> None:
 
 
 def test_a_missing_column_is_named() -> None:
-    with pytest.raises(CoderError, match="a pair has no 'key'; it has 'image', 'caption': name the columns"):
-        ImageTextCollator(transform, tokenizer)([{"image": "p", "caption": "a"}])
+    collate = ImageTextCollator(transform, tokenizer, columns=("image", "caption", "file"))
+    with pytest.raises(CoderError, match=r"has no 'file'; it has 'image', 'caption': add it \(.* the same for all of its cap"):
+        collate([{"image": "p", "caption": "a"}])
+    with pytest.raises(CoderError, match=r"has no 'caption'; it has 'image', 'text': name .* columns=\('image', 'caption'"):
+        collate([{"image": "p", "text": "a"}])
+
+
+@pytest.mark.parametrize(
+    "pair, message",
+    [
+        (("p", "a dog"), r"a pair is a tuple of 2: make it \(picture, caption, key\); the key is the pict"),
+        ("p", "a pair is a str: make it"),
+        (("p", ["a dog", "a cat"], "k"), "caption of a pair is a list, not a text: make a pair of each caption"),
+        (("p", None, "k"), "caption of a pair is a NoneType, not a text: pass a str"),
+    ],
+)
+def test_other_pairs_are_refused(pair: object, message: str) -> None:
+    with pytest.raises(CoderError, match=message):
+        ImageTextCollator(transform, tokenizer)([("p", "a", "k"), pair])
 
 
 def test_the_example_runs() -> None:

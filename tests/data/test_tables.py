@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from coder_plugin.config import DataConfig
 from coder_plugin.data import open_source
+from coder_plugin.data.from_config import make_source
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource, Plan
 from coder_plugin.data.tables import open_csv, open_karpathy
@@ -131,6 +133,29 @@ def test_karpathy_a_place_in_the_names_is_one_kind_of_name(tmp_path):
 def test_csv_names_are_the_stems(tmp_path):
     spec = write_table(tmp_path, [("a/b.png", "x"), ("c", "y")])
     assert [item.names for _, item in open_csv(spec).items()] == [("b",), ("c",)]
+
+
+def test_csv_paths_are_relative_to_the_image_root_first(tmp_path, monkeypatch):
+    """Then to the working directory, and to the table's folder."""
+    monkeypatch.chdir(tmp_path)
+    names = ("root/a.png", "a.png", "table/a.png", "b.png", "table/b.png", "table/c.png")
+    for shade, name in enumerate(names):
+        picture(tmp_path / name, (shade, 0, 0))
+    spec = write_table(tmp_path / "table", [(f"{name}.png", "x") for name in "abcd"])
+
+    def shades(**options):
+        items = [item for _, item in open_csv(spec, **options).items()]
+        with pytest.raises(FileNotFoundError) as missing:
+            items[3].load()
+        return [item.load().getpixel((0, 0))[0] for item in items[:3]], Path(missing.value.filename)
+
+    assert shades() == ([1, 3, 5], tmp_path / "table/d.png")
+    assert shades(images="root") == ([0, 3, 5], Path("root/d.png"))
+    assert shades(images=str(tmp_path / "root")) == ([0, 3, 5], tmp_path / "root/d.png")
+    assert "image folder 'rot' does not exist" in fault(open_csv, spec, images="rot")
+    config = DataConfig(train=spec, image_root="root")
+    (first, *_) = (item for _, item in make_source(config, split="train").items())
+    assert first.load().getpixel((0, 0)) == (0, 0, 0) and first.key == "a.png"
 
 
 def test_without_pictures_no_folder_is_looked_for_and_nothing_loads(tmp_path):

@@ -156,7 +156,7 @@ def test_further_columns_are_hard_negatives(make: Any, pairs: Any, tmp_path: Pat
     trainer = runs.trainer(model, data, tmp_path, loss=objective, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
-    with pytest.raises(CoderError, match="needs coder_negative_features"):
+    with pytest.raises(CoderError, match="reads hard negatives, and the data set has no column of them: add one of texts"):
         objective([columns["image"], columns["caption"]])
 
 

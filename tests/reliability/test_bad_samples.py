@@ -204,6 +204,20 @@ def test_the_rate_is_judged_with_an_allowance_while_reading_and_exactly_at_the_e
         bad.finish()
 
 
+@pytest.mark.parametrize(
+    "kinds, advice",
+    [
+        ({"missing": 11}, r"fix the paths, or name the folder that they are relative to \(--image-root\)"),
+        ({"missing": 11, "caption": 1}, "fix or leave them out, or allow a greater fraction"),
+    ],
+)
+def test_where_every_picture_is_missing_the_folder_may_be_another(kinds, advice):
+    bad = BadSamples("data", 0.01)
+    bad.add(sum(kinds.values()), [(kind, "a.png", "not found") for kind, count in kinds.items() for _ in range(count)])
+    with pytest.raises(CoderError, match=f"of them .*: {advice}"):
+        bad.finish()
+
+
 def test_each_kind_is_named_ten_times_at_most_and_once_a_key(caplog):
     bad = BadSamples("data", 1.0)
     for number in range(40):

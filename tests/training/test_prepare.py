@@ -61,6 +61,9 @@ def test_several_processes_compute_their_own_anchors(monkeypatch, tiny_model):
 )
 def test_a_batch_of_one_pair_is_warned_of(loss, batch_size, named, caplog, tiny_model):
     model = create_model(tiny_model, loss=loss)
-    prepare.warn_of_one_pair(TrainConfig().with_options(batch_size=batch_size), create_loss(loss, model=model))
+    criterion = create_loss(loss, model=model)
+    prepare.warn_of_one_pair(TrainConfig().with_options(batch_size=batch_size), criterion)
+    if batch_size == 1:
+        criterion.warn_of_one_pair()  # in the first step
     lines = [record.getMessage() for record in caplog.records if "no negatives" in record.getMessage()]
     assert len(lines) == (named is not None) and all(f"and {named} has no others" in line for line in lines)

@@ -69,6 +69,7 @@ class Coder(nn.Module):
     ) -> None:
         super().__init__()
         self.objective: Objective = objective
+        self.backbone: BackboneInfo = backbone
         self.views: int = backbone.views
         self.context_blocks: int = context_blocks
         self.bindings: tuple[Mapping[str, str], ...] = resolution.bindings

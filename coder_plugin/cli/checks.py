@@ -86,6 +86,18 @@ def reads_files(kind: str) -> bool:
     return any(plugin.name == kind and plugin.distribution == "coder-plugin" for plugin in list_plugins("readers"))
 
 
+def check_reranker(text: str | None) -> None:
+    """Check the name of a re-ranker, where one is given; its options are checked when it is built.
+
+    Raises:
+        CoderError: not of the form ``NAME(option=value)``, or unknown.
+    """
+    from coder_plugin.heads.rerankers import parse_reranker
+
+    if text is not None:
+        parse_reranker(text)
+
+
 def check_exists(path: str, *, flag: str) -> None:
     """Check that a file or folder exists.
 

@@ -13,7 +13,7 @@ from coder_plugin.terminal import echo
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.cli.flags import add_flags, add_reranker
     from coder_plugin.config import OPENING, READING
 
     parser = commands.add_parser(
@@ -109,19 +109,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     group.add_argument(
         "--wise-ft-save", nargs=2, metavar=("A", "FOLDER"), help="write the interpolated model at A as an export"
     )
+    add_reranker(parser)
     only = [*OPENING, *READING, "val_data", "max_bad_samples", "max_image_pixels", "workers", "batch_size", "rerank"]
     add_flags(parser, only=only)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_exists, check_model, check_options
+    from coder_plugin.cli.checks import check_exists, check_model, check_options, check_reranker
     from coder_plugin.cli.flags import read_options
 
     for folder in arguments.run_folder:
         check_model(folder)
     options = read_options(arguments)
     check_options(options, reads=["val_data" if "val_data" in options else "train_data", "image_root"])
+    check_reranker(arguments.reranker)
     if not arguments.run_folder and "model" not in options:
         raise CoderError("say which model: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     for flag in ("cxc", "zeroshot", "classnames"):
@@ -211,6 +213,7 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
         split=arguments.split,
         return_intermediates=LOCALS if drawing is not None else (),
         on_model=on_model if drawing is not None else None,
+        reranker=flags.get("reranker"),
     )
     if results and measures.analyses:
         from coder_plugin.report.figures import plot_analyses

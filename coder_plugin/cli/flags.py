@@ -72,6 +72,15 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
         parser.add_help_all()
 
 
+def add_reranker(parser: argparse.ArgumentParser) -> None:
+    """Add ``--reranker``."""
+    parser.add_argument(
+        "--reranker", metavar="NAME",
+        help="re-rank without a trained head: maxsim, by the tokens of images and texts, or a name from another package [the "
+        "model's fusion head, if it has one]",
+    )
+
+
 def read_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that the flags set, by flat name; nothing that was left at its default."""
     return {name: value for name, value in vars(arguments).items() if name in options_by_name()}

@@ -13,7 +13,7 @@ from coder_plugin.terminal import echo
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.cli.flags import add_flags, add_reranker
     from coder_plugin.config import OPENING, READING
 
     parser = commands.add_parser(
@@ -46,19 +46,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--rerank-items",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep what a fusion head needs to re-rank, if the model has one [True]",
+        help="keep what re-ranking needs, with --reranker or a model that has a fusion head [True]",
     )
+    add_reranker(parser)
     add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_data, check_model, check_options
+    from coder_plugin.cli.checks import check_data, check_model, check_options, check_reranker
     from coder_plugin.cli.flags import read_options
 
     options = read_options(arguments)
     check_model(arguments.run_folder)
     check_options(options, reads=["image_root"])
+    check_reranker(arguments.reranker)
     if arguments.run_folder is None and "model" not in options:
         raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
     kind = options.get("dataset_type", "auto")
@@ -90,7 +92,7 @@ def index_command(arguments: argparse.Namespace) -> str:
     export = arguments.export or default_export(spec)
     manifest = write_index(
         arguments.output,
-        open_pretrained(spec, options, export=export, name=spec),
+        open_pretrained(spec, options, export=export, name=spec, reranker=arguments.reranker),
         source,
         model_from={"spec": spec, "export": export, "options": options},
         data=data,

@@ -17,6 +17,8 @@ _LONGEST = 500
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_reranker
+
     parser = commands.add_parser(
         "search",
         help="find images or captions in an index",
@@ -32,8 +34,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--rerank", metavar="K",
-        help="candidates that a fusion head re-ranks, or all; 0: none [32 if the model has a fusion head]"
+        help="candidates that are re-ranked, or all; 0: none [32 if the index keeps what re-ranking needs]"
     )
+    add_reranker(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument(
@@ -50,13 +53,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_exists, check_folder
+    from coder_plugin.cli.checks import check_exists, check_folder, check_reranker
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     if not (arguments.text or arguments.image or arguments.key):
         raise CoderError("nothing to search for: give --text, --image or --key")
     for path in arguments.image or ():
         check_exists(path, flag="--image")
+    check_reranker(arguments.reranker)
     if arguments.k < 1:
         raise CoderError(f"k must be at least 1, got {arguments.k}")
     echo(search_command(arguments))
@@ -77,6 +81,7 @@ def search_command(arguments: argparse.Namespace) -> str:
         parameters=arguments.search_parameters,
         gpu=arguments.gpu,
         need_model=bool(arguments.text or arguments.image),
+        reranker=arguments.reranker,
     )
     results = [
         (name, picture, searcher.search(query, arguments.k, among=arguments.among, rerank=arguments.rerank))

@@ -82,6 +82,7 @@ class _Setting:
     export: str | None
     split: str
     return_intermediates: Collection[str]
+    reranker: str | None
 
     def data(self, spec: str | None) -> tuple[Any, DataConfig]:
         """The data set to evaluate on, and how it is read.
@@ -106,6 +107,7 @@ class _Setting:
             name=name,
             source=source,
             return_intermediates=self.return_intermediates,
+            reranker=self.reranker,
         )
 
 
@@ -118,6 +120,7 @@ def evaluate_models(
     split: str = "val",
     return_intermediates: Collection[str] = (),
     on_model: Callable[[str, Encoder, Any, DataConfig], None] | None = None,
+    reranker: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Figures of each model, and of several models also those of their ensemble.
 
@@ -132,6 +135,7 @@ def evaluate_models(
         return_intermediates: as in :func:`coder_plugin.create_model`.
         on_model: called on the first rank with each model's name, its encoder, the data and how they are read, while the model
             is in memory.
+        reranker: as in :func:`~coder_plugin.pretrained.open.open_pretrained`, for all models.
 
     Returns:
         By name what :func:`~coder_plugin.evaluation.evaluate.evaluate` returns: a row for each model and the ensemble, or for
@@ -143,7 +147,7 @@ def evaluate_models(
     """
     specs = list(dict.fromkeys(specs)) or [None]
     measures.check(len(specs))
-    setting = _Setting(options, measures, export, split, return_intermediates)
+    setting = _Setting(options, measures, export, split, return_intermediates, reranker)
     rows: Iterable[_Row]
     if measures.fine_tuning is not None:
         rows = _fine_tuning_rows(setting, specs[0], measures.fine_tuning)
@@ -227,7 +231,7 @@ def _fine_tuning_rows(setting: _Setting, spec: str | None, tuning: wise_ft.FineT
         accuracy = None if benchmarks.classes is None else zero_shot(encoder, benchmarks.classes)
         return _Row(name, encoder(source), shortlist_length(rerank, encoder), truths, accuracy)
 
-    before = wise_ft.open_base(spec, setting.options, source, tuning, export=setting.export)
+    before = wise_ft.open_base(spec, setting.options, source, tuning, export=setting.export, reranker=setting.reranker)
     weights, base_name = None, ""
     if before is not None:
         base_name = before.name.removeprefix("before: ")

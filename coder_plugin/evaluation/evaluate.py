@@ -57,8 +57,8 @@ def shortlist_length(rerank: int | str | None, encoder: Encoder) -> int | None:
     if rerank == "all" or (str(rerank).isdecimal() and int(rerank) > 0):
         if encoder.reranking is None:
             raise CoderError(
-                f"--rerank {rerank} orders candidates by a fusion score, and this model has no fusion head: leave it out, or "
-                'train one, such as --loss "ascl(similarity=fusion) + ascl"'
+                f"--rerank {rerank} orders candidates by a fusion score, and this model has no fusion head: leave it out, add "
+                '--reranker maxsim, or train a fusion head, such as --loss "ascl(similarity=fusion) + ascl"'
             )
         return None if rerank == "all" else int(rerank)
     raise CoderError(f"--rerank must be a number of candidates, 1 or more, or all, got {rerank!r}")

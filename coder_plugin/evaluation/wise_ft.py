@@ -90,7 +90,13 @@ def _make_new_folder(folder: Path) -> None:
 
 
 def open_base(
-    spec: str | None, options: Mapping[str, Any], source: Any, tuning: FineTuning, *, export: str | None = None
+    spec: str | None,
+    options: Mapping[str, Any],
+    source: Any,
+    tuning: FineTuning,
+    *,
+    export: str | None = None,
+    reranker: str | None = None,
 ) -> PretrainedModel | None:
     """The model that a run was fine-tuned from; None if none is named and the run started from random towers.
 
@@ -100,6 +106,7 @@ def open_base(
         source: the data to evaluate on.
         tuning: which base, and what is done with it.
         export: which export, if the base is a run: "best" or "last"; None: best, or last if there is no best.
+        reranker: as in :func:`~coder_plugin.pretrained.open.open_pretrained`.
 
     Raises:
         CoderError: a region model; no base or no fine-tuned model where weights between them are asked for; a base whose
@@ -127,11 +134,11 @@ def open_base(
     label = f"before: {Path(name).parent if Path(name).is_file() else name}"
     if tuning.base is not None and (is_on_hub(name) or Path(name).is_dir()):
         opening = {key: options[key] for key in ("batch_size", "workers", "precision", "cache_dir") if key in options}
-        return open_pretrained(name, opening, export=export, name=label, source=source)
+        return open_pretrained(name, opening, export=export, name=label, source=source, reranker=reranker)
     opening = {**saved, **options, "pretrained": name, **_PLAIN}
     if opening.get("model") is None and not source.name.startswith("scenes"):
         raise CoderError(f"--base {name}: {spec} does not say of which architecture these weights are: name it with --model")
-    return open_pretrained(None, opening, name=label, source=source)
+    return open_pretrained(None, opening, name=label, source=source, reranker=reranker)
 
 
 def plain_weights(model: Any) -> dict[str, Tensor]:

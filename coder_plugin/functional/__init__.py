@@ -12,6 +12,7 @@ from coder_plugin.functional.cra_loss import cra
 from coder_plugin.functional.dcl_loss import dcl
 from coder_plugin.functional.distill_loss import distill
 from coder_plugin.functional.diversity_weights import diversity
+from coder_plugin.functional.late_interaction import maxsim
 from coder_plugin.functional.lca_loss import lca
 from coder_plugin.functional.m_dcl_loss import m_dcl
 from coder_plugin.functional.pgc_loss import pgc
@@ -29,6 +30,7 @@ __all__ = [
     "diversity",
     "lca",
     "m_dcl",
+    "maxsim",
     "pgc",
     "triplet",
 ]

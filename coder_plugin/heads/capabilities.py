@@ -79,10 +79,35 @@ class PairScorer(Protocol):
 
 
 class Reranks(Head):
-    """Scores the pairs of a shortlist, from stored items of each image and each text."""
+    """Scores the pairs of a shortlist, from stored items of each image and each text.
+
+    Either a head that a loss trains (:class:`~coder_plugin.heads.fusion.Fusion`), which re-ranks its model's shortlists, or a
+    class of the entry-point group ``coder_plugin.rerankers``, such as :class:`~coder_plugin.heads.maxsim.MaxSim`, which
+    ``--reranker NAME`` builds beside any model: called with :class:`~coder_plugin.heads.base.BackboneInfo` and keyword-only
+    options, it ``requires`` the keys that :meth:`image_item` and :meth:`text_item` read.
+
+    Example:
+        >>> import torch
+        >>> from coder_plugin.heads.base import BackboneInfo
+        >>> class Pooled(Reranks):
+        ...     requires = ("image_pooled",)
+        ...     def __init__(self, backbone): super().__init__()
+        ...     def image_item(self, features): return {"vector": features["image_pooled"]}
+        ...     def text_item(self, features): return {"vector": features["text_features"]}
+        ...     def scorer(self, images, texts): return Products(images["vector"].float(), texts["vector"].float())
+        >>> class Products:
+        ...     def __init__(self, images, texts): self.images, self.texts = images, texts
+        ...     def __call__(self, image_index, text_index):
+        ...         return torch.einsum("gad,gbd->gab", self.images[image_index], self.texts[text_index])
+        ...     def all_pairs(self): return self.images @ self.texts.T
+        >>> head, one = Pooled(BackboneInfo(embed_dim=2)), torch.tensor([[3.0, 4.0]])
+        >>> head.scorer(head.image_item({"image_pooled": one}), head.text_item({"text_features": one})).all_pairs()
+        tensor([[25.]])
+    """
 
     def image_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keys of the backbone for B images -> what scoring them needs, batch-first."""
+        """Keys of the backbone for B images -> what scoring them needs, batch-first. Floating-point tensors are stored in half
+        precision where their values fit; batches are padded with zeros to be joined."""
         raise NotImplementedError
 
     def text_item(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from coder_plugin.functional.masked_sets import lengths
 from coder_plugin.functional.similarity import raise_precision
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
-from coder_plugin.heads.fusion_scorer import FusionScorer
+from coder_plugin.heads.token_scorer import TokenScorer
 
 #: The sets of texts that images are scored with: key of the output -> prefix of the inputs.
 _TEXTS = {
@@ -190,14 +190,14 @@ class Fusion(Reranks):
     @torch.no_grad()
     def scorer(
         self, images: Mapping[str, Tensor], texts: Mapping[str, Tensor], *, memory: int = 4 << 30
-    ) -> FusionScorer:
+    ) -> TokenScorer:
         """Items of a data set's images and texts, on any device and in any float type -> what scores their pairs.
 
         Args:
             memory: bytes on the head's device for what is computed once per item; with less, re-ranking is slower.
         """
         weights = self._weights()
-        return FusionScorer(
+        return TokenScorer(
             images,
             texts,
             image_side=lambda item: self._image_side(item, weights),

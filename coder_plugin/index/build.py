@@ -66,7 +66,7 @@ def build_index(
         what: whose vectors are kept: "images", "captions" or "both". Keys and captions are kept as text in any case.
         factory: FAISS index factory string; "Flat" is exact, others are HNSW32, IVF1024,Flat or PQ64.
         thumbnails: longer side in pixels; 0: no thumbnails.
-        rerank: keep what the model's fusion score needs, if it has one.
+        rerank: keep what the encoder's re-ranker needs, if it has one.
         pictures: for thumbnails of images that are read as regions: a source of their pictures, in the same order.
         data: further options that a continued build must share, as JSON values: how the data are read, the precision.
 
@@ -96,6 +96,7 @@ def build_index(
         "ranks": distributed.world_size(),
         "thumbnails": thumbnails,
         "re-ranking": head is not None,
+        "re-ranker": model.get("reranker") if head is not None else None,
     }
     if by_shards(source):  # which rank reads a shard may depend on them
         plan["workers"] = encoder.workers
@@ -133,6 +134,7 @@ def model_record(
         "options": {name: absolute(value) for name, value in (options or {}).items()},
         "objective": model.objective,
         "fingerprint": model.fingerprint(),
+        "reranker": model.reranker,
     }
 
 

@@ -26,7 +26,8 @@ KINDS = ("images", "captions")
 _FIELDS = {"model": dict, "plan": dict, "factory": str, "images": int, "captions": int, "unreadable": int, "vectors": dict}
 _RERANK = re.compile(r"rerank/(image|text)_[a-z_]+\.npy")
 #: Types of fields of ``model``, ``plan``, ``vectors`` and ``files``, where present. ``None`` stands for null.
-_MODEL = {"name": (str,), "spec": (str, type(None)), "export": (str,), "options": (dict,), "objective": (str,)}
+_MODEL = {"name": (str,), "spec": (str, type(None)), "export": (str,), "options": (dict,), "objective": (str,),
+          "reranker": (str, type(None))}
 _SIZES = ("items", "views", "dimensions")
 #: More than any vector has, so that products of sizes stay far below 2**63.
 _MOST = {"items": 2**40, "views": 2**12, "dimensions": 2**20}

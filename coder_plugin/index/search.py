@@ -1,6 +1,6 @@
 """Open an index and search it by text, by picture or by one of its own images.
 
-A model with a fusion score (AsCL eq. 4) re-ranks the best candidates; see docs/search.md.
+A re-ranker, such as a model's fusion head (AsCL eq. 4) or MaxSim, orders the best candidates; see docs/search.md.
 
 Shape letters: N images or captions, D dimensions, V embeddings of an image, q queries, k results, n candidates.
 """
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
+from coder_plugin.heads.rerankers import parse_reranker
 from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, read_manifest
 from coder_plugin.index.parts import RERANK, open_array
 from coder_plugin.index.records import Image, Records
 from coder_plugin.index.vectors import Vectors
 
-#: Pairs that a fusion score computes at once.
+#: Pairs that a re-ranker scores at once.
 _PAIRS = 512
 #: The most of a thumbnail.
 _PIXELS = 1 << 24
@@ -85,7 +86,7 @@ class Index:
         return self._vectors(kind).gather([row])[0]
 
     def items(self, kind: str, rows: np.ndarray) -> dict[str, Tensor]:
-        """What re-ranking needs of images or captions: tensors [n, …] by name; empty without a fusion score."""
+        """What re-ranking needs of images or captions: tensors [n, …] by name; empty if the index keeps nothing for it."""
         prefix = f"{RERANK}/{'image' if kind == 'images' else 'text'}_"
         return {
             name[len(prefix) : -len(".npy")]: torch.from_numpy(np.ascontiguousarray(array[rows]))
@@ -134,7 +135,7 @@ class Index:
 class Hit(NamedTuple):
     """A result. ``index.records`` has the image's captions and its thumbnail.
 
-    ``score`` is the inner product of retrieval vectors; ``fused`` the fusion score, if it ranked this result; ``text`` the
+    ``score`` is the inner product of retrieval vectors; ``fused`` the re-ranker's score, if it ranked this result; ``text`` the
     caption in a search among captions, None among images.
     """
 
@@ -162,21 +163,32 @@ class Searcher:
             of the index can be queries.
 
     Raises:
-        CoderError: the index was made with another model.
+        CoderError: the index was made with another model, or keeps tokens for another re-ranker.
     """
 
     def __init__(self, index: Index, pretrained: Any) -> None:
         self.index, self.pretrained, self.head = index, pretrained, None
-        self.shortlist: int | None = None  # candidates that the fusion score re-ranks; None: all
+        self.shortlist: int | None = None  # candidates that are re-ranked; None: all
         if pretrained is None:
             return
         index.check_model(pretrained)
         self.encoder = pretrained.encoder()
+        kept = index.manifest["model"].get("reranker")
         if index.manifest["plan"]["re-ranking"]:
+            if _name(kept) != _name(pretrained.reranker):
+                advice = "leave out --reranker" if kept is None else f"take --reranker {kept}"
+                raise CoderError(
+                    f"{index.folder} keeps tokens for {_described(kept)}, not for {_described(pretrained.reranker)}: {advice}"
+                )
             from coder_plugin.evaluation.evaluate import shortlist_length
 
             self.head = self.encoder.reranking
             self.shortlist = shortlist_length(pretrained.rerank, self.encoder)
+        elif pretrained.reranker is not None:
+            raise CoderError(
+                f"--reranker {pretrained.reranker}: {index.folder} keeps no tokens to re-rank by: build it with coder-plugin "
+                f"index --reranker {pretrained.reranker}"
+            )
 
     def text(self, texts: Sequence[str]) -> list[Query]:
         """Queries by text."""
@@ -223,9 +235,9 @@ class Searcher:
             query: from :meth:`text`, :meth:`image` or :meth:`key`.
             k: results, 1 or more.
             among: "images" or "captions"; None: images for a text, captions for an image, as far as the index has them.
-            rerank: how many candidates the fusion score re-ranks, or "all"; 0: none. None: as many as in the model's
-                evaluation (32, or all where no term has trained the towers' own features), at least k; none where the model
-                has no fusion score or the query is of the kind that is searched.
+            rerank: how many candidates are re-ranked, or "all"; 0: none. None: as many as in the model's evaluation (32, or
+                all where no term has trained the towers' own features), at least k; none without a re-ranker, or if the query
+                is of the kind that is searched.
 
         Returns:
             Hits, the best first.
@@ -241,10 +253,10 @@ class Searcher:
         fused: Sequence[float | None] = [None] * len(rows)
         if depth:
             first = rows[:depth]
-            fusion_scores = self._fusion_scores(query, first, among)
-            order = np.lexsort((np.arange(len(first)), -fusion_scores))
+            reranked = self._rerank(query, first, among)
+            order = np.lexsort((np.arange(len(first)), -reranked))
             rows, scores = np.concatenate([first[order], rows[depth:]]), np.concatenate([scores[:depth][order], scores[depth:]])
-            fused = [*fusion_scores[order].tolist(), *[None] * (len(rows) - len(first))]
+            fused = [*reranked[order].tolist(), *[None] * (len(rows) - len(first))]
         return self._hits(rows[:k], scores[:k], fused[:k], among)
 
     def _queries(self, vectors: Tensor, item: dict[str, Tensor] | None, kind: str) -> list[Query]:
@@ -268,8 +280,11 @@ class Searcher:
             raise CoderError(f"--rerank must be a number of candidates, or all, got {rerank!r}")
         if str(rerank) != "0" and not possible:
             if self.head is None:
-                raise CoderError(f"--rerank {rerank}: the index cannot re-rank, because its model has no fusion head")
-            raise CoderError(f"--rerank {rerank}: the fusion score compares an image with a text, and both are {among} here")
+                raise CoderError(
+                    f"--rerank {rerank}: the index keeps nothing to re-rank by: build it with coder-plugin index --reranker "
+                    "maxsim, or with a model that has a fusion head"
+                )
+            raise CoderError(f"--rerank {rerank}: re-ranking compares an image with a text, and both are {among} here")
         return self.index.manifest["vectors"][among]["items"] if rerank == "all" else int(rerank)
 
     def _nearest(self, vectors: Tensor, k: int, among: str) -> tuple[np.ndarray, np.ndarray]:
@@ -287,17 +302,17 @@ class Searcher:
         valid = rows >= 0
         return scores[valid], rows[valid]
 
-    def _fusion_scores(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
-        """Fusion scores [n] of the query with the items of these rows; NaN becomes -inf."""
+    def _rerank(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
+        """The re-ranker's scores [n] of the query with the items of these rows; NaN becomes -inf."""
         try:
-            return self._fuse(query, rows, among)
+            return self._pair_scores(query, rows, among)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             detail, arrays = " ".join(f"{type(error).__name__}: {error}".split())[:200], self.index.folder / RERANK
             raise CoderError(f"{arrays} does not fit the index's model ({detail}): build the index again") from error
 
-    def _fuse(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
+    def _pair_scores(self, query: Query, rows: np.ndarray, among: str) -> np.ndarray:
         assert query.item is not None and self.head is not None
         scores = []
         for start in range(0, len(rows), _PAIRS):
@@ -330,6 +345,7 @@ def open_searcher(
     gpu: bool = True,
     need_model: bool = True,
     device: torch.device | None = None,
+    reranker: str | None = None,
 ) -> Searcher:
     """Open an index together with the model that its manifest names.
 
@@ -341,25 +357,39 @@ def open_searcher(
         gpu: as in :class:`Index`.
         need_model: False: open the model only if re-ranking needs it; texts and pictures then cannot be encoded.
         device: of the model; None: this process's GPU, or the CPU.
+        reranker: that whose tokens the index keeps, with other options or from another package
+            (:func:`~coder_plugin.pretrained.open.open_pretrained`); None: as the index was made, if the re-ranker is ours.
 
     Raises:
-        CoderError: no index, or a damaged one; its model has been moved, or is another one now.
+        CoderError: no index, or a damaged one; its model has been moved, or is another one now; another re-ranker.
     """
     from coder_plugin.pretrained.open import open_pretrained
+    from coder_plugin.pretrained.saved_model import check_saved_reranker
 
     index = Index(folder, verify=verify, parameters=parameters, gpu=gpu)
     record = index.manifest["model"]
-    if not need_model and not index.manifest["plan"]["re-ranking"]:
+    reranks = index.manifest["plan"]["re-ranking"]
+    if not need_model and not reranks and reranker is None:
         return Searcher(index, None)
     spec = model or record.get("spec")
     try:
         options = _checked_options(record, model)
         name = str(spec or record.get("name", "the index's model"))
         export = "last" if record.get("export") == "last" else None  # the fingerprint says whether it is the same model
-        pretrained = open_pretrained(spec, options, export=export, name=name, device=device)
+        if reranks and reranker is None and (reranker := record.get("reranker")) is not None:
+            check_saved_reranker(reranker, "its manifest")
+        pretrained = open_pretrained(spec, options, export=export, name=name, device=device, reranker=reranker)
     except CoderError as error:
         raise CoderError(f"{folder}: its model cannot be opened (--model says where it is now): {error}") from error
     return Searcher(index, pretrained)
+
+
+def _name(reranker: str | None) -> str | None:
+    return None if reranker is None else parse_reranker(reranker).name
+
+
+def _described(reranker: str | None) -> str:
+    return "its model's own head" if reranker is None else f"{_name(reranker)!r}"
 
 
 def _checked_options(record: Mapping[str, Any], model: str | None) -> dict[str, Any]:

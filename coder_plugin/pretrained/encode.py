@@ -1,4 +1,4 @@
-"""Retrieval vectors of a data set, and what a fusion score needs of its images and captions.
+"""Retrieval vectors of a data set, and what re-ranking needs of its images and captions.
 
 Shape letters: N images, T captions (texts), D joint dimensions, V embeddings of an image.
 """
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class Items(NamedTuple):
-    """What a re-ranking head needs of a data set's images [N, ...] and captions [T, ...], on the CPU.
+    """What a re-ranker needs of a data set's images [N, ...] and captions [T, ...], on the CPU.
 
-    Floating-point tensors are stored as float16, which halves memory and transport and changes AsCL's score by 1e-5 to 1e-4
-    (bfloat16: eight times as much). A tensor with values beyond float16's range keeps its dtype.
+    Floating-point tensors are stored as float16, which halves memory and transport and changes AsCL's score and MaxSim by 1e-5
+    to 1e-4 (bfloat16: eight times as much). A tensor with values beyond float16's range keeps its dtype.
     """
 
     head: Any
@@ -89,6 +89,7 @@ class Encoder:
         batch_size: images, and captions, per forward.
         workers: data loading processes.
         max_bad_samples: allowed fraction of samples that cannot be used.
+        reranker: re-ranks shortlists in place of the model's own head; the model returns what it requires.
         autocast: gives the context manager that forwards run in.
 
     Example:
@@ -113,19 +114,22 @@ class Encoder:
         batch_size: int = 64,
         workers: int = 2,
         max_bad_samples: float = DEFAULT_RATE,
+        reranker: Reranks | None = None,
         autocast: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
         self.model, self.tokenizer, self.transform, self.device = model, tokenizer, transform, device
         self.batch_size, self.workers, self.autocast = batch_size, workers, autocast
-        self.max_bad_samples = max_bad_samples
+        self.max_bad_samples, self._reranker = max_bad_samples, reranker
 
     @property
     def reranking(self) -> Any:
-        """The head that re-ranks shortlists; None if the model has none.
+        """What re-ranks shortlists: the re-ranker that the encoder was given, or the model's head; None if there is neither.
 
         Raises:
-            CoderError: the model has several.
+            CoderError: the model has several heads that re-rank.
         """
+        if self._reranker is not None:
+            return self._reranker
         heads = heads_with(self.model.coder.heads, Reranks)
         if len(heads) > 1:
             raise CoderError(f"only one head can re-rank a model's shortlists, and this model has {', '.join(heads)}")

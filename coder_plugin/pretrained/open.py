@@ -25,6 +25,8 @@ from coder_plugin.config import READING, DataConfig, ModelConfig, flatten, get_o
 from coder_plugin.data.decode import decode_image
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
+from coder_plugin.heads.capabilities import Reranks
+from coder_plugin.heads.rerankers import make_reranker, required_keys
 from coder_plugin.locations import local_only
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained.build import make_model, make_tokenizer, make_transform
@@ -68,7 +70,7 @@ class InferenceConfig:
     Args:
         max_regions: a region model reads at most so many regions of an image, the first.
         precision: auto (bf16 on a GPU, fp32 on a CPU), fp32, amp, amp_bf16 or amp_fp16.
-        rerank: how many candidates a fusion score re-ranks in evaluation and search, or "all"; None: 32.
+        rerank: how many candidates are re-ranked in evaluation and search, or "all"; None: 32.
         batch_size: images, and captions, per forward.
         workers: data loading processes.
         max_bad_samples: encoding a data set stops above this fraction of samples that cannot be used.
@@ -97,6 +99,8 @@ class PretrainedModel:
         device: of the model.
         config: how it reads and computes.
         configuration: the options of the model itself, which its exports store if open_clip's configuration is missing.
+        reranker: how the re-ranker was named; None: the model's own head re-ranks, if it has one.
+        reranking: the re-ranker of this name.
     """
 
     name: str
@@ -107,10 +111,12 @@ class PretrainedModel:
     device: torch.device
     config: InferenceConfig
     configuration: Mapping[str, Any] = field(default_factory=dict)
+    reranker: str | None = None
+    reranking: Reranks | None = None
 
     @property
     def rerank(self) -> str | None:
-        """How many candidates a fusion score re-ranks, or "all"; None: 32."""
+        """How many candidates are re-ranked, or "all"; None: 32."""
         return self.config.rerank
 
     def encoder(self, **options: Any) -> Encoder:
@@ -120,6 +126,7 @@ class PretrainedModel:
             "workers": self.config.workers,
             "max_bad_samples": self.config.max_bad_samples,
             "autocast": make_autocast(self.config.precision, self.device),
+            "reranker": self.reranking,
         }
         return Encoder(self.model, self.tokenizer, self.transform, device=self.device, **{**defaults, **options})
 
@@ -243,6 +250,7 @@ def open_pretrained(
     device: torch.device | str | None = None,
     source: Any = None,
     return_intermediates: Collection[str] = (),
+    reranker: str | None = None,
 ) -> PretrainedModel:
     """Open a model with the heads that score, in eval mode.
 
@@ -254,10 +262,13 @@ def open_pretrained(
         device: of the model; None: this process's GPU, or the CPU.
         source: data to check the model against; None: none.
         return_intermediates: as in :func:`coder_plugin.create_model`.
+        reranker: what re-ranks shortlists in place of the model's own head: a name of the group ``coder_plugin.rerankers``,
+            with options or without, such as ``maxsim`` or ``maxsim(direction=both)``. None: the model's head, if it has one.
 
     Raises:
         CoderError: no export there, or a damaged or incomplete one; weights with NaN; a configuration that holds what it may
-            not, such as code or a name on the hub; unknown options; data that the model cannot read.
+            not, such as code or a name on the hub; unknown options; data that the model cannot read; a re-ranker that does not
+            exist, or that the model gives no tokens for.
     """
     config, inference, objective_text = _resolve(spec, options or {}, export)
     verify(config.pretrained)
@@ -276,7 +287,7 @@ def open_pretrained(
         source,
         max_regions=inference.max_regions,
         inference=True if names is None else names,
-        return_intermediates=return_intermediates,
+        return_intermediates={*return_intermediates, *(() if reranker is None else required_keys(reranker))},
     )
     if heads is not None:
         load_heads(model, heads)
@@ -290,6 +301,8 @@ def open_pretrained(
         device=device,
         config=inference,
         configuration={name: getattr(config, get_option(name).field) for name in CONFIGURATION_OPTIONS},
+        reranker=reranker,
+        reranking=None if reranker is None else make_reranker(reranker, model.coder.backbone).to(device),
     )
 
 

@@ -13,6 +13,7 @@ from coder_plugin.backbones.transformers_files import find_location
 from coder_plugin.config import OPENING, get_option
 from coder_plugin.errors import CoderError
 from coder_plugin.files import read_json
+from coder_plugin.heads.rerankers import parse_reranker
 
 #: Options by flat name that a file may set when a model is opened; the folder of downloads is the user's own.
 SAVED_OPTIONS = tuple(name for name in OPENING if name != "cache_dir")
@@ -23,7 +24,8 @@ def check_model_record(record: Any, where: str, *, spec: str | None = None) -> d
     """The specification of a model in an index's manifest, which somebody else may have written.
 
     Args:
-        record: the manifest's ``model``: ``spec``, ``export``, ``options``, ``name``, ``objective``, ``fingerprint``.
+        record: the manifest's ``model``: ``spec``, ``export``, ``options``, ``name``, ``objective``, ``fingerprint``,
+            ``reranker``.
         where: the file, for messages.
         spec: the model that the user has named instead, which may be anywhere; None: the record's.
 
@@ -41,7 +43,7 @@ def check_model_record(record: Any, where: str, *, spec: str | None = None) -> d
     """
     if not isinstance(record, Mapping):
         raise CoderError(f"{where}: its model is not an object")
-    texts = {"name": "", "objective": "", "fingerprint": "", "spec": None, "export": "best"}
+    texts = {"name": "", "objective": "", "fingerprint": "", "spec": None, "export": "best", "reranker": None}
     for name in texts:
         if not isinstance(record.get(name, ""), (str, type(None))):
             raise CoderError(f"{where}: {name} of its model is not a text")
@@ -56,6 +58,18 @@ def check_model_record(record: Any, where: str, *, spec: str | None = None) -> d
     elif checked["spec"] is not None:
         _check_place(checked["spec"], where)
     return {**checked, "options": check_saved_model(options, where)}
+
+
+def check_saved_reranker(text: str, where: str) -> None:
+    """Refuse a re-ranker of another package, which is not loaded because a file names it.
+
+    Raises:
+        CoderError: it is not ours, or unknown.
+    """
+    name = parse_reranker(text).name
+    if not any(plugin.name == name and plugin.distribution == "coder-plugin" for plugin in registry.list_plugins("rerankers")):
+        raise CoderError(f"{where} names the re-ranker {name!r} of another package: if you trust it, give it yourself, with "
+                         f"--reranker {name}")
 
 
 def check_saved_model(options: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from coder_plugin.functional.fusion import Attention
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.fusion import Fusion
-from coder_plugin.heads.fusion_scorer import FusionScorer
+from coder_plugin.heads.token_scorer import TokenScorer
 from tests import fresh
 from tests.references import fusion as reference
 
@@ -384,7 +384,7 @@ def test_sides_are_stored_within_the_memory_where_a_group_has_several():
     assert kept(0, *both) == [False, False]
     room = sum(field.nbytes for field in head.scorer(images, texts).images.compute(torch.arange(5)) if field is not None)
     assert kept(room, *both) == [True, False]
-    assert isinstance(head.scorer(images, texts), FusionScorer) and isinstance(head, Reranks)
+    assert isinstance(head.scorer(images, texts), TokenScorer) and isinstance(head, Reranks)
 
 
 def test_the_bench_runs_and_re_ranking_everything_keeps_everything():

@@ -162,7 +162,7 @@ def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, cap
         ([], "nothing to search for: give --text, --image or --key"),
         (["--text", " "], "--text ' ': there is nothing to search for"),
         (["--text", "x", "-k", "0"], "k must be at least 1, got 0"),
-        (["--text", "x", "--rerank", "8"], "--rerank 8: the index cannot re-rank, because"),
+        (["--text", "x", "--rerank", "8"], "--rerank 8: the index keeps nothing to re-rank by: build it"),
         (["--text", "x", "--rerank=-1"], "must be a number of candidates, or all, got '-1'"),
         (["--key", "nobody"], "has no image 'nobody'"),
         (["--image", "nowhere.png"], "--image nowhere.png: no such file or folder"),
@@ -204,7 +204,7 @@ def test_regions_with_a_fusion_score(tmp_path: Path, capsys) -> None:
     every = searcher.search(query, 3, rerank="all")
     assert [hit.row for hit in every] == fused.argsort(descending=True)[:3].tolist()
     assert [hit.row for hit in searcher.search(query, 3)] == [hit.row for hit in every]  # 24 of 32
-    with pytest.raises(CoderError, match="the fusion score compares an image with a text, and both are captions here"):
+    with pytest.raises(CoderError, match="re-ranking compares an image with a text, and both are captions here"):
         searcher.search(query, 3, among="captions", rerank=4)
 
     regions = next(region_data.records("dev")).regions

@@ -1,17 +1,17 @@
-"""Fusion scores of a data set: of all its pairs, or of a shortlist's (AsCL eq. 1-4, docs/equations.md#ascl).
+"""Scores of a data set's pairs by the tokens of both: of all pairs, or of a shortlist's.
 
-Shapes: N images, M texts, S positions (regions or words), D joint dimension, G groups of a images x b texts.
+Shapes: N images, M texts, S positions (patches, regions or words), D joint dimension, G groups of a images x b texts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from coder_plugin.functional.fusion import Side
 from coder_plugin.functional.masked_sets import lengths
 
 #: Number of items whose sides are computed at once.
@@ -22,17 +22,41 @@ _IMAGES = 512
 _PARTS = 8
 
 
-class FusionScorer:
-    """Scores pairs of a data set's images and texts on the head's device, without a gradient.
+class TokenSide(Protocol):
+    """What items contribute to all their pairs: a named tuple of tensors, or None, with equal leading dimensions.
 
-    A *side* is what an item contributes to all its pairs. The sides of images or texts that come in groups of several are
-    computed once and stored, if they fit into ``memory``; a shortlist's query is in one group only. Tiles are cut to their
-    longest items, which changes scores by rounding only.
+    ``mask`` is bool [..., S]. :class:`~coder_plugin.functional.fusion.Side` is one.
+    """
+
+    @property
+    def mask(self) -> Tensor: ...
+
+    def __iter__(self) -> Iterator[Tensor | None]: ...
+
+    def map(self: Side, function: Callable[[Tensor], Tensor]) -> Side:
+        """The function applied to every tensor."""
+        ...
+
+    def truncate(self: Side, length: int) -> Side:
+        """The first ``length`` positions only."""
+        ...
+
+
+Side = TypeVar("Side", bound=TokenSide)
+
+
+class TokenScorer(Generic[Side]):
+    """Scores pairs of a data set's images and texts on a device, without a gradient: the
+    :class:`~coder_plugin.heads.capabilities.PairScorer` of re-rankers that compare tokens.
+
+    A *side* is what an item contributes to all its pairs (:class:`TokenSide`). The sides of images or texts that come in groups
+    of several are computed once and stored, if they fit into ``memory``; a shortlist's query is in one group only. Tiles are
+    cut to their longest items, which changes scores by rounding only.
 
     Args:
-        images, texts: the outputs of the head's ``image_item`` and ``text_item`` for all N images and M texts, on any device
-            and in any float type. A mask may be longer than its longest item.
-        image_side, text_side: an item on ``device`` -> its :class:`Side`. pairs: sides [G, a, ...], [G, b, ...] -> [G, a, b].
+        images, texts: the outputs of ``image_item`` and ``text_item`` for all N images and M texts, on any device and in any
+            float type, with ``tokens`` [N or M, S, D] and ``mask`` [N or M, S]. A mask may be longer than its longest item.
+        image_side, text_side: items on ``device`` -> their side. pairs: sides [G, a, ...], [G, b, ...] -> [G, a, b].
         device: where pairs are scored.
         pairs_per_tile: number of pairs that are scored at once; bounds the working memory.
         memory: bytes for stored sides. If it does not suffice, each call computes them again.
@@ -55,7 +79,7 @@ class FusionScorer:
 
     @torch.no_grad()
     def __call__(self, image_index: Tensor, text_index: Tensor) -> Tensor:
-        """Numbers of images [G, a] and texts [G, b], int64 -> scores [G, a, b] on the head's device."""
+        """Numbers of images [G, a] and texts [G, b], int64 -> scores [G, a, b] on the device."""
         for items, index in ((self.images, image_index), (self.texts, text_index)):
             if index.shape[1] > 1:
                 self.memory -= items.store(self.memory)
@@ -82,7 +106,7 @@ class FusionScorer:
         return scores
 
 
-class Items:
+class Items(Generic[Side]):
     """The items of one modality, and their sides."""
 
     def __init__(
@@ -148,8 +172,10 @@ def _joined(sides: Sequence[Side], rows: Sequence[Tensor]) -> Side:
     """Joins sides of several lengths, padded to the longest; ``rows`` are the rows of each in the result."""
     if len(sides) == 1:
         return sides[0]
-    if any(side.gram is None for side in sides):  # some items are too long for a Gram matrix
-        sides = [side._replace(gram=None) for side in sides]
+    # such as the Gram matrix, which long items have not
+    absent = [any(field is None for field in fields) for fields in zip(*sides, strict=True)]
+    kind: Any = type(sides[0])
+    sides = [kind(*(None if gone else field for field, gone in zip(side, absent, strict=True))) for side in sides]
     longest = max(sides, key=lambda side: side.mask.shape[1])
     count = sum(map(len, rows))
     joined = longest.map(lambda field: field.new_zeros(count, *field.shape[1:]))

@@ -11,6 +11,7 @@ from coder_plugin import __version__
 from coder_plugin.cli import (
     concepts,
     doctor,
+    duplicates,
     eval,
     index,
     mine,
@@ -60,6 +61,6 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, eval, report, index, search, mine, concepts, regions, recipes, share, plugins, doctor):
+    for command in (train, eval, report, index, search, duplicates, mine, concepts, regions, recipes, share, plugins, doctor):
         command.add_parser(commands)
     return parser

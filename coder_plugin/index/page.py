@@ -1,4 +1,4 @@
-"""Search results, and mined negatives, as an HTML page in one file."""
+"""Search results, mined negatives and near-duplicates as an HTML page in one file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import PurePath
 from typing import Any
 
 from coder_plugin.html import data_uri, jpeg_uri, render
+from coder_plugin.index.duplicates import Group
 from coder_plugin.index.miner import Mined
 from coder_plugin.index.search import Hit, Index
 
 #: Captions of an image that a page shows, at most.
 _CAPTIONS = 10
+#: Groups of near-duplicates that a page shows, and images of each, at most.
+_GROUPS, _MEMBERS = 100, 24
 
 
 def results_page(index: Index, results: Sequence[tuple[str, Any, Sequence[Hit]]]) -> str:
@@ -71,6 +74,34 @@ def negatives_page(index: Index, mined: Sequence[Mined]) -> str:
         for each in mined
     ]
     return render("negatives.html", images=images, **_heading(index))
+
+
+def duplicates_page(index: Index, groups: Sequence[Group], summary: str) -> str:
+    """A page of near-duplicates; it loads nothing from elsewhere.
+
+    Args:
+        index: the index that they were found in.
+        groups: of :func:`~coder_plugin.index.duplicates.find_duplicates`; the first 100 are shown, and 24 images of each.
+        summary: a sentence about all of them.
+
+    Returns:
+        HTML.
+    """
+    shown = [
+        {
+            "size": f"{len(group.rows):,}",
+            "more": max(0, len(group.rows) - _MEMBERS),
+            "images": [
+                {"key": image.key, "picture": _picture(index, image.row), "similarity": f"{similarity:.4f}"}
+                for image, similarity in zip(
+                    index.records.images(group.rows[:_MEMBERS].tolist()), group.similarities.tolist(), strict=False
+                )
+            ],
+        }
+        for group in groups[:_GROUPS]
+    ]
+    more = max(0, len(groups) - _GROUPS)
+    return render("duplicates.html", groups=shown, more=more, summary=summary, **_heading(index))
 
 
 def _heading(index: Index) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ _ROWS = 4096  # items added to FAISS at once
 TRAINING = 262_144
 #: A flat index's file: name, dimensions, vectors, two unused numbers, trained, metric, floats that follow.
 _FLAT, _FLAT_NAME = struct.Struct("<4siqqqBiQ"), b"IxFI"
+#: Parts of a factory string that keep vectors unchanged.
+_LOSSLESS = re.compile(r"Flat|IDMap2?|(?:HNSW|NSG)\d*|(?:IVF\d+|IMI2x\d+)(?:_HNSW\d*)?")
 #: FAISS may always read vectors of so many bytes: constants of small indexes.
 _LEAST_LIMIT = 1 << 20
 #: The most results that FAISS's GPU indexes return.
@@ -76,6 +79,16 @@ def check_factory(factory: str, dimensions: int) -> Any:
             f"FAISS knows no index factory {factory!r} for {dimensions} dimensions; use Flat, HNSW32, "
             f"IVF1024,Flat or PQ64, for example: {_short(error)}"
         ) from error
+
+
+def is_lossless(factory: str) -> bool:
+    """Whether an index of this FAISS factory string stores vectors as they were added. Of a string that is not known: False.
+
+    Example:
+        >>> [is_lossless(factory) for factory in ("Flat", "HNSW32", "IVF1024,Flat", "IVF1024,PQ16", "OPQ16,PQ16")]
+        [True, True, True, False, False]
+    """
+    return all(map(_LOSSLESS.fullmatch, factory.split(",")))
 
 
 def write(path: Path, array: Any, factory: str) -> None:

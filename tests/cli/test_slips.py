@@ -90,6 +90,10 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("search pictures 'a red dog'", ["did you mean --text 'a red dog'?"]),
     ("share pictures red --to x", ["unexpected 'red': every value follows its option; all options"]),
     ("search x --imgae y", ["coder-plugin search", "unknown option --imgae", "did you mean --image?"]),
+    ("duplicates nope", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
+    ("duplicates pictures --threshold 95", ["--threshold is a cosine, above 0 and at most 1, got 95.0"]),
+    ("duplicates pictures --html no/page.html", ["--html no/page.html: there is no folder no"]),
+    ("duplicates pictures --keys-file no/keys.txt", ["--keys-file no/keys.txt: there is no folder no"]),
     ("mine --output n.tsv", ["say which model", "--model", "or give its --index"]),
     ("mine pictures", ["required: --output", "coder-plugin mine --help-all"]),
     ("mine nope --output n.tsv", ["nope: no such folder", "a run or an export"]),
@@ -163,6 +167,7 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("eval hf-hub:owner/name", ["owner/name: not in the cache", "name a folder instead", "hf download"]),
     ("mine pictures --data pairs.csv --output n.tsv", ["pictures is neither an export nor a run with one in export/best"]),
     ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no manifest.json"]),
+    ("duplicates pictures", ["pictures is not an index: it has no manifest.json"]),
     ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
     ("search pictures --text x", ["pictures"]),
 ]  # fmt: skip
@@ -248,8 +253,8 @@ for command in json.loads(sys.argv[1]):
         break
 print(json.dumps(slow))
 """
-COMMANDS = "train|eval|report|index|search|mine|concepts|regions|regions extract|regions convert|recipes|share|plugins|doctor"
-HELP = [f"{command} --help" for command in ("", *COMMANDS.split("|"))]
+COMMANDS = "train|eval|report|index|search|duplicates|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+HELP = [f"{command} --help" for command in ("", *COMMANDS, "regions extract", "regions convert")]
 
 
 def test_help_and_arguments_are_answered_without_torch(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pages of search results and of hard negatives as a browser shows them, and their names."""
+"""The pages of search results, of hard negatives and of near-duplicates as a browser shows them, and their names."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ def test_a_browser_shows_negatives(browser: str, tmp_path: Path, width: int) -> 
     shown = render("negatives.html", name="index", sizes="7 images", model="run", objective="dcl", images=images)
     assert assert_readable(browser, shown, tmp_path, width)["pictures"] == 7
     assert shown.count("no caption passes") == 1
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_near_duplicates(browser: str, tmp_path: Path, width: int) -> None:
+    picture = data_uri(Image.new("RGB", (64, 48), "red"))
+    images = [{"key": KEY, "picture": picture if number % 3 else None, "similarity": "0.9876"} for number in range(7)]
+    groups = [{"size": "7", "more": 0, "images": images}, {"size": "1,007", "more": 1000, "images": images}]
+    values = {"name": "index", "sizes": "7 images", "model": "run", "objective": "dcl", "summary": "2 groups. " * 9, "more": 3}
+    assert assert_readable(browser, render("duplicates.html", groups=groups, **values), tmp_path, width)["pictures"] == 8
 
 
 def test_names_break_at_their_parts_and_are_text() -> None:

@@ -1,0 +1,157 @@
+"""``coder-plugin duplicates``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo, plural
+
+#: Groups that the table shows, and images of each.
+_GROUPS, _MEMBERS = 20, 10
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "duplicates",
+        help="find near-duplicate images in an index",
+        description="Group the images of an index whose vectors have a high cosine. Prints the largest groups, and writes all "
+        "as JSON, as a page with pictures, or as a list of keys to remove.",
+    )
+    parser.add_argument("index", metavar="INDEX", help="a folder written by coder-plugin index")
+    parser.add_argument(
+        "--threshold", type=float, default=0.93, metavar="X",
+        help="the cosine from which on two images are near-duplicates; it depends on the model [0.93]",
+    )
+    parser.add_argument("--json", action="store_true", help="print all groups as JSON instead of a table")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
+    parser.add_argument(
+        "--keys-file", metavar="FILE",
+        help="also write the keys of all images but the first of each group, one a line, for coder-plugin index remove",
+    )
+    parser.add_argument(
+        "--exact", action=argparse.BooleanOptionalAction,
+        help="compare all pairs, or only each image with the neighbours that the index finds [all pairs of a flat index, or "
+        "where the vectors have different lengths]",
+    )
+    parser.add_argument("--search-parameters", metavar="P", help="FAISS search parameters, such as nprobe=16 or efSearch=64")
+    parser.add_argument(
+        "--gpu", action=argparse.BooleanOptionalAction, default=True, help="compare on a GPU if there is one [True]"
+    )
+    parser.add_argument(
+        "--verify", action=argparse.BooleanOptionalAction, default=False, help="verify the files' checksums first [False]"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_folder
+
+    check_folder(arguments.index, "an index", command="coder-plugin index")
+    if not 0 < arguments.threshold <= 1:
+        raise CoderError(f"--threshold is a cosine, above 0 and at most 1, got {arguments.threshold}")
+    for flag in ("html", "keys_file"):
+        path = getattr(arguments, flag)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise CoderError(f"--{flag.replace('_', '-')} {path}: there is no folder {Path(path).parent}")
+    echo(duplicates_command(arguments))
+    return 0
+
+
+def duplicates_command(arguments: argparse.Namespace) -> str:
+    """Find the groups; returns what to print, and writes the files that the flags name."""
+    from coder_plugin.index.duplicates import find_duplicates
+    from coder_plugin.index.search import Index
+
+    index = Index(
+        arguments.index, verify=arguments.verify, parameters=arguments.search_parameters, gpu=arguments.gpu
+    )
+    found = find_duplicates(index, threshold=arguments.threshold, exact=arguments.exact, gpu=arguments.gpu)
+    summary = summarize(found, arguments.threshold)
+    try:
+        if arguments.html is not None:
+            _write_page(Path(arguments.html), index, found.groups, summary)
+        if arguments.keys_file is not None:
+            _write_keys(Path(arguments.keys_file), index, found.groups)
+    except OSError as error:
+        raise CoderError(f"{error.filename} cannot be written: {error.strerror or error}") from error
+    if not arguments.json:
+        return "\n".join([summary, *_table(index, found.groups)])
+    echo(summary, file=sys.stderr)
+    return json.dumps([_row(index, group) for group in found.groups], indent=2, ensure_ascii=False)
+
+
+def summarize(found: Any, threshold: float) -> str:
+    """What was found, and how far it can be relied on, in a few sentences."""
+    from coder_plugin.index.duplicates import MOST_NEIGHBOURS
+
+    copies = sum(len(group.rows) - 1 for group in found.groups)
+    text = (
+        f"{plural(len(found.groups), 'group')} of near-duplicates among {plural(found.images, 'image')}, "
+        f"by a cosine of at least {threshold:g}; keeping the first of each would remove {plural(copies, 'image')}."
+    )
+    if not found.exact:
+        text += " Each image was compared with the neighbours that the index finds."
+    if not found.lossless:
+        text += " The index stores compressed vectors: cosines are approximate, and different images may have equal vectors."
+    if found.crowded:
+        text += f" {plural(found.crowded, 'image')} had over {MOST_NEIGHBOURS:,} near-duplicates: remove some, run it again."
+    return text
+
+
+def _write_page(path: Path, index: Any, groups: Sequence[Any], summary: str) -> None:
+    from coder_plugin.files import atomic_write
+    from coder_plugin.index.page import duplicates_page
+
+    with atomic_write(path, "w") as file:
+        file.write(duplicates_page(index, groups, summary))
+    echo(f"page: {path}", file=sys.stderr)
+
+
+def _write_keys(path: Path, index: Any, groups: Sequence[Any]) -> None:
+    """A key a line. Removing a key removes all images that have it, so those of images that are kept are left out."""
+    from coder_plugin.files import atomic_write
+
+    kept = {image.key for image in index.records.images([int(group.rows[0]) for group in groups])}
+    left_out = 0
+    with atomic_write(path, "w") as file:
+        for group in groups:
+            for image in index.records.images(group.rows[1:].tolist()):
+                if image.key in kept or "\n" in image.key:
+                    left_out += 1
+                else:
+                    file.write(f"{image.key}\n")
+    echo(f"keys: {path}", file=sys.stderr)
+    if left_out:
+        echo(f"left out: {plural(left_out, 'key')} that an image which is kept has too, or with a line break", file=sys.stderr)
+
+
+def _images(index: Any, group: Any, most: int | None = None) -> Iterator[tuple[Any, float]]:
+    """The images of a group, or the first of them, with their cosines."""
+    return zip(index.records.images(group.rows[:most].tolist()), group.similarities.tolist(), strict=False)
+
+
+def _row(index: Any, group: Any) -> list[dict[str, Any]]:
+    return [
+        {"key": image.key, "image_id": image.image_id, "similarity": round(similarity, 6)}
+        for image, similarity in _images(index, group)
+    ]
+
+
+def _table(index: Any, groups: Sequence[Any]) -> list[str]:
+    """The lines of the largest groups."""
+    lines = []
+    for group in groups[:_GROUPS]:
+        lines += ["", plural(len(group.rows), "image")]
+        for image, similarity in _images(index, group, _MEMBERS):
+            lines.append(f"  {similarity:.4f}  {' '.join(image.key[:500].split())}")
+        if len(group.rows) > _MEMBERS:
+            lines.append(f"  and {len(group.rows) - _MEMBERS:,} more")
+    if len(groups) > _GROUPS:
+        lines += ["", f"and {plural(len(groups) - _GROUPS, 'group')} more, which --json prints"]
+    return lines

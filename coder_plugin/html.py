@@ -51,6 +51,15 @@ def render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
+def asset(name: str) -> str:
+    """The text of a file in ``coder_plugin/templates`` as it is, such as a script that a template names.
+
+    Args:
+        name: of the file.
+    """
+    return Path(__file__).with_name("templates").joinpath(name).read_text(encoding="utf-8")
+
+
 def breakable(text: Any, longer: int = 0) -> Html:
     """A name or a path, escaped, with places for a line to break: after a slash, an underscore, a hyphen or an equals sign, and
     before the ending of a file's name.

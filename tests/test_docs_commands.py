@@ -30,7 +30,8 @@ else:
     import tomllib
 
 PROGRAMS = ("coder-plugin", "python", "python3", "pip", "accelerate", "torchrun", "srun", "scontrol", "pytest", "git", "mkdocs")
-OTHERS = {"git", "scontrol", "mkdocs"}  # programs whose arguments are theirs
+PROGRAMS += ("curl",)
+OTHERS = {"git", "scontrol", "mkdocs", "curl"}  # programs whose arguments are theirs
 #: Flags of tools that the pages describe and this repository has no parser of.
 THEIRS = {
     "--clock", "--json-text-key", "--force-reinstall", "--no-deps", "--val-retrieval-", "--slow", "--requeue", "--signal",

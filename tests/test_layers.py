@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pretrained",),
     ("evaluation",),
     ("index",),
+    ("serve",),
     ("training",),
     ("report", "doctor", "integrations"),
     ("cli",),

@@ -252,7 +252,7 @@ def test_help_answers_at_once() -> None:
     done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     after = os.times()
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1
-    for subcommand in ("train", "eval", "report", "index", "search", "concepts", "regions", "plugins", "doctor", "share"):
+    for subcommand in "train eval report index search serve concepts regions plugins doctor share".split():
         assert f"\n    {subcommand} " in done.stdout
 
 
@@ -267,7 +267,7 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    "|train|eval|report|index|search|concepts|regions|regions extract|regions convert|plugins|doctor|share".split("|"),
+    "|train|eval|report|index|search|serve|concepts|regions|regions extract|regions convert|plugins|doctor|share".split("|"),
 )
 def test_the_module_is_the_command(command: str) -> None:
     module = [sys.executable, "-m", "coder_plugin.cli", *command.split(), "--help"]

@@ -20,6 +20,7 @@ from coder_plugin.cli import (
     regions,
     report,
     search,
+    serve,
     share,
     train,
 )
@@ -61,6 +62,8 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, eval, report, index, search, duplicates, mine, concepts, regions, recipes, share, plugins, doctor):
+    for command in (
+        train, eval, report, index, search, serve, duplicates, mine, concepts, regions, recipes, share, plugins, doctor
+    ):  # fmt: skip
         command.add_parser(commands)
     return parser

@@ -54,7 +54,8 @@ class RandomEncoder:
             vectors = torch.randn(len(positions), self.dimensions, generator=generator)
             ids = torch.tensor([stable_hash(key) for key in keys])
             captions = [tuple(f"caption {n} of {key} describes the picture" for n in range(5)) for key in keys]
-            yield Batch(positions, ids, keys, captions, torch.nn.functional.normalize(vectors, dim=-1), [], None, [], [])
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+            yield Batch(positions, ids, keys, captions, vectors, [], None, [], [], [start // self.batch_size])
 
 
 def main() -> None:

@@ -88,6 +88,14 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("eval pictures --reranker 'maxsim('", ["--reranker", "column 8", "is missing after '('"]),
     ("search pictures red", ["unexpected 'red'", "did you mean --text red?"]),
     ("search pictures 'a red dog'", ["did you mean --text 'a red dog'?"]),
+    ("serve nope", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
+    ("serve", ["required: INDEX", "coder-plugin serve --help-all"]),
+    ("serve pictures --port 65536", ["--port must be 0 to 65535, got 65536"]),
+    ("serve pictures --port http", ["--port: 'http' is not a whole number"]),
+    ("serve pictures --data picture", ["--data picture: no such file or folder", "did you mean 'pictures'?"]),
+    ("serve pictures --data pairs.csv", ["--data pairs.csv is a file: give the folder that it is in"]),
+    ("serve pictures --max-requests 0", ["--max-requests must be at least 1, got 0"]),
+    ("serve pictures --address 0.0.0.0", ["unknown option --address"]),
     ("share pictures red --to x", ["unexpected 'red': every value follows its option; all options"]),
     ("search x --imgae y", ["coder-plugin search", "unknown option --imgae", "did you mean --image?"]),
     ("duplicates nope", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
@@ -170,6 +178,7 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("duplicates pictures", ["pictures is not an index: it has no manifest.json"]),
     ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
     ("search pictures --text x", ["pictures"]),
+    ("serve pictures --port 0", ["pictures is not an index: it has no manifest.json"]),
 ]  # fmt: skip
 SLIPS = {command: parts for command, parts in [*LIGHT, *HEAVY]}
 
@@ -253,7 +262,7 @@ for command in json.loads(sys.argv[1]):
         break
 print(json.dumps(slow))
 """
-COMMANDS = "train|eval|report|index|search|duplicates|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+COMMANDS = "train|eval|report|index|search|serve|duplicates|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
 HELP = [f"{command} --help" for command in ("", *COMMANDS, "regions extract", "regions convert")]
 
 

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_reranker
+
     parser = commands.add_parser(
         "serve",
         help="search an index in a browser, and by a JSON API",
@@ -37,8 +39,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--rerank", metavar="K",
-        help="candidates that a fusion head re-ranks, or all; 0: none [32 if the model has a fusion head]"
+        help="candidates that are re-ranked, or all; 0: none [32 if the index keeps what re-ranking needs]"
     )
+    add_reranker(parser)
     parser.add_argument("--search-parameters", metavar="P", help="FAISS search parameters, such as nprobe=16 or efSearch=64")
     parser.add_argument(
         "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
@@ -59,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_exists, check_folder
+    from coder_plugin.cli.checks import check_exists, check_folder, check_reranker
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     for folder in arguments.data or ():
@@ -71,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("max_requests", "max_upload_mb", "max_image_pixels"):
         if getattr(arguments, name) < 1:
             raise CoderError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    check_reranker(arguments.reranker)
     missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if find_spec(name) is None]
     if missing:
         raise CoderError(f'serve needs {", ".join(missing)}: pip install "coder-plugin[serve]"')
@@ -97,6 +101,7 @@ def serve_command(arguments: argparse.Namespace) -> None:
             verify=arguments.verify,
             parameters=arguments.search_parameters,
             gpu=arguments.gpu,
+            reranker=arguments.reranker,
         )
         engine = Engine(searcher, rerank=arguments.rerank)
         engine.text("a picture", 1).result()  # the first search takes longer than the others

@@ -230,7 +230,8 @@ def test_a_shard_that_is_absent_or_ends_early_is_an_error(folder, url):
         assert "without a tar file's end" in fault(location)
 
 
-def test_what_keeps_a_server_from_giving_a_shard_is_said_in_words(url):
+def test_what_keeps_a_server_from_giving_a_shard_is_said_in_words(url, monkeypatch):
+    monkeypatch.setattr(remote, "_CURL", [*remote._CURL, "--retry", "1", "--retry-delay", "1"])  # 30 tries take a minute
     assert fault(f"{url}/refused.tar").endswith("the server refuses access (403 Forbidden): check the address and your rights")
     with socket.socket() as unused:  # bound, but nobody listens
         unused.bind(("127.0.0.1", 0))

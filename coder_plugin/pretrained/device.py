@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Callable
@@ -29,7 +30,14 @@ def default_device() -> torch.device:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        atexit.register(_leave_group)
     return device
+
+
+def _leave_group() -> None:
+    """Its threads end before the interpreter does: a process that leaves them running may abort at its very end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def mixed_precision(precision: str) -> str:

@@ -141,15 +141,23 @@ def test_a_run_starts_from_slurms_variables(tmp_path, tiny_model) -> None:
 
 
 @forks
-def test_a_model_opened_under_slurm_joins_the_other_ranks(tmp_path) -> None:
+def test_a_model_opened_under_slurm_joins_the_other_ranks_and_leaves_them_at_exit(tmp_path) -> None:
     from coder_plugin.pretrained.device import default_device
 
     def join(folder: Path) -> None:
         as_slurm()
-        default_device()
+        at_exit = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("atexit.register", at_exit.append)
+            default_device()
+            default_device()
         print(distributed.all_sum(torch.tensor([1.0 + distributed.rank()])).item())
+        (leave,) = at_exit
+        leave()
+        print("left" if not distributed.dist.is_initialized() else "stays")
 
-    assert ["3.0" in ending.output for ending in forked.run(join, tmp_path)] == [True, True]
+    endings = forked.run(join, tmp_path)
+    assert ["3.0" in ending.output and "left" in ending.output for ending in endings] == [True, True], endings
 
 
 @forks

@@ -11,8 +11,25 @@ import torch
 from safetensors.torch import load_file
 
 from coder_plugin.cli import main
+from coder_plugin.data.scenes import open_scenes
 from tests import fresh
 from tests.reliability import ranks
+
+
+#: For evaluation, with five captions each.
+PICTURES = 100
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of a few scenes: all 500 take longer to evaluate than the steps of these runs."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rows = ["filepath\ttitle"]
+    for number, scene in enumerate(open_scenes("val", count=PICTURES)):
+        scene.load().save(folder / f"{number}.png")
+        rows += [f"{number}.png\t{caption}" for caption in scene.captions]
+    (folder / "val.csv").write_text("\n".join(rows) + "\n")
+    return folder / "val.csv"
 
 
 def train(folder: Path, name: str, *, processes: int, launched: bool = False, **flags: object) -> None:
@@ -76,13 +93,14 @@ def ordered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("loss", "every"), [(BATCH, 3), (CODER, 1)], ids=["batch", "coder"])
-def test_two_processes_train_as_one(tmp_path, tiny_model, loss, every):
-    flags = {"model": tiny_model, "loss": loss, "log-every-n-steps": every}
+def test_two_processes_train_as_one(tmp_path, tiny_model, pictures, loss, every):
+    flags = {"model": tiny_model, "loss": loss, "val-data": pictures, "log-every-n-steps": every}
     train(tmp_path, "one", processes=1, **flags)
     train(tmp_path, "two", processes=2, launched=loss == CODER, **{"save-frequency": 1}, **flags)
     one, two = records(tmp_path, "one"), records(tmp_path, "two")
     assert len(one) == len(two)
     assert {row["step"] for row in two if "loss" in row} == {4, 9} | set(range(0, 10, every))  # and the ends of epochs
+    assert "val/rsum" in one[-1] and one[-1]["step"] == 10
     for ours, theirs in zip(one, two, strict=True):
         for key in ours:
             assert theirs[key] == pytest.approx(ours[key], rel=2e-4, abs=1e-6), key

@@ -357,7 +357,9 @@ class CoderLoss(nn.Module):
                 losses[f"{label}_{name}"] = spec.weight * scalar
         return losses if output_dict else torch.stack(list(losses.values())).sum()
 
-    def warn_of_one_pair(self) -> None:
+    def warn_of_one_pair(
+        self, advice: str = "use a larger batch size, and leave out a last batch of one (drop_last)"
+    ) -> None:
         """Warn once of a batch of one pair, if terms take their negatives from the other pairs of the batch alone."""
         if self._warned_of_one_pair or torch.compiler.is_compiling():
             return
@@ -370,9 +372,7 @@ class CoderLoss(nn.Module):
         ]
         if terms:
             logging.warning(
-                "a batch of one pair has no negatives, and %s has no others: use a larger batch size, and leave out a last "
-                "batch of one (drop_last)",
-                " and ".join(terms),
+                "a batch of one pair has no negatives, and %s has no others: %s", " and ".join(terms), advice
             )
 
     def _arguments(self, outputs: Mapping[str, Tensor]) -> list[dict[str, Any]]:

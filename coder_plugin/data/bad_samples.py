@@ -29,6 +29,8 @@ KINDS = {
 #: Samples that must be read before their rate is judged, except where the data end earlier.
 ENOUGH = 1000
 DEFAULT_RATE = 0.01
+#: What to do where every picture is missing.
+WRONG_PATHS = "fix the paths, or name the folder that they are relative to (--image-root)"
 _SHOWN = 10  # of each kind, by name
 _LONGEST = 200  # characters of a key or a reason in a message
 log = logging.getLogger(__name__)
@@ -123,6 +125,11 @@ class BadSamples:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(self.kinds.items()))
         return f"{len(self):,} of {self.read:,} samples skipped" + (f" ({kinds})" if kinds else "")
 
+    @property
+    def are_all_missing(self) -> bool:
+        """Whether no picture's file exists."""
+        return 0 < self.read == self.kinds["missing"]
+
     def add(self, read: int, bad: Iterable[Bad] = ()) -> None:
         """Count ``read`` samples, of which ``bad`` were left out."""
         self.read += read
@@ -170,9 +177,8 @@ class BadSamples:
     def _stop(self, kind: str = "", key: str = "", reason: str = "") -> None:
         last = f"; the last one: {shorten(key)!r} ({kind}): {reason}" if kind else ""
         few = f" (of fewer than {ENOUGH:,} samples: more than {self.rate * ENOUGH:g})" if self.read < ENOUGH else ""
-        advice = "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
-        if self.kinds["missing"] == self.read:
-            advice = "fix the paths, or name the folder that they are relative to (--image-root)"
+        other = "fix or leave them out, or allow a greater fraction (--max-bad-samples)"
+        advice = WRONG_PATHS if self.are_all_missing else other
         raise CoderError(f"{self.name}: {self}, more than max_bad_samples={self.rate:g} of them{few}{last}: {advice}")
 
 

@@ -14,7 +14,7 @@ from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.config import ModelConfig
-from coder_plugin.data.bad_samples import ENOUGH
+from coder_plugin.data.bad_samples import ENOUGH, WRONG_PATHS, Bad, describe
 from coder_plugin.data.from_config import captions_of
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
@@ -147,17 +147,21 @@ def first_image(source: Any, *, reads_regions: bool) -> Any:
     Raises:
         CoderError: the data are empty, or none of the first 1,000 images can be read.
     """
-    failed: list[str] = []
+    failed: list[Bad] = []
     for _, item in source.items():
         try:
             return item.load()
         except (OSError, ValueError) as error:
-            failed.append(f"{item.key}: {error}")
+            failed.append(describe(item.key, error))
         if len(failed) == ENOUGH:
             break
-    why = f"none of the first {len(failed)} images can be read; the first: {failed[0]}" if failed else "no images"
     hint = " (region features of the images: --regions)" if reads_regions else ""
-    raise CoderError(f"{source.name}: {why}{hint}")
+    if not failed:
+        raise CoderError(f"{source.name}: no images{hint}")
+    _, key, reason = failed[0]
+    if not reads_regions and all(kind == "missing" for kind, _, _ in failed):
+        hint = f": {WRONG_PATHS}"
+    raise CoderError(f"{source.name}: none of the first {len(failed)} images can be read; the first: {key}: {reason}{hint}")
 
 
 def check_data(model: Any, example: Any, name: str, *, max_regions: int) -> None:

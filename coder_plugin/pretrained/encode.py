@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from coder_plugin import distributed
-from coder_plugin.data.bad_samples import DEFAULT_RATE, BadSamples, describe, total
+from coder_plugin.data.bad_samples import DEFAULT_RATE, WRONG_PATHS, BadSamples, describe, total
 from coder_plugin.data.loader import evaluation_batches
 from coder_plugin.data.source import block_of, map_tensors
 from coder_plugin.errors import CoderError
@@ -156,7 +156,8 @@ class Encoder:
         parts = [part for part in shares if part is not None]
         bad = total(distributed.gather_objects(own_bad))
         if not parts:
-            raise CoderError(f"{source.name}: no image can be used to evaluate: {bad}")
+            advice = f": {WRONG_PATHS}" if bad.are_all_missing else ""
+            raise CoderError(f"{source.name}: no image can be used to evaluate: {bad}{advice}")
         bad.finish()
         if len(bad) and distributed.rank() == 0:
             log.warning("%s: %s: results are over the others", source.name, bad)

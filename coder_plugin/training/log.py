@@ -173,10 +173,11 @@ class Progress:
         self.bar = tqdm(total=total, initial=done, desc=self.name, unit="step", disable=not self.terminal)
         self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
 
-    def update(self, metrics: Mapping[str, float], waited: float) -> None:
+    def update(self, metrics: Mapping[str, float], waited: float, *, ends: bool = False) -> None:
+        """A step is done; ``ends``: the epoch with it, perhaps before ``total``."""
         self.done, self.steps, self.waited = self.done + 1, self.steps + 1, self.waited + waited
         self.bar.update()
-        if self.done % self.every and self.done != self.total:
+        if self.done % self.every and self.done != self.total and not ends:
             return
         losses = {key: value for key, value in metrics.items() if key.endswith("loss") and not key.startswith("share/")}
         text = ", ".join(f"{key} {value:.4f}" for key, value in losses.items())

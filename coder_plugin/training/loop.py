@@ -351,7 +351,7 @@ class Trainer:
                 metrics = self._checked_step([self._to_device(batch) for batch in group])
                 self.step += 1
                 self.position = position
-                progress.update(metrics, waited)
+                progress.update(metrics, waited, ends=self._ends_epoch)
                 if logged:
                     self.log.warn(self.collapse.update(self.step - 1, metrics))
                     health = {f"coder/{name}": value for name, value in model.coder.health().items()}

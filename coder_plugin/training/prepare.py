@@ -465,7 +465,7 @@ def make_tags(model: Any, config: TrainConfig) -> Tags | None:
 def warn_of_one_pair(config: TrainConfig, loss: CoderLoss) -> None:
     """Warn before training where a step has one pair, which most losses cannot learn from."""
     if config.optim.batch_size * config.optim.accum_freq * distributed.world_size() == 1:
-        loss.warn_of_one_pair()
+        loss.warn_of_one_pair("use a larger --batch-size")
 
 
 def check_accumulation(model: Any, config: TrainConfig) -> None:

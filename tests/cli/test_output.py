@@ -136,6 +136,27 @@ def test_lines_of_training_say_what_is_left_and_explain_a_loss_below_zero_once(m
     assert round(no_negatives, 2) == -1.39, "as the line says"
 
 
+def test_an_epoch_that_ends_early_prints_its_last_step_and_missing_pictures_name_the_option(
+    table, tmp_path, tiny_model, capsys
+) -> None:
+    lines = table.read_text().splitlines()
+    for number, name in enumerate(("few", "all")):
+        missing = [line.replace(".png", ".jpg") for line in lines[1:]]
+        (table.parent / f"{name}.csv").write_text("\n".join([lines[0], *missing[: 3 + 9 * number], *lines[4 + 9 * number :]]))
+    command = ["train", "--model", tiny_model, "--logs", str(tmp_path), "--epochs", "1", "--batch-size", "6", "--workers", "0"]
+    command += ["--no-report", "--csv-img-key", "image", "--csv-caption-key", "caption"]
+    few, every = (str(table.parent / f"{name}.csv") for name in ("few", "all"))
+    assert main([*command, "--train-data", few, "--name", "few"]) == 0
+    assert "epoch 1/1 step 1/2: loss " in capsys.readouterr().out
+    advice = ": fix the paths, or name the folder that they are relative to (--image-root)\n"
+    assert main([*command, "--train-data", every]) == 2
+    told = capsys.readouterr().err
+    assert "none of the first 12 images can be read; the first: 0.jpg: not found: '" in told and told.endswith(advice)
+    assert main([*command, "--train-data", few, "--val-data", every, "--name", "all"]) == 2
+    told = capsys.readouterr().err
+    assert "no image can be used to evaluate: 12 of 12 samples skipped (missing 12)" in told and told.endswith(advice)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_an_interrupted_run_says_what_is_kept_and_how_to_go_on(saved, tmp_path, tiny_model, capsys, monkeypatch) -> None:
     take = Trainer.training_step

@@ -15,7 +15,6 @@ from coder_plugin.data.scenes import open_scenes
 from tests import fresh
 from tests.reliability import ranks
 
-
 #: For evaluation, with five captions each.
 PICTURES = 100
 

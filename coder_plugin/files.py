@@ -126,8 +126,17 @@ def _host() -> str:
 def remove_leftovers(path: str | Path) -> None:
     """Remove the temporary files and folders of ``path`` that killed processes of this machine have left."""
     path = Path(path)
-    form = re.compile(rf"\.{re.escape(path.name)}\.{_host()}\.(\d+)\.[0-9a-f]{{8}}\.writing")
-    for each in path.parent.glob(".*.writing"):
+    _remove_leftovers(path.parent, re.escape(path.name))
+
+
+def remove_all_leftovers(folder: str | Path) -> None:
+    """As :func:`remove_leftovers` for all files in a folder."""
+    _remove_leftovers(Path(folder), ".+")
+
+
+def _remove_leftovers(folder: Path, name: str) -> None:
+    form = re.compile(rf"\.{name}\.{_host()}\.(\d+)\.[0-9a-f]{{8}}\.writing")
+    for each in folder.glob(".*.writing"):
         if (match := form.fullmatch(each.name)) and not _is_running(int(match[1])):
             if each.is_dir():
                 shutil.rmtree(each, ignore_errors=True)

@@ -62,6 +62,17 @@ class Progress:
             left = "" if not self.total or rate <= 0 else f", {duration((self.total - self.done) / rate)} left"
             echo(f"{self._count()}, {rate:,.{0 if rate >= 10 else 1}f} per second{left}", file=sys.stderr)
 
+    def estimate(self, total: int, begun: int) -> None:
+        """Set what there is to do, and what of it was done before this process began, when they become known.
+
+        Example:
+            >>> progress = Progress(None, what="images", shown=False)
+            >>> progress.estimate(1000, 500), progress.advance(600), progress.done
+            (None, None, 600)
+        """
+        self.total, self.begun = total, begun
+        self.bar.total = total
+
     def close(self) -> None:
         self.bar.close()
 

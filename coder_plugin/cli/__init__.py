@@ -12,6 +12,7 @@ from coder_plugin.cli import (
     concepts,
     doctor,
     duplicates,
+    embed,
     eval,
     index,
     mine,
@@ -63,7 +64,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (
-        train, eval, report, index, search, serve, duplicates, mine, concepts, regions, recipes, share, plugins, doctor
+        train, eval, report, embed, index, search, serve, duplicates, mine, concepts, regions, recipes, share, plugins, doctor
     ):  # fmt: skip
         command.add_parser(commands)
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from coder_plugin.data.tables import (
     no_picture,
     other_names,
     picture_folder,
+    picture_paths,
     read_json,
     refuse,
 )
@@ -71,6 +72,7 @@ def open_coco(
             loader(root, name, max_pixels),
             other_names(number),
             caption_names=other_names(*(caption for _, caption in captions[number])),
+            paths=picture_paths(root, name),
         )
         for number, name in files.items()
         if number in captions
@@ -194,7 +196,9 @@ def _lines(path: Path, empty: str) -> list[str]:
 # img2dataset
 
 
-def open_img2dataset(spec: str, *, split: str = "train", max_pixels: int | None = None) -> ItemSource:
+def open_img2dataset(
+    spec: str, *, split: str = "train", max_pixels: int | None = None, metadata: Sequence[str] = ()
+) -> ItemSource:
     """The reader ``img2dataset``: a folder of ``output_format="files"``: ``00000/000000000.jpg``, ``.txt`` and ``.json``.
 
     The caption is that of ``txt``, else of ``json``. Images that were not downloaded or have no picture or caption are left out
@@ -206,6 +210,7 @@ def open_img2dataset(spec: str, *, split: str = "train", max_pixels: int | None 
         spec: the folder.
         split: not used, since a folder holds one split.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+        metadata: further fields of ``json`` whose values an item keeps; it may lack them.
 
     Raises:
         CoderError: no such folders, or no images.
@@ -225,7 +230,7 @@ def open_img2dataset(spec: str, *, split: str = "train", max_pixels: int | None 
     for folder in folders:
         for key, files in _samples(Path(folder)):
             try:
-                item = _img2dataset_item(key, files, max_pixels)
+                item = _img2dataset_item(key, files, max_pixels, metadata)
             except BadSample as fault:
                 item = bad_item(key, fault.with_traceback(None))
             if isinstance(item, Item):
@@ -251,7 +256,9 @@ def _samples(folder: Path) -> Iterator[tuple[str, dict[str, Path]]]:
         yield f"{folder.name}/{stem}", files
 
 
-def _img2dataset_item(key: str, files: dict[str, Path], max_pixels: int | None) -> Item | str:
+def _img2dataset_item(
+    key: str, files: dict[str, Path], max_pixels: int | None, kept: Sequence[str]
+) -> Item | str:
     """The item, or the reason why it is left out; ``BadSample`` where its json or txt is faulty."""
     try:
         metadata = read_json(files["json"]) if "json" in files else {}
@@ -275,4 +282,5 @@ def _img2dataset_item(key: str, files: dict[str, Path], max_pixels: int | None) 
     if caption is None or not caption.strip():
         return "without a caption"
     names = other_names(picture.stem, metadata.get("key"), metadata.get("uid"))
-    return Item(key, (caption.strip(),), loader(picture.parent, picture.name, max_pixels), names)
+    load, paths = loader(picture.parent, picture.name, max_pixels), picture_paths(picture.parent, picture.name)
+    return Item(key, (caption.strip(),), load, names, paths=paths, metadata={name: metadata.get(name) for name in kept})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,17 +36,20 @@ _READER_OPTIONS = {
     "webdataset": _PIXELS,
     "scenes": {},
 }
+#: Readers that can keep further columns or fields of an image.
+_METADATA_READERS = ("csv", "hf", "hf-streaming", "img2dataset", "karpathy", "webdataset")
 #: Readers that check for picture files, which are not needed where regions take the pictures' place.
 _PICTURE_READERS = ("coco", "csv", "hf", "hf-streaming", "karpathy")
 
 
-def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | None:
+def make_source(config: DataConfig, *, split: str, join: bool = True, metadata: Sequence[str] = ()) -> Any | None:
     """Open a split of the data.
 
     Args:
         config: which data, and how they are read.
         split: "train" opens ``config.train``, any other ``config.val``.
         join: join ``--regions``, if it is set; of shards only the first is read.
+        metadata: names of further columns or fields that items keep.
 
     Returns:
         The source. Without training data the built-in scenes; None if training data but no validation data are named.
@@ -73,6 +76,11 @@ def make_source(config: DataConfig, *, split: str, join: bool = True) -> Any | N
         if options["kind"] in _READER_OPTIONS and options["kind"] != "webdataset":
             raise CoderError(f"--dataset-resampled draws shards, and {spec} is read by {options['kind']!r}")
         options["resampled"] = True
+    if metadata:
+        if options["kind"] in _READER_OPTIONS and options["kind"] not in _METADATA_READERS:
+            known = ", ".join(_METADATA_READERS)
+            raise CoderError(f"--columns: {spec} is read by {options['kind']!r}, which keeps no further columns; {known} do")
+        options["metadata"] = list(metadata)
     source = open_source(spec, split=split, **options)
     return join_regions(source, config, split=split) if join and config.regions is not None else source
 

@@ -10,7 +10,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from coder_plugin.data.decode import check_max_pixels, decode_image, from_pictur
 from coder_plugin.data.item import Item, bad_item
 from coder_plugin.data.source import ItemSource, Source, check_captions, check_negatives
 from coder_plugin.data.streams import StreamSource
-from coder_plugin.data.tables import no_picture, other_names
+from coder_plugin.data.tables import check_metadata, no_picture, other_names
 from coder_plugin.data.tars import LARGEST_FILE
 from coder_plugin.errors import CoderError
 from coder_plugin.hub_access import hub_access
@@ -49,6 +49,7 @@ def open_hf(
     pictures: bool = True,
     max_pixels: int | None = None,
     streaming: bool = False,
+    metadata: Sequence[str] = (),
 ) -> Source:
     """The reader ``hf``: a data set of Hugging Face's ``datasets``, one row an image.
 
@@ -68,6 +69,7 @@ def open_hf(
         pictures: False if only the captions are needed, for features from other files.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
         streaming: read shards in order as they are needed, instead of any row at any time.
+        metadata: further columns whose values an item keeps, those of its first row.
 
     Raises:
         CoderError: ``datasets`` is not installed; a data set, split or column that does not exist, or that would run code.
@@ -87,11 +89,13 @@ def open_hf(
         pictures=pictures,
         name=name,
     )
+    if metadata:
+        check_metadata(name, metadata, list(dataset.features or next(iter(dataset.take(1)), {})))
     if not hasattr(dataset, "__len__"):
         check_stream_version(name)
-        make_item = partial(_make_item, columns=columns, split=split, max_pixels=max_pixels)
+        make_item = partial(_make_item, columns=columns, split=split, max_pixels=max_pixels, metadata=metadata)
         return StreamSource(dataset, make_item, name=name, num_images=count)
-    return ItemSource(DatasetItems(dataset, columns, split=split, max_pixels=max_pixels), name=name)
+    return ItemSource(DatasetItems(dataset, columns, split=split, max_pixels=max_pixels, metadata=metadata), name=name)
 
 
 def open_hf_stream(spec: str, **options: Any) -> Source:
@@ -226,9 +230,11 @@ class _Row:
     names: tuple[str | None, ...]
     captions: tuple[Any, ...]
     negatives: Any = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _read_row(row: Mapping[str, Any], columns: Columns, default_key: str) -> _Row:
+def _read_row(row: Mapping[str, Any], columns: Columns, default_key: str, metadata: Sequence[str]) -> _Row:
+    kept = {name: row[name] for name in metadata}
     key = None if columns.key is None else row[columns.key]
     captions: list[Any] = []
     for column in columns.captions:
@@ -236,20 +242,23 @@ def _read_row(row: Mapping[str, Any], columns: Columns, default_key: str) -> _Ro
         captions.extend(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
     negatives = () if columns.negatives is None or row[columns.negatives] is None else row[columns.negatives]
     if key is None or key == "":
-        return _Row(default_key, (), tuple(captions), negatives)
-    return _Row(str(key), other_names(Path(str(key)).stem), tuple(captions), negatives)
+        return _Row(default_key, (), tuple(captions), negatives, kept)
+    return _Row(str(key), other_names(Path(str(key)).stem), tuple(captions), negatives, kept)
 
 
 def _finish_item(row: _Row, load: Callable[[], Image]) -> Item:
     try:
-        return Item(row.key, check_captions(row.captions), load, row.names, negatives=check_negatives(row.negatives))
+        captions, negatives = check_captions(row.captions), check_negatives(row.negatives)
+        return Item(row.key, captions, load, row.names, negatives=negatives, metadata=row.metadata)
     except BadSample as fault:
         return bad_item(row.key, fault.with_traceback(None), row.names)
 
 
-def _make_item(row: Mapping[str, Any], number: str, *, columns: Columns, split: str, max_pixels: int | None) -> Item:
+def _make_item(
+    row: Mapping[str, Any], number: str, *, columns: Columns, split: str, max_pixels: int | None, metadata: Sequence[str]
+) -> Item:
     """The item of a row of a stream."""
-    read = _read_row(row, columns, f"{split}/{number}")
+    read = _read_row(row, columns, f"{split}/{number}", metadata)
     if columns.image is None:
         return _finish_item(read, partial(no_picture, read.key))
     return _finish_item(read, partial(open_picture, row[columns.image], max_pixels))
@@ -262,12 +271,14 @@ class DatasetItems(Sequence[Item]):
         dataset: without a format, pictures undecoded.
         columns: which are read.
         split: the start of the keys that are numbers of rows.
-        max_pixels: as in :func:`open_hf`.
+        max_pixels, metadata: as in :func:`open_hf`.
     """
 
-    def __init__(self, dataset: Any, columns: Columns, *, split: str, max_pixels: int | None) -> None:
-        self._columns, self._split, self._max_pixels = columns, split, max_pixels
-        others = [column for column in (columns.key, columns.negatives) if column is not None]
+    def __init__(
+        self, dataset: Any, columns: Columns, *, split: str, max_pixels: int | None, metadata: Sequence[str] = ()
+    ) -> None:
+        self._columns, self._split, self._max_pixels, self._metadata = columns, split, max_pixels, tuple(metadata)
+        others = [column for column in (columns.key, columns.negatives, *metadata) if column is not None]
         self._texts = dataset.select_columns(list(dict.fromkeys([*columns.captions, *others])))
         self._pictures = None if columns.image is None else dataset.select_columns([columns.image])
         self._groups = self._group()
@@ -297,7 +308,7 @@ class DatasetItems(Sequence[Item]):
                 number += 1
 
     def _row(self, row: Mapping[str, Any], number: int) -> _Row:
-        return _read_row(row, self._columns, f"{self._split}/{number}")
+        return _read_row(row, self._columns, f"{self._split}/{number}", self._metadata)
 
     def _item(self, numbers: Sequence[int], rows: Sequence[_Row]) -> Item:
         read = rows[0]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from coder_plugin.data.bad_samples import BadSample
 
@@ -53,6 +54,10 @@ class Item:
         negatives: hard negatives, texts that are wrong for the image.
         negative_ids: the ids of the images that the negatives are captions of, one each, -1 where that is not known; or empty.
         fault: why the sample cannot be used, found by its reader (:func:`bad_item`); None for all others.
+        paths: where the picture is, or the shard that holds it: a path or a URL; of several, the first that exists. Empty where
+            that is not known.
+        member: the picture's name in the shard; None where it is a file of its own.
+        metadata: further values by name, those that the reader was asked for.
 
     Example:
         >>> Item("a.jpg", ("a dog", "a brown dog"), lambda: None).image_id == stable_hash("a.jpg")
@@ -68,6 +73,21 @@ class Item:
     negatives: tuple[str, ...] = ()
     negative_ids: tuple[int, ...] = ()
     fault: BadSample | None = None
+    paths: tuple[str, ...] = ()
+    member: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def path(self) -> str | None:
+        """Absolute path or URL of the picture, or of the shard that holds it; None where that is not known.
+
+        Example:
+            >>> Item("a", (), lambda: None, paths=("https://example.org/a.tar",), member="a.jpg").path
+            'https://example.org/a.tar'
+        """
+        if not self.paths or "://" in self.paths[-1]:
+            return self.paths[-1] if self.paths else None
+        return os.path.abspath(next(filter(os.path.exists, self.paths[:-1]), self.paths[-1]))
 
     @property
     def image_id(self) -> int:

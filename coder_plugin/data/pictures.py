@@ -63,6 +63,9 @@ class Pictures:
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         for start in range(rank * block, len(self._keys), world_size * block):
             for index in range(start, min(start + block, len(self._keys))):
-                key = self._keys[index]
-                load = partial(decode_image, os.path.join(self.name, key), max_pixels=self._max_pixels)
-                yield index, Item(key, (), load)
+                yield index, self.item(index)
+
+    def item(self, index: int) -> Item:
+        """The picture at a position."""
+        path = os.path.join(self.name, self._keys[index])
+        return Item(self._keys[index], (), partial(decode_image, path, max_pixels=self._max_pixels), paths=(path,))

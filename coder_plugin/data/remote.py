@@ -67,6 +67,11 @@ def scheme(location: str) -> str:
     return location.partition(":")[0].strip().lower()
 
 
+def is_command(location: str) -> bool:
+    """Whether a location is a command that gives a shard, and so no place where somebody else finds it."""
+    return scheme(location) == "pipe"
+
+
 def check_remote(shards: Iterable[str]) -> None:
     """Check, before training, that there is something to read remote shards with.
 

@@ -12,7 +12,7 @@ import logging
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,12 +26,12 @@ from coder_plugin.data.item import Item, bad_item, stable_hash
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.regions.arrays import decode_npz
 from coder_plugin.data.regions.base import Regions
-from coder_plugin.data.remote import check_remote
+from coder_plugin.data.remote import check_remote, is_command
 from coder_plugin.data.shard_lists import NSHARDS, benchmark_shards, beside, expand, recorded_size, shard_labels
 from coder_plugin.data.source import Plan, check_captions, check_mode, check_negatives
 from coder_plugin.data.tables import other_names
 from coder_plugin.data.tar_index import Place, TarIndex, TarReader, scan
-from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, stream, unreadable
+from coder_plugin.data.tars import IMAGE_FIELDS, REGIONS, ImageField, has_features, local_path, stream, unreadable
 from coder_plugin.errors import CoderError
 from coder_plugin.locations import is_local
 
@@ -49,6 +49,7 @@ def open_shards(
     newline_captions: bool | None = None,
     negatives_key: str | None = None,
     max_pixels: int | None = None,
+    metadata: Sequence[str] = (),
 ) -> ShardSource:
     """The reader ``webdataset``.
 
@@ -63,6 +64,7 @@ def open_shards(
             ``nshards.txt`` in their folder.
         negatives_key: key of a list of hard negatives in ``json``, which samples may lack. None: they are not read.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+        metadata: further keys of ``json`` whose values an item keeps; samples may lack them.
 
     Raises:
         CoderError: an empty pattern, missing shards, a faulty ``nshards.txt``, or a scheme that nothing installed reads.
@@ -79,6 +81,7 @@ def open_shards(
         newline_captions=newline_captions,
         negatives_key=negatives_key,
         max_pixels=max_pixels,
+        metadata=metadata,
     )
 
 
@@ -102,11 +105,13 @@ class ShardSource:
         newline_captions: bool = False,
         negatives_key: str | None = None,
         max_pixels: int | None = None,
+        metadata: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._caption_key = caption_key
         self._newline_captions = newline_captions
         self._negatives_key = negatives_key
+        self._metadata = tuple(metadata)
         self.max_pixels = check_max_pixels(max_pixels)
         self._shards = shards
         self._resampled = resampled
@@ -129,6 +134,7 @@ class ShardSource:
             newline_captions=self._newline_captions,
             negatives_key=self._negatives_key,
             max_pixels=self.max_pixels,
+            metadata=self._metadata,
         )
         source._labels = self._labels  # keys must not change
         return source
@@ -210,6 +216,18 @@ class ShardSource:
                     yield index, item() if callable(item) else item
                 index += 1
 
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self._shards)
+
+    def read_shard(self, number: int) -> Iterator[Item]:
+        """All items of a shard, in order. Of a local one the pictures are read when they are loaded."""
+        shard = self._shards[number]
+        for item in self._read(shard):
+            yield item() if callable(item) else item
+        self._indexes.pop(shard, None)  # of 100,000 shards they would fill the memory
+
     def _read(self, shard: str) -> Iterable[Item | Callable[[], Item]]:
         return self._items_by_number(shard) or self._stream(shard)
 
@@ -279,7 +297,10 @@ class ShardSource:
         key = str(extra["image_id"]) if extra.get("image_id") is not None else location
         names = other_names(sample["__key__"], extra.get("key"), extra.get("uid"))  # the last two: img2dataset, DataComp
         load = partial(_load, field, sample.get(field), shard, self.max_pixels)
-        return Item(key, captions, load, names, negatives=negatives)
+        paths = () if is_command(shard) else (local_path(shard),)
+        member = sample.get("__names__", {}).get(field, f"{sample['__key__']}.{field}") if field else None
+        kept = {name: extra.get(name) for name in self._metadata}
+        return Item(key, captions, load, names, negatives=negatives, paths=paths, member=member, metadata=kept)
 
     def _captions(self, sample: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
         captions = extra.get(self._caption_key)

@@ -154,6 +154,10 @@ class ItemSource:
             for index in range(start, min(start + block, len(self._items))):
                 yield index, self._items[index]
 
+    def item(self, index: int) -> Item:
+        """The item at a position in the data set, from 0."""
+        return self._items[index]
+
     def _sample(self, index: int, plan: Plan) -> Item:
         if plan.captions == "draw":
             return draw_caption(self._items[index], seed=plan.seed, epoch=plan.epoch)

@@ -85,6 +85,15 @@ class StreamSource:
     def items(self, rank: int = 0, world_size: int = 1, *, block: int = 1) -> Iterator[tuple[int, Item]]:
         yield from deal_whole(self._shards, self._read, rank, world_size, block)
 
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self._shards)
+
+    def read_shard(self, number: int) -> Iterator[Item]:
+        """All items of a shard, in order."""
+        return self._read(number)
+
     def _read(self, shard: int) -> Iterator[Item]:
         for position, row in enumerate(_rows(self._shard(shard))):
             yield self._item(row, shard, position)

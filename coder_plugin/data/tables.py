@@ -43,6 +43,7 @@ def open_csv(
     images: str | None = None,
     pictures: bool = True,
     max_pixels: int | None = None,
+    metadata: Sequence[str] = (),
 ) -> ItemSource:
     """The reader ``csv``: a table with a header and one row a caption. Rows with the same file are one image's captions.
 
@@ -57,6 +58,7 @@ def open_csv(
             (as in open_clip), else the table's folder.
         pictures: False if only the captions are needed, for features from other files.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+        metadata: further columns whose values an item keeps, those of its first row.
 
     An image's key is its path, its other name the file name without ending. A row of another length, without an image or with
     an empty caption, or with faulty hard negatives, makes its image a bad sample.
@@ -72,6 +74,7 @@ def open_csv(
     captions: dict[str, list[str]] = {}
     negatives: dict[str, dict[str, None]] = {}
     faults: dict[str, BadSample] = {}
+    kept: dict[str, dict[str, Any]] = {}
     try:
         with open_regular(spec, newline="", encoding="utf-8-sig") as file:
             if separator is None:
@@ -91,10 +94,13 @@ def open_csv(
                     f"{spec}: no column {what}; its columns, separated by {separator!r} (--csv-separator), are: "
                     f"{', '.join(map(repr, present)) or 'none: its first line is empty'}"
                 )
+            check_metadata(spec, metadata, present)
             for row in rows:
                 line = f"line {rows.line_num}"
                 path = (row[csv_img_key] or "").strip() and row[csv_img_key]
                 captions.setdefault(path or line, []).append(row[csv_caption_key])
+                if metadata and path not in kept:
+                    kept[path] = {name: row[name] for name in metadata}
                 if None in row or None in row.values():
                     faults[path or line] = BadSample("caption", f"{line} does not have {len(present)} columns")
                 elif not path:
@@ -122,8 +128,19 @@ def open_csv(
             continue
         load = partial(_load, path, folder, root, max_pixels) if pictures else partial(no_picture, path)
         own = tuple(negatives.get(path, ()))
-        items.append(Item(path, tuple(texts), load, other_names(Path(path).stem), negatives=own))
+        names, paths = other_names(Path(path).stem), (path, str(folder / path)) if pictures else ()
+        items.append(Item(path, tuple(texts), load, names, negatives=own, paths=paths, metadata=kept.get(path, {})))
     return ItemSource(items, name=spec, columns=present)
+
+
+def check_metadata(spec: str, metadata: Sequence[str], columns: Sequence[str]) -> None:
+    """Check that a table has the columns that are to be kept.
+
+    Raises:
+        CoderError: it lacks one; names those that it has.
+    """
+    if missing := [name for name in metadata if name not in columns]:
+        raise CoderError(f"{spec}: no column {missing[0]!r} (--columns); its columns are: {', '.join(map(repr, columns))}")
 
 
 def _json_list(text: str) -> Any:
@@ -192,6 +209,7 @@ def open_karpathy(
     restval: bool = True,
     pictures: bool = True,
     max_pixels: int | None = None,
+    metadata: Sequence[str] = (),
 ) -> ItemSource:
     """The reader ``karpathy``: one split of a ``dataset_*.json`` of Flickr8k, Flickr30K or COCO.
 
@@ -203,6 +221,7 @@ def open_karpathy(
         restval: whether ``train`` includes COCO's split ``restval``, as usual.
         pictures: False if only the captions are needed, for features from other files.
         max_pixels: as in :func:`~coder_plugin.data.decode.decode_image`.
+        metadata: further fields of an image whose values an item keeps; one may lack them.
 
     An image's key is its path, its other names ``cocoid``, ``imgid`` and the file name; captions are named by ``sentid``. An
     image without a file name or with faulty captions is a bad sample.
@@ -218,7 +237,7 @@ def open_karpathy(
     if not chosen:
         present = ", ".join(sorted({str(entry.get("split")) for entry in entries})) or "none"
         raise CoderError(f"{spec}: no images in split {split!r}; splits present: {present}")
-    items = [_item(root, number, entry, max_pixels) for number, entry in chosen]
+    items = [_item(root, number, entry, max_pixels, metadata) for number, entry in chosen]
     refuse(spec, [repr(key) for key in duplicates(item.key for item in items)], "files of two or more images")
     return ItemSource(items, name=f"{spec} ({split})")
 
@@ -231,7 +250,9 @@ def _entries(spec: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _item(root: Path | None, number: int, entry: dict[str, Any], max_pixels: int | None) -> Item:
+def _item(
+    root: Path | None, number: int, entry: dict[str, Any], max_pixels: int | None, metadata: Sequence[str]
+) -> Item:
     name, folder, sentences = entry.get("filename"), entry.get("filepath") or "", entry.get("sentences", [])
     key = os.path.join(folder, name) if isinstance(name, str) and name and isinstance(folder, str) else f"images[{number}]"
     names = other_names(entry.get("cocoid"), entry.get("imgid"), name)
@@ -246,7 +267,9 @@ def _item(root: Path | None, number: int, entry: dict[str, Any], max_pixels: int
     except BadSample as fault:
         return bad_item(key, fault.with_traceback(None), names)
     sentids = other_names(*(each.get("sentid") for each in sentences))
-    return Item(key, captions, loader(root, key, max_pixels), names, caption_names=sentids)
+    kept = {name: entry.get(name) for name in metadata}
+    load = loader(root, key, max_pixels)
+    return Item(key, captions, load, names, caption_names=sentids, paths=picture_paths(root, key), metadata=kept)
 
 
 def _image_folder(spec: Path) -> Path:
@@ -273,6 +296,11 @@ def picture_folder(spec: str, folder: str | Path) -> Path:
 def loader(root: Path | None, key: str, max_pixels: int | None = None) -> Callable[[], Image]:
     """A function that decodes the picture ``key`` in ``root``, or raises ``ValueError`` if there is no folder."""
     return partial(no_picture, key) if root is None else partial(decode_image, str(root / key), max_pixels=max_pixels)
+
+
+def picture_paths(root: Path | None, key: str) -> tuple[str, ...]:
+    """Where the picture ``key`` in ``root`` is, as of :class:`~coder_plugin.data.item.Item`."""
+    return () if root is None else (str(root / key),)
 
 
 def no_picture(key: str) -> NoReturn:

@@ -126,6 +126,8 @@ def sample_file(member: tarfile.TarInfo) -> tuple[str, str] | None:
 
 def add_file(sample: dict[str, Any], field: str, member: tarfile.TarInfo, read: Callable[[], Any]) -> None:
     """Add a file's content to a sample, or a ``BadSample`` in its place."""
+    if member.name != f"{sample.get('__key__')}.{field}":  # in capitals
+        sample.setdefault("__names__", {})[field] = member.name
     if field in sample:
         sample[field] = BadSample("duplicate", f"two files .{field}")
     else:

@@ -214,8 +214,8 @@ def _write_tokens(
     """The tokens of a unit's images and captions in one file, padded with zeros to the longest; None if there are none."""
     from safetensors.numpy import save_file
 
-    tensors = {f"image_{name}": value for name, value in _joined(images).items()}
-    tensors |= {f"text_{name}": value for name, value in _joined(texts).items()}
+    tensors = {f"image_{name}": value for name, value in join_padded(images).items()}
+    tensors |= {f"text_{name}": value for name, value in join_padded(texts).items()}
     if not tensors:
         path.unlink(missing_ok=True)
         return None
@@ -224,8 +224,9 @@ def _write_tokens(
         return {"bytes": temporary.stat().st_size, "sha256": sha256_file(temporary)}
 
 
-def _joined(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    joined = {}
+def join_padded(batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Arrays of several batches as one by name, padded with zeros to the longest; batches without arrays are left out."""
+    batches, joined = [batch for batch in batches if batch], {}
     for name in batches[0] if batches else ():
         values = [batch[name] for batch in batches]
         shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
@@ -237,19 +238,21 @@ def _joined(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray
     return joined
 
 
-def is_complete(path: str | Path, header: Header, unit: int) -> bool:
-    """Whether a unit's file and that of its tokens are complete and have the header's plan; reads the file's end only."""
+def is_complete(path: str | Path, header: Header, unit: int) -> UnitSummary | None:
+    """What a unit's file holds, if it and that of its tokens are complete and have the header's plan; reads its end only."""
     import pyarrow as pa
 
     path = Path(path)
     if not path.exists():
-        return False
+        return None
     try:
         with open_parquet(path) as (file, _):
-            tokens = check_layout(file, path, header, unit).tokens
-        return tokens is None or os.path.getsize(path.with_name(header.tokens_file(unit))) == tokens["bytes"]
+            summary = check_layout(file, path, header, unit)
+        if summary.tokens and os.path.getsize(path.with_name(header.tokens_file(unit))) != summary.tokens["bytes"]:
+            return None
+        return summary
     except (CoderError, pa.ArrowException, OSError, ValueError, KeyError):
-        return False
+        return None
 
 
 @contextmanager

@@ -21,16 +21,21 @@ def default_device() -> torch.device:
 
     Under torchrun, ``accelerate launch`` or SLURM's ``srun`` it also joins the process group, unless that has been done.
     """
-    ranks_from_slurm()
-    cuda = torch.cuda.is_available()
-    # where SLURM gives each task a GPU of its own, that is number 0
-    number = int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count())
-    device = torch.device("cuda", number) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = local_device()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and dist.is_available() and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         atexit.register(_leave_group)
+    return device
+
+
+def local_device() -> torch.device:
+    """As :func:`default_device`, for processes that exchange nothing and join no group."""
+    ranks_from_slurm()
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # where SLURM gives each task a GPU of its own, that is number 0
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
     return device
 
 

@@ -312,6 +312,11 @@ class Encoder:
         must be in eval mode."""
         return self._image(default_collate([self.transform(each) for each in loaded]), head)
 
+    @torch.no_grad()
+    def transformed(self, batch: Any, head: Any = None) -> tuple[Tensor, Item | None]:
+        """As :meth:`image` for a batch of what the transform gives: a tensor [n, ...], or a dict of them."""
+        return self._image(batch, head)
+
     def _image(self, batch: Any, head: Any) -> tuple[Tensor, Item | None]:
         with self.autocast():
             features = self.model.describe_image(map_tensors(lambda each: each.to(self.device), batch))

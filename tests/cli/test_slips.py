@@ -77,6 +77,19 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("index nope --data pictures --output found", ["nope: no such folder", "coder-plugin train makes"]),
     ("index pictures --data photos --output found", ["--data photos: no such file or folder"]),
     ("index pictures --data pictures", ["required: --output", "coder-plugin index --help-all"]),
+    ("embed nope --data pictures --output e", ["nope: no such folder", "coder-plugin train makes"]),
+    ("embed pictures --data photos --output e", ["--data photos: no such file or folder"]),
+    ("embed pictures --data pictures", ["required: --output", "coder-plugin embed --help-all"]),
+    ("embed --data pictures --output e", ["say which model encodes", "a run's or export's folder", "--pretrained"]),
+    ("embed pictures --data pictures --output e --dtype fp16", ["--dtype: 'fp16' is not allowed", "float32, float16"]),
+    ("embed pictures --data pictures --output e --rows-per-file 0", ["--rows-per-file must be at least 1, got 0"]),
+    ("embed pictures --data pictures --output e --thumbnails -1", ["--thumbnails must be at least 0, got -1"]),
+    ("embed pictures --data pictures --output e --task-index 3", ["--task-index and --task-count belong together"]),
+    ("embed pictures --data pictures --output e --task-index 4 --task-count 4", ["--task-index 4 of --task-count 4"]),
+    ("embed pictures --data pictures --output e --columns year:int", ["the type 'int' is not one of string, int64"]),
+    ("embed pictures --data pictures --output e --columns a a", ["--columns a: 'a' is named twice"]),
+    ("embed pictures --data pictures --output e --tokens --what captions", ["--tokens needs the images"]),
+    ("embed pictures --data pictures --output e --factory Flat", ["unknown option --factory"]),
     ("eval", ["say which model", "a run's or export's folder", "--model"]),
     ("index --data pictures --output found", ["say which model encodes", "a run's or export's folder", "--pretrained"]),
     ("search nope --text 'a dog'", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
@@ -176,6 +189,11 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("mine pictures --data pairs.csv --output n.tsv", ["pictures is neither an export nor a run with one in export/best"]),
     ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no manifest.json"]),
     ("duplicates pictures", ["pictures is not an index: it has no manifest.json"]),
+    ("embed pictures --data pictures --output e", ["pictures is neither an export nor a run with one in export/best"]),
+    ("embed pictures --data pictures --output e --columns x", ["--columns x: pictures is a folder of pictures"]),
+    ("embed pictures --data pairs.csv --output e --columns x", ["no column 'x' (--columns)", "'filepath', 'title'"]),
+    ("embed pictures --data pairs.csv --output e --columns key", ["column 'key': the file has a column of that name"]),
+    ("embed pictures --data scenes --output e --columns x", ["--columns: scenes is read by 'scenes'", "csv, hf"]),
     ("eval pictures", ["pictures is neither an export nor a run with one in export/best"]),
     ("search pictures --text x", ["pictures"]),
     ("serve pictures --port 0", ["pictures is not an index: it has no manifest.json"]),
@@ -262,7 +280,7 @@ for command in json.loads(sys.argv[1]):
         break
 print(json.dumps(slow))
 """
-COMMANDS = "train|eval|report|index|search|serve|duplicates|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+COMMANDS = "train|eval|report|embed|index|search|serve|duplicates|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
 HELP = [f"{command} --help" for command in ("", *COMMANDS, "regions extract", "regions convert")]
 
 

@@ -1,0 +1,160 @@
+"""``coder-plugin embed``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from coder_plugin.errors import CoderError
+from coder_plugin.terminal import echo
+
+#: As of coder_plugin.index.embeddings_header, which imports more than a parser needs.
+_TYPES = ("string", "int64", "float64", "bool")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.config import OPENING, READING
+
+    parser = commands.add_parser(
+        "embed",
+        help="encode images and captions into Parquet files",
+        description="Encode a folder of pictures, shards, a CSV or any other data set into Parquet files, one for each shard "
+        "or slice: keys, captions, paths, vectors. An interrupted command continues where it stopped. Several processes, "
+        "started together or not, share the work through the folder: accelerate launch -m coder_plugin.cli embed ..., a "
+        "SLURM array with --task-index and --task-count, or the same command a second time.",
+    )
+    parser.add_argument(
+        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
+    )
+    parser.add_argument("--data", required=True, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
+    )
+    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
+    parser.add_argument(
+        "--what", choices=("both", "images", "captions"), default="both",
+        help="which vectors to write; the captions' texts are kept in any case [both]"
+    )
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the vectors [float32]")
+    parser.add_argument(
+        "--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side of the thumbnails; 0: no thumbnails [128]"
+    )
+    parser.add_argument("--tokens", action="store_true", help="also write what a model with a re-ranking score needs for it")
+    parser.add_argument(
+        "--columns", nargs="+", action="extend", default=[], metavar="NAME[:TYPE]",
+        help="further columns of a table, or fields of json, to keep; TYPE is string, int64, float64 or bool [string]",
+    )
+    parser.add_argument(
+        "--rows-per-file", type=int, default=4096, metavar="N", help="images of a file where the data are not in shards [4096]"
+    )
+    parser.add_argument(
+        "--task-index", type=int, metavar="N", help="number of this task, from 0, such as $SLURM_ARRAY_TASK_ID"
+    )
+    parser.add_argument("--task-count", type=int, metavar="N", help="number of tasks, such as $SLURM_ARRAY_TASK_COUNT")
+    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from coder_plugin.cli.checks import check_data, check_model, check_options
+    from coder_plugin.cli.flags import read_options
+
+    options = read_options(arguments)
+    check_model(arguments.run_folder)
+    check_options(options, reads=["image_root"])
+    if arguments.run_folder is None and "model" not in options:
+        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
+    for name, least in (("rows_per_file", 1), ("thumbnails", 0)):
+        if getattr(arguments, name) < least:
+            raise CoderError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+    if arguments.tokens and arguments.what == "captions":
+        raise CoderError("--tokens needs the images: leave out --what captions")
+    columns = columns_of(arguments.columns)
+    index, count = share_of(arguments.task_index, arguments.task_count)
+    kind = options.get("dataset_type", "auto")
+    check_data(arguments.data, flag="--data", kind="pictures" if os.path.isdir(arguments.data) else kind)
+    try:
+        echo(embed_command(arguments, options, columns, index, count))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"complete files are kept in {arguments.output}; the same command continues") from None
+    return 0
+
+
+def columns_of(named: list[str]) -> dict[str, str]:
+    """Names and types of ``--columns``.
+
+    Raises:
+        CoderError: an unknown type, or a name twice.
+
+    Example:
+        >>> columns_of(["source", "year:int64"])
+        {'source': 'string', 'year': 'int64'}
+    """
+    columns: dict[str, str] = {}
+    for each in named:
+        name, colon, kind = each.partition(":")
+        if colon and kind not in _TYPES:
+            raise CoderError(f"--columns {each}: the type {kind!r} is not one of {', '.join(_TYPES)}")
+        if name in columns:
+            raise CoderError(f"--columns {each}: {name!r} is named twice")
+        columns[name] = kind or "string"
+    return columns
+
+
+def share_of(task: int | None, tasks: int | None) -> tuple[int, int]:
+    """This process's number among all, and how many there are: of the tasks, and in each of the processes of a launcher.
+
+    Raises:
+        CoderError: only one of the two, or a number out of range.
+    """
+    from coder_plugin.launchers import ranks_from_slurm
+
+    if (task is None) != (tasks is None):
+        raise CoderError("--task-index and --task-count belong together: give both")
+    if task is None or tasks is None:
+        task, tasks = 0, 1
+    if tasks < 1 or not 0 <= task < tasks:
+        raise CoderError(f"--task-index {task} of --task-count {tasks}: it must be from 0 to the count less one")
+    ranks_from_slurm()
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    return task * ranks + rank, tasks * ranks
+
+
+def embed_command(
+    arguments: argparse.Namespace, options: dict[str, object], columns: dict[str, str], index: int, count: int
+) -> str:
+    """Embed what the flags describe; returns a summary."""
+    from coder_plugin.index.job import EmbedJob
+
+    job = EmbedJob(
+        model=arguments.run_folder,
+        data=arguments.data,
+        output=arguments.output,
+        options=options,
+        export=arguments.export,
+        split=arguments.split,
+        what=arguments.what,
+        dtype=arguments.dtype,
+        thumbnails=arguments.thumbnails,
+        tokens=arguments.tokens,
+        columns=columns,
+        rows_per_file=arguments.rows_per_file,
+    )
+    finished = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
+    header, units = finished.header, finished.header.units
+    if finished.made == 0 and finished.files == units:
+        return f"{arguments.output} is already finished: {units:,} files of {finished.images:,} images, nothing to do"
+    if finished.files < units:
+        rest = f"other processes are making {finished.others:,} more" if finished.others else "the others are missing"
+        complete = f"{finished.made:,} files made here, {finished.files:,} of {units:,} complete"
+        return f"embeddings {arguments.output}: {complete}; {rest}"
+    views = f"{header.views} x " if header.views > 1 else ""
+    kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(finished.bad.items()))
+    lost = f"; {finished.bad.total():,} samples skipped ({kinds})" if finished.bad else ""
+    sizes = f"{finished.images:,} images, {finished.captions:,} captions"
+    return (
+        f"embeddings {arguments.output}: {units:,} files, {sizes}; vectors of {views}{header.dimensions} dimensions, "
+        f"{header.dtype}{lost}"
+    )

@@ -72,7 +72,8 @@ class CoderTrainer(Trainer):
         model: with heads. None with ``model_init``.
         loss: as in :func:`coder_plugin.create_loss`, or what that returned.
         options: of ``Trainer``: args, data_collator (:class:`coder_plugin.data.ImageTextCollator`), train_dataset, ….
-            ``compute_metrics`` replaces :func:`retrieval_metrics`.
+            ``compute_metrics`` replaces :func:`retrieval_metrics`. ``load_best_model_at_end`` takes ``rsum`` unless
+            ``metric_for_best_model`` is another.
 
     Raises:
         CoderError: a model without heads, or rows of pictures and texts without a collator; as
@@ -108,6 +109,9 @@ class CoderTrainer(Trainer):
         if options.get("data_collator") is None and options.get("processing_class") is None:
             options["data_collator"] = _collate
         super().__init__(model, callbacks=[*(callbacks or []), self._follow], **options)
+        by_loss = self.args.metric_for_best_model in ("loss", "eval_loss")  # the default, which evaluation does not have
+        if by_loss and self.compute_metrics is retrieval_metrics:
+            self.args.metric_for_best_model, self.args.greater_is_better = "rsum", True
         self.args.remove_unused_columns = False  # the collator reads columns that the model does not
         find_model(self.model)  # refuses one without heads
         _ = self.criterion

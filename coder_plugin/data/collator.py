@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class ImageTextCollator:
         columns: the names of picture, caption and key in pairs that are dicts, such as rows of a Hugging Face data set.
 
     Raises:
-        CoderError: when it is called, a dict without one of the columns, another number of values, or a caption that is no
-            text.
+        CoderError: when it is called, a dict without one of the columns, another number of values, a caption that is no text,
+            or a path that the transform does not read.
 
     Example:
         >>> collate = ImageTextCollator(
@@ -58,7 +59,7 @@ class ImageTextCollator:
                 hint = "make a pair of each caption, with the picture's key" if several else "pass a str"
                 raise CoderError(f"the caption of a pair is a {type(caption).__name__}, not a text: {hint}")
         return {
-            "image": default_collate([self._transform(image) for image in images]),
+            "image": default_collate([self._transformed(image) for image in images]),
             "text": self._tokenizer(list(captions)),
             "image_id": torch.tensor([stable_hash(key) for key in keys]),
         }
@@ -74,8 +75,21 @@ class ImageTextCollator:
             present = f"a pair has no {missing[0]!r}; it has {', '.join(map(repr, pair)) or 'nothing'}"
             if missing == [self._columns[2]]:
                 raise CoderError(f"{present}: add it ({_KEY}), or name the column that holds it, {self._named()}")
-            raise CoderError(f"{present}: name the columns of picture, caption and key, {self._named()}")
+            dropped = set(pair) <= {"image", "text", "image_id"}  # what transformers' Trainer keeps for the model
+            hint = "; with a Trainer of transformers give TrainingArguments(remove_unused_columns=False)" if dropped else ""
+            raise CoderError(f"{present}: name the columns of picture, caption and key, {self._named()}{hint}")
         return tuple(pair[column] for column in self._columns)
+
+    def _transformed(self, image: Any) -> Any:
+        try:
+            return self._transform(image)
+        except (TypeError, AttributeError) as error:
+            if not isinstance(image, (str, bytes, Path, Mapping)):
+                raise
+            raise CoderError(
+                f"the transform does not read a {type(image).__name__}: open the picture (PIL.Image.open), or cast "
+                "the column of a Hugging Face data set: dataset.cast_column('image', datasets.Image())"
+            ) from error
 
     def _named(self) -> str:
         return f"as in ImageTextCollator(..., columns={self._columns})"

@@ -116,7 +116,7 @@ def open_csv(
     except FileNotFoundError as exc:
         raise CoderError(f"{spec}: no such file") from exc
     except UnicodeDecodeError as exc:
-        raise CoderError(f"{spec}: {_describe_bytes(spec)}") from exc
+        raise CoderError(f"{spec}: {describe_bytes(spec)}") from exc
     except (OSError, csv.Error) as exc:
         hint = " (give files of region features with --regions)" if "field larger" in str(exc) else ""
         raise CoderError(f"{spec}: cannot be read as a table: {_reason(exc)}{hint}") from exc
@@ -182,7 +182,7 @@ def detect_separator(header: str, columns: Sequence[str]) -> str:
     return max(_SEPARATORS, key=fit)  # of equals the first: open_clip's tab
 
 
-def _describe_bytes(spec: str) -> str:
+def describe_bytes(spec: str) -> str:
     """Where a file stops being UTF-8, and how to convert it."""
     number, line, start = 1, b"", 0
     with open_regular(spec, "rb") as file:

@@ -392,6 +392,8 @@ def export_folder(spec: str | Path, *, export: str | None = None, cache_dir: str
         shared_options(folder)  # names the missing file of a shared folder
         others = [name for name in ("best", "last") if export_files(folder / "export" / name)[0] is not None]
         hint = f" (it has --export {others[0]})" if others else "" if folder.exists() else " (there is no such folder)"
+        if (folder / "training_args.bin").exists():
+            hint = ": transformers' Trainer wrote it; coder_plugin.save_pretrained(trainer.model, FOLDER) writes one that opens"
         raise CoderError(f"{folder} is neither an export nor a run with one in export/{export}{hint}")
     return place
 

@@ -35,7 +35,7 @@ from coder_plugin.data.item import UNKNOWN_IMAGE, Item, stable_hash
 from coder_plugin.data.json_text import parse_json
 from coder_plugin.data.shard_lists import shard_labels
 from coder_plugin.data.source import check_negatives
-from coder_plugin.data.tables import detect_separator
+from coder_plugin.data.tables import describe_bytes, detect_separator
 from coder_plugin.errors import CoderError
 from coder_plugin.integrations.open_clip.overrides import Shadow, overridden
 from coder_plugin.negatives.positives import Positives
@@ -406,6 +406,11 @@ def samples_of(args: Any) -> int:
     if kind == "csv" or (kind == "auto" and args.train_data.rsplit(".", 1)[-1] in ("csv", "tsv")):
         return _rows(args)
     found = args.train_num_samples or (upstream.get_dataset_size(args.train_data)[0] if kind in ("auto", "webdataset") else 0)
+    if not found and args.train_data == "scenes":
+        raise CoderError(
+            "--train-data scenes: coder-plugin train reads the built-in scenes, and open_clip's trainer shards and tables: "
+            "write scenes as a table (docs/open_clip.md)"
+        )
     if not found:
         raise CoderError(f"how many samples {args.train_data} has is unknown: give --train-num-samples, or a sizes.json beside")
     return found
@@ -415,6 +420,8 @@ def _rows(args: Any) -> int:
     columns = {"--csv-img-key": args.csv_img_key, "--csv-caption-key": args.csv_caption_key}
     try:
         table = upstream.pd.read_csv(args.train_data, sep=args.csv_separator, usecols=lambda name: name in columns.values())
+    except UnicodeDecodeError as error:
+        raise CoderError(f"--train-data {args.train_data}: {describe_bytes(args.train_data)}") from error
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         raise CoderError(f"--train-data {args.train_data} cannot be read as a table: {error}") from error
     for flag, column in columns.items():

@@ -62,6 +62,19 @@ def test_other_pairs_are_refused(pair: object, message: str) -> None:
         ImageTextCollator(transform, tokenizer)([("p", "a", "k"), pair])
 
 
+def test_columns_that_a_trainer_dropped_and_paths_are_named() -> None:
+    with pytest.raises(CoderError, match=r"no 'caption'; it has 'image': name .*remove_unused_columns=False\)$"):
+        ImageTextCollator(transform, tokenizer)([{"image": "p"}])
+
+    def decode(picture: object) -> torch.Tensor:
+        raise TypeError("Unexpected type")
+
+    with pytest.raises(CoderError, match="the transform does not read a str: open the picture .* datasets.Image"):
+        ImageTextCollator(decode, tokenizer)([("a.jpg", "a dog", 1)])
+    with pytest.raises(TypeError, match="Unexpected type"):
+        ImageTextCollator(decode, tokenizer)([(object(), "a dog", 1)])
+
+
 def test_the_example_runs() -> None:
     result = doctest.testmod(collator)
     assert result.attempted and not result.failed

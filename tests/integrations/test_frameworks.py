@@ -266,6 +266,24 @@ def test_trainer_evaluates_by_recall(runs: Any, tiny_model: str, tmp_path: Path)
     assert runs.retrieval_metrics(prediction)["rsum"] == 600
 
 
+def test_trainer_keeps_the_model_of_the_best_recall(runs: Any, tiny_model: str, tmp_path: Path) -> None:
+    """Trainer's own default is the loss in evaluation, which there is not. Its folder is no model to share."""
+    model = runs.make(tiny_model, "clip")
+    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    rows = [{"image": image, "text": torch.full((40,), 5 + n), "image_id": n} for n, image in enumerate(images)]
+    arguments = runs.TrainingArguments(
+        str(tmp_path / "run"), max_steps=3, per_device_train_batch_size=4, learning_rate=0.02, eval_strategy="steps",
+        save_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True, use_cpu=True, report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = runs.CoderTrainer(model, loss="clip", args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    found = [row["eval_rsum"] for row in trainer.state.log_history if "eval_rsum" in row]
+    assert min(found) < max(found) == trainer.state.best_metric == trainer.evaluate()["eval_rsum"], found
+    with pytest.raises(CoderError, match="transformers' Trainer wrote it; coder_plugin.save_pretrained.trainer.model, FOLDER"):
+        coder_plugin.from_pretrained(trainer.state.best_model_checkpoint)
+
+
 def test_trainer_makes_its_model_and_loss_anew(runs: Any, tiny_model: str, tmp_path: Path) -> None:
     """``model_init``, as for a search of hyperparameters: the loss reads the heads of the current model."""
     arguments = runs.TrainingArguments(

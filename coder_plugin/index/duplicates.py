@@ -167,7 +167,7 @@ def _roots(parent: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _join(parent: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
-    """Union-find over many pairs at once: each root is hung below the lowest root that it is paired with, until none differ.
+    """Union-find over many pairs at once: each root is hung below a lower one that it is paired with, until none differ.
 
     A parent's row is never above its child's, so there are no circles, and a group's root is its first row.
     """
@@ -177,7 +177,7 @@ def _join(parent: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
         if not different.any():
             return
         one, other = one[different], other[different]
-        np.minimum.at(parent, np.maximum(one, other), np.minimum(one, other))
+        parent[np.maximum(one, other)] = np.minimum(one, other)  # of several, one counts; the next round has the others
 
 
 def _groups(parent: np.ndarray) -> Iterator[np.ndarray]:

@@ -100,9 +100,22 @@ def test_a_chain_is_one_group_and_copies_have_a_cosine_of_one(tmp_path: Path) ->
     chain, copies = find_duplicates(index, threshold=0.95).groups
     assert chain.rows.tolist() == [0, 1, 2] and copies.rows.tolist() == [3, 4]
     np.testing.assert_allclose(chain.similarities, [1, np.cos(0.2), np.cos(0.4)], atol=1e-6)
-    assert copies.similarities.max() <= 1
-    [copies] = find_duplicates(index, threshold=1).groups
-    assert copies.rows.tolist() == [3, 4]
+
+
+def test_copies_of_other_lengths_have_a_cosine_of_one(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    vectors = np.repeat(draw.normal(size=(40, 64)), 2, axis=0) * draw.uniform(0.1, 9, size=(80, 1))
+    found = find_duplicates(planted(tmp_path / "index", vectors), threshold=1)
+    assert [group.rows.tolist() for group in found.groups] == [[row, row + 1] for row in range(0, 80, 2)]
+    assert max(group.similarities.max() for group in found.groups) <= 1
+
+
+def test_neighbours_that_an_index_does_not_find_are_none(tmp_path: Path) -> None:
+    vectors = np.repeat(np.eye(8), 20, axis=0) + np.random.default_rng(0).normal(size=(160, 8)) * 0.2
+    vectors[1] = vectors[0]
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    index = planted(tmp_path / "index", vectors, factory="IVF8,Flat")  # lists of fewer than the neighbours asked for
+    assert [group.rows.tolist() for group in find_duplicates(index, threshold=0.9999).groups] == [[0, 1]]
 
 
 def test_more_copies_than_an_approximate_index_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

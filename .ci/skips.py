@@ -16,6 +16,7 @@ ALLOWED = {
     "no expected values here": "data that the repository does not hold",
     "expected values not at hand": "data that the repository does not hold",
     "no check vectors at": "data that the repository does not hold",
+    "CODER_POSTGRES names no database": "a server; LanceDB, Qdrant and Milvus run without one",
     # Cases that do not apply.
     "an exception needs no example": "of a list of all public names",
     "BatchNorm over a batch of one": "of a table of batch sizes and norms",

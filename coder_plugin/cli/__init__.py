@@ -14,6 +14,7 @@ from coder_plugin.cli import (
     duplicates,
     embed,
     eval,
+    export,
     index,
     mine,
     plugins,
@@ -63,8 +64,7 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"coder-plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (
-        train, eval, report, embed, index, search, serve, duplicates, mine, concepts, regions, recipes, share, plugins, doctor
-    ):  # fmt: skip
+    searching = (embed, index, search, serve, duplicates, export, mine)
+    for command in (train, eval, report, *searching, concepts, regions, recipes, share, plugins, doctor):
         command.add_parser(commands)
     return parser

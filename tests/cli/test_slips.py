@@ -15,7 +15,7 @@ from coder_plugin.cli import main
 
 #: Command, words of its message. These are found before torch is imported.
 LIGHT: list[tuple[str, list[str]]] = [
-    ("trian", ["unknown command 'trian'", "did you mean 'train'?", "eval, report, index"]),
+    ("trian", ["unknown command 'trian'", "did you mean 'train'?", "eval, report, embed"]),
     ("--loss=dcl train", ["unknown option --loss", "coder-plugin train --help-all"]),
     ("train --bach-size 8", ["coder-plugin train", "unknown option --bach-size", "did you mean --batch-size?"]),
     ("train --batch_size 8", ["unknown option --batch_size", "did you mean --batch-size?"]),
@@ -115,6 +115,9 @@ LIGHT: list[tuple[str, list[str]]] = [
     ("duplicates pictures --threshold 95", ["--threshold is a cosine, above 0 and at most 1, got 95.0"]),
     ("duplicates pictures --html no/page.html", ["--html no/page.html: there is no folder no"]),
     ("duplicates pictures --keys-file no/keys.txt", ["--keys-file no/keys.txt: there is no folder no"]),
+    ("export pictures --to lancedb", ["required: --output"]),
+    ("export pictures --to lanced --output x", ["--to lanced: unknown store", "did you mean 'lancedb'?"]),
+    ("export nope --to numpy --output x", ["nope: no such folder", "that of an index, which coder-plugin index makes"]),
     ("mine --output n.tsv", ["say which model", "--model", "or give its --index"]),
     ("mine pictures", ["required: --output", "coder-plugin mine --help-all"]),
     ("mine nope --output n.tsv", ["nope: no such folder", "a run or an export"]),
@@ -188,6 +191,8 @@ HEAVY: list[tuple[str, list[str]]] = [
     ("eval hf-hub:owner/name", ["owner/name: not in the cache", "name a folder instead", "hf download"]),
     ("mine pictures --data pairs.csv --output n.tsv", ["pictures is neither an export nor a run with one in export/best"]),
     ("mine --index pictures --output n.tsv", ["pictures is not an index: it has no manifest.json"]),
+    ("export pictures --to numpy --output x", ["pictures is not an index: it has no manifest.json"]),
+    ("export pictures --to numpy --output x --table 'my table'", ["--table 'my table'", "letters, digits and underscores"]),
     ("duplicates pictures", ["pictures is not an index: it has no manifest.json"]),
     ("embed pictures --data pictures --output e", ["pictures is neither an export nor a run with one in export/best"]),
     ("embed pictures --data pictures --output e --columns x", ["--columns x: pictures is a folder of pictures"]),
@@ -280,7 +285,9 @@ for command in json.loads(sys.argv[1]):
         break
 print(json.dumps(slow))
 """
-COMMANDS = "train|eval|report|embed|index|search|serve|duplicates|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+COMMANDS = (
+    "train|eval|report|embed|index|search|serve|duplicates|export|mine|concepts|regions|recipes|share|plugins|doctor".split("|")
+)
 HELP = [f"{command} --help" for command in ("", *COMMANDS, "regions extract", "regions convert")]
 
 

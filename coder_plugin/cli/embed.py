@@ -13,7 +13,7 @@ _TYPES = ("string", "int64", "float64", "bool")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
+    from coder_plugin.cli.flags import add_flags, add_reranker
     from coder_plugin.config import OPENING, READING
 
     parser = commands.add_parser(
@@ -41,7 +41,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side of the thumbnails; 0: no thumbnails [128]"
     )
-    parser.add_argument("--tokens", action="store_true", help="also write what a model with a re-ranking score needs for it")
+    parser.add_argument(
+        "--tokens", action="store_true", help="also write what the model's fusion head needs to re-rank; --reranker implies it"
+    )
+    add_reranker(parser)
     parser.add_argument(
         "--columns", nargs="+", action="extend", default=[], metavar="NAME[:TYPE]",
         help="further columns of a table, or fields of json, to keep; TYPE is string, int64, float64 or bool [string]",
@@ -58,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_data, check_model, check_options
+    from coder_plugin.cli.checks import check_data, check_model, check_options, check_reranker
     from coder_plugin.cli.flags import read_options
 
     options = read_options(arguments)
@@ -69,8 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     for name, least in (("rows_per_file", 1), ("thumbnails", 0)):
         if getattr(arguments, name) < least:
             raise CoderError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
-    if arguments.tokens and arguments.what == "captions":
-        raise CoderError("--tokens needs the images: leave out --what captions")
+    check_reranker(arguments.reranker)
+    for name in ("tokens", "reranker"):
+        if getattr(arguments, name) and arguments.what == "captions":
+            raise CoderError(f"--{name} needs the images: leave out --what captions")
     columns = columns_of(arguments.columns)
     index, count = share_of(arguments.task_index, arguments.task_count)
     kind = options.get("dataset_type", "auto")
@@ -139,6 +144,7 @@ def embed_command(
         dtype=arguments.dtype,
         thumbnails=arguments.thumbnails,
         tokens=arguments.tokens,
+        reranker=arguments.reranker,
         columns=columns,
         rows_per_file=arguments.rows_per_file,
     )

@@ -192,6 +192,7 @@ def begin(
         "batch size": embedding.encoder.batch_size,
         "thumbnails": embedding.thumbnails,
         "tokens": embedding.tokens,
+        "re-ranker": model.get("reranker") if embedding.tokens else None,
         "rows per file": None if units.by_shards else units.rows,
         "files": len(units),
     }

@@ -46,7 +46,8 @@ class EmbedJob:
         what: whose vectors: "both", "images" or "captions".
         dtype: of the vectors: "float32" or "float16".
         thumbnails: longer side in pixels; 0: none.
-        tokens: also write what a model with a re-ranking score needs for it.
+        tokens: also write what re-ranking needs, with ``reranker`` or a model that has a head for it.
+        reranker: as in :func:`~coder_plugin.pretrained.open.open_pretrained`; its tokens are written in any case.
         columns: further columns or fields of the data to keep, and the type of each: "string", "int64", "float64" or "bool".
         rows_per_file: images of a file where the data are not in shards.
 
@@ -72,6 +73,7 @@ class EmbedJob:
     dtype: str = "float32"
     thumbnails: int = 128
     tokens: bool = False
+    reranker: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     rows_per_file: int = ROWS_PER_FILE
 
@@ -121,15 +123,19 @@ class _Opened:
         self.job = job
         self.data = saved_data_config(job.model, {**job.options, "train_data": job.data, "val_data": job.data})
         source, pictures = open_data(self.data, job.data, job.split, metadata=list(job.columns))
-        self.model = open_pretrained(job.model, job.options, export=job.export, name=job.model, device=local_device())
+        self.model = open_pretrained(
+            job.model, job.options, export=job.export, name=job.model, device=local_device(), reranker=job.reranker
+        )
         encoder = self.model.encoder()
         if job.tokens and encoder.reranking is None:
-            raise CoderError(f"--tokens: {self.model.name} has no score that re-ranks")
+            raise CoderError(
+                f"--tokens: {self.model.name} has no head that re-ranks: add --reranker maxsim, or leave out --tokens"
+            )
         self.embedding = Embedding(
             encoder=encoder,
             units=Units(source, job.rows_per_file),
             thumbnails=job.thumbnails,
-            tokens=job.tokens,
+            tokens=job.tokens or job.reranker is not None,
             pictures=None if pictures is None else Units(pictures, job.rows_per_file),
         )
 
@@ -200,6 +206,7 @@ def model_record(
         "options": {name: absolute(value) for name, value in (options or {}).items()},
         "objective": model.objective,
         "fingerprint": model.fingerprint(),
+        "reranker": model.reranker,
     }
 
 

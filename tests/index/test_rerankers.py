@@ -20,6 +20,7 @@ from coder_plugin.evaluation import rerank
 from coder_plugin.heads.base import BackboneInfo
 from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.maxsim import MaxSim
+from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.manifest import read_manifest
 from coder_plugin.index.search import Index, Searcher, open_searcher
 from coder_plugin.pretrained.export import export_model
@@ -191,3 +192,19 @@ def test_a_re_ranker_that_a_file_names_must_be_ours() -> None:
     check_saved_reranker("maxsim(direction=both)", "x.json")
     with pytest.raises(CoderError, match="is unknown; known: maxsim"):
         check_saved_reranker("os.system", "x.json")
+
+
+def test_embeddings_keep_the_tokens(export: Path, data: Path, tmp_path: Path, capsys) -> None:
+    flags = ["--data", str(data), "--workers", "0", "--batch-size", "16"]
+    command = ["embed", str(export), *flags, "--output", str(tmp_path / "e")]
+    assert main([*command, "--tokens"]) == 2
+    assert "has no head that re-ranks: add --reranker maxsim, or leave out --tokens" in capsys.readouterr().err
+    assert main([*command, "--reranker", "maxsim", "--what", "captions"]) == 2
+    assert main([*command, "--reranker", "maxsim"]) == 0
+    embeddings = Embeddings(tmp_path / "e")
+    encoded = open_pretrained(export, reranker="maxsim").encoder(workers=0)(open_source(str(data)))
+    kept = torch.from_numpy(embeddings.tokens(0)["image_tokens"])
+    assert kept.dtype == torch.float16 and embeddings.model["reranker"] == "maxsim"
+    torch.testing.assert_close(kept, encoded.items.images["tokens"], atol=1e-3, rtol=1e-3)
+    assert main([*command, "--reranker", "maxsim(direction=both)"]) == 2
+    assert "re-ranker was maxsim, is maxsim(direction=both)" in capsys.readouterr().err

@@ -6,12 +6,13 @@ killed. There is no other communication.
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from coder_plugin.index.embeddings_header import Header
 from coder_plugin.index.unit_file import UnitSummary, is_complete
@@ -44,7 +45,7 @@ class Claims:
         self.complete: dict[int, UnitSummary] = {}
         #: Units that another process was embedding when they were looked at last.
         self.busy: set[int] = set()
-        self._locks: dict[int, Any] = {}
+        self._locks: dict[int, int] = {}  # descriptors
 
     def __iter__(self) -> Iterator[int]:
         own = range(self.index, self.header.units, self.count)
@@ -57,10 +58,10 @@ class Claims:
 
     def release(self, unit: int) -> None:
         """Give a unit back; if its file is complete, nobody takes it again."""
-        if (lock := self._locks.pop(unit, None)) is not None:
+        if (descriptor := self._locks.pop(unit, None)) is not None:
             with suppress(OSError):  # first removed, then released: who opened it before finds the unit complete
-                Path(lock.lock_file).unlink()
-            lock.release()
+                self._lock_file(unit).unlink()
+            os.close(descriptor)
 
     def close(self) -> None:
         """Release all units."""
@@ -83,19 +84,44 @@ class Claims:
         return summary is not None
 
     def _lock(self, unit: int) -> bool:
-        from filelock import FileLock, Timeout
-
-        lock = FileLock(self.folder / f".{unit:08d}.lock", thread_local=False)
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            self.busy.add(unit)
-            return False
-        except NotImplementedError:
+            descriptor = lock_file(self._lock_file(unit))
+        except OSError as error:
             if unit % self.count != self.index:
                 return False
-            log.warning("%s: its file system has no locks: each process embeds its own share alone", self.folder)
+            log.warning("%s: files cannot be locked there (%s): each process embeds its own share alone", self.folder, error)
             return True
+        if descriptor is None:
+            self.busy.add(unit)
+            return False
         self.busy.discard(unit)
-        self._locks[unit] = lock
+        self._locks[unit] = descriptor
         return True
+
+    def _lock_file(self, unit: int) -> Path:
+        return self.folder / f".{unit:08d}.lock"
+
+
+def lock_file(path: Path, *, wait: bool = False) -> int | None:
+    """Lock a file, which is made if there is none, until its descriptor is closed or the process ends.
+
+    Args:
+        path: the file.
+        wait: until another process or thread has released it.
+
+    Returns:
+        The descriptor; None if another one has the lock.
+
+    Raises:
+        OSError: the file cannot be made, or the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

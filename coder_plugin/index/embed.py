@@ -22,7 +22,7 @@ from coder_plugin.data.bad_samples import BadSamples
 from coder_plugin.data.units import Units
 from coder_plugin.errors import CoderError
 from coder_plugin.files import remove_all_leftovers
-from coder_plugin.index.claims import Claims
+from coder_plugin.index.claims import Claims, lock_file
 from coder_plugin.index.embeddings_header import NOTE, Header, check_columns
 from coder_plugin.index.records import storable
 from coder_plugin.index.unit_blocks import Block, Record, read_blocks
@@ -265,11 +265,9 @@ def open_folder(folder: Path, plan: Mapping[str, Any], begin: Callable[[], Heade
     Raises:
         CoderError: it holds something else, or was begun with another plan.
     """
-    from filelock import FileLock
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(FileLock(folder / LOCK)):
+        with _locked(folder / LOCK):
             if (folder / NOTE).exists():
                 header = Header.read(folder)
                 if other := differences(header.plan, plan):
@@ -288,17 +286,16 @@ def open_folder(folder: Path, plan: Mapping[str, Any], begin: Callable[[], Heade
 
 
 @contextlib.contextmanager
-def _locked(lock: Any) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Hold a lock where the file system has locks: without, the first ones to begin write the same note."""
-    try:
-        lock.acquire()
-    except NotImplementedError:
-        yield
-        return
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = lock_file(path, wait=True)
     try:
         yield
     finally:
-        lock.release()
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

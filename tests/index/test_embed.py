@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 import threading
 from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ from coder_plugin.index.job import EmbedJob
 from coder_plugin.index.unit_file import image_vectors, text_vectors
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import export_model
+from tests import fresh
 from tests.data.test_remote_shards import Handler
 from tests.evaluation.test_evaluate import make_encoder
 from tests.training import region_data
 
 MODEL = {"name": "x", "fingerprint": "f" * 64}
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -271,41 +272,40 @@ def test_a_stop_at_any_block_changes_nothing(regions: str, whole: Path, tmp_path
     assert content(tmp_path / "e") == content(whole)
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from coder_plugin.index import embed
-from tests.index.test_embed import embedding_of, make
-folder, data, stop, index, count = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-real, calls = embed.Embedding.rows, []
-def rows(self, block, header):
-    calls.append(block.unit)
-    if len(calls) == stop:
-        print("waiting", flush=True)
-        sys.stdin.readline()
-    return real(self, block, header)
-embed.Embedding.rows = rows
-print(make(Path(folder), embedding_of(data, tokens=True), index=index, count=count).made, flush=True)
-"""
+def embed_and_wait(folder: str, data: str, stop: int, index: int, count: int, channel: Connection) -> None:
+    """In a process of its own: before it encodes block ``stop``, it says so and waits."""
+    real, calls = Embedding.rows, []
+
+    def rows(self: Any, block: Any, header: Any) -> Any:
+        calls.append(block.unit)
+        if len(calls) == stop:
+            channel.send("waiting")
+            channel.recv()
+        return real(self, block, header)
+
+    Embedding.rows = rows  # type: ignore[method-assign]
+    channel.send(make(Path(folder), embedding_of(data, tokens=True), index=index, count=count).made)
 
 
-def start_child(folder: Path, data: str, stop: int, index: int = 0, count: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(folder), data, *map(str, (stop, index, count))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+def start_child(folder: Path, data: str, stop: int, index: int = 0, count: int = 1) -> tuple[Any, Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    process = fresh.context().Process(target=embed_and_wait, args=(str(folder), data, stop, index, count, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def test_a_second_process_helps_and_goes_on_after_a_kill(regions: str, whole: Path, tmp_path: Path) -> None:
     """The first, which waits in its second unit, is helped; it is killed, and its unit is made again."""
     folder = tmp_path / "e"
-    child = start_child(folder, regions, stop=3)
+    child, channel = start_child(folder, regions, stop=3)
     try:
-        assert child.stdout is not None and child.stdout.readline() == "waiting\n"
+        assert channel.poll(60) and channel.recv() == "waiting"
         helped = make(folder, embedding_of(regions, tokens=True))
         assert (helped.made, helped.files, helped.others) == (1, 2, 1)  # the third; the second is locked
         assert make(folder, embedding_of(regions, tokens=True)).made == 0
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
         assert make(folder, embedding_of(regions, tokens=True)).made == 1
     finally:
         child.kill()
@@ -317,12 +317,14 @@ def test_two_writers_share_the_work(regions: str, whole: Path, tmp_path: Path) -
     folder = tmp_path / "e"
     children = [start_child(folder, regions, 1, index, 2) for index in range(2)]
     try:
-        assert [child.stdout.readline() for child in children] == ["waiting\n"] * 2  # type: ignore[union-attr]
-        made = [child.communicate("go\n")[0] for child in children]
+        assert all(channel.poll(60) and channel.recv() == "waiting" for _, channel in children)
+        for _, channel in children:
+            channel.send("go")
+        made = [channel.recv() for _, channel in children if channel.poll(60)]
     finally:
-        for child in children:
+        for child, _ in children:
             child.kill()
-    assert sum(map(int, made)) == 3 and min(map(int, made)) >= 1
+    assert sum(made) == 3 and min(made) >= 1
     assert content(folder) == content(whole)
 
 
@@ -341,14 +343,12 @@ def test_units_of_a_process_that_ends_are_taken_over(regions: str, tmp_path: Pat
 
 
 def test_without_locks_each_process_makes_its_own_share(regions: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    import filelock
+    def unsupported(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    def unsupported(*args: Any, **options: Any) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", unsupported)
+    monkeypatch.setattr(claims.fcntl, "flock", unsupported)
     assert [make(tmp_path / "e", embedding_of(regions), index=n, count=2).made for n in range(2)] == [2, 1]
-    assert "its file system has no locks" in caplog.text
+    assert "files cannot be locked there ([Errno 37] No locks available): each process embeds its own share" in caplog.text
     Embeddings(tmp_path / "e")
 
 

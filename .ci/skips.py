@@ -17,6 +17,8 @@ ALLOWED = {
     "expected values not at hand": "data that the repository does not hold",
     "no check vectors at": "data that the repository does not hold",
     "CODER_POSTGRES names no database": "a server; LanceDB, Qdrant and Milvus run without one",
+    "could not import 'ray'": "a large package; install it to run the caller of docs/embed.md",
+    "could not import 'pyspark'": "a large package that needs Java; install it to run the caller of docs/embed.md",
     # Cases that do not apply.
     "an exception needs no example": "of a list of all public names",
     "BatchNorm over a batch of one": "of a table of batch sizes and norms",

@@ -22,6 +22,7 @@ from PIL import Image
 
 import coder_plugin
 from coder_plugin.cli import main
+from coder_plugin.cli.embed import share_of
 from coder_plugin.data import open_source, tars
 from coder_plugin.data.item import Item
 from coder_plugin.data.pictures import Pictures
@@ -33,7 +34,7 @@ from coder_plugin.index.claims import Claims
 from coder_plugin.index.embed import Embedding, as_type, begin, embed_all, embed_unit
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.job import EmbedJob
-from coder_plugin.index.unit_file import image_vectors, text_vectors
+from coder_plugin.index.unit_file import UnitSummary, image_vectors, text_vectors, write_unit
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import export_model
 from tests import fresh
@@ -42,6 +43,7 @@ from tests.evaluation.test_evaluate import make_encoder
 from tests.training import region_data
 
 MODEL = {"name": "x", "fingerprint": "f" * 64}
+ITEM = Item("a", ("a dog",), lambda: Image.new("RGB", (8, 8)))
 
 
 @pytest.fixture(scope="module")
@@ -549,3 +551,82 @@ def test_a_job_embeds_units_in_any_order(model: str, tmp_path: Path) -> None:
     assert whole.run(shown=False).made == 3 and content(tmp_path / "f") == made
     with pytest.raises(CoderError, match="begun with other options"):
         EmbedJob(model=model, data=data, output=str(tmp_path / "e"), what="images", options={"workers": 0}).start()
+
+
+def test_ranks_of_a_launcher_join_no_group(model: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Nobody else is there: a process that waited for its group would hang."""
+    data = write_shards(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = ["embed", model, "--data", data, "--output", str(tmp_path / "e"), "--workers", "0"]
+    assert main(command) == 0 and not torch.distributed.is_initialized()
+    assert "3 files, 12 images" in capsys.readouterr().out
+
+
+def test_the_share_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert share_of(None, None) == (0, 1) and share_of(2, 4) == (2, 4)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert share_of(None, None) == (1, 8) and share_of(2, 4) == (17, 32)
+
+
+def test_progress_counts_the_files_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shards the number of images is estimated from the first one."""
+    header = begin(tmp_path, Embedding(encoder=mean_encoder(), units=Units(ItemSource([ITEM] * 8), 2)), model=MODEL, plan={})
+    write_unit(tmp_path / header.file(3), header, 3, [])
+    progress = embed._Progress(tmp_path, header, 8, shown=False)
+    assert (progress.bar.done, progress.bar.total) == (2, 8)  # a file of four
+    progress.advance(1)
+    assert progress.bar.done == 3
+    unknown = embed._Progress(tmp_path, header, None, shown=False)
+    unknown.advance(10)
+    assert (unknown.bar.done, unknown.bar.total) == (10, None)
+    write_unit(tmp_path / header.file(0), header, 0, [])
+    unknown.finish(UnitSummary(0, 9, 0, [("picture", "x")], None))
+    assert (unknown.bar.total, unknown.bar.begun) == (40, 10)
+    unknown.advance(4)
+    assert unknown.bar.done == 24  # two of four files, and four images
+
+
+def test_a_stream_of_a_data_set_by_its_shards(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    for shard in range(2):
+        texts = [f"{shard} {n}" for n in range(3)]
+        rows = {"image": [{"bytes": file.getvalue(), "path": None}] * 3, "text": texts, "year": [1, 2, 3]}
+        kinds = {"image": datasets.Image(), "text": datasets.Value("string"), "year": datasets.Value("int32")}
+        features = datasets.Features(kinds)
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{shard}.parquet")
+    folders = []
+    for kind in ("hf-streaming", "hf"):
+        source = open_source(str(tmp_path / "*.parquet"), kind, metadata=["year"])
+        folders.append(tmp_path / kind)
+        make(folders[-1], Embedding(encoder=mean_encoder(workers=1), units=Units(source, 3)), columns={"year": "int64"})
+    for name in ("captions", "image_vector", "year"):
+        streamed, whole = ([Embeddings(folder).read(unit, [name]).to_pydict() for unit in range(2)] for folder in folders)
+        assert streamed == whole
+    assert streamed == [{"year": [1, 2, 3]}] * 2
+    with pytest.raises(CoderError, match=r"no column 'month' \(--columns\); its columns are: 'image', 'text', 'year'"):
+        open_source(str(tmp_path / "*.parquet"), "hf", metadata=["month"])
+
+
+def test_fields_of_other_readers(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    entry = {"filename": "a.png", "split": "val", "sentences": [{"raw": "a dog"}], "source": "web"}
+    (tmp_path / "dataset_x.json").write_text(json.dumps({"images": [entry]}))
+    (tmp_path / "00000").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "00000" / "0.jpg")
+    (tmp_path / "00000" / "0.txt").write_text("a dog")
+    (tmp_path / "00000" / "0.json").write_text(json.dumps({"source": "web", "status": "success"}))
+    for source, path in (
+        (open_source(str(tmp_path / "dataset_x.json"), split="val", metadata=["source", "absent"]), "a.png"),
+        (open_source(str(tmp_path), "img2dataset", metadata=["source", "absent"]), "00000/0.jpg"),
+    ):
+        [(_, item)] = source.items()
+        assert item.metadata == {"source": "web", "absent": None} and item.path == str(tmp_path / path)
+        assert item.path == os.path.abspath(item.path) and hash(item) is not None
+    coco = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"id": 2, "image_id": 1, "caption": "a dog"}]}
+    (tmp_path / "captions_x.json").write_text(json.dumps(coco))
+    [(_, item)] = open_source(str(tmp_path / "captions_x.json")).items()
+    assert item.path == str(tmp_path / "a.png")

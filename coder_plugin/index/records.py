@@ -1,36 +1,37 @@
-"""What an index's rows stand for: keys, ids, captions and thumbnails, in one SQLite file."""
+"""What an index's rows stand for: keys, ids, captions, paths, thumbnails and metadata, over all its segments."""
 
 from __future__ import annotations
 
-import sqlite3
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from coder_plugin.errors import CoderError
 
-_TABLES = """
-CREATE TABLE images (row INTEGER PRIMARY KEY, key TEXT NOT NULL, image_id INTEGER NOT NULL, position INTEGER NOT NULL);
-CREATE TABLE thumbnails (row INTEGER PRIMARY KEY, file BLOB NOT NULL);
-CREATE TABLE captions (row INTEGER PRIMARY KEY, image INTEGER NOT NULL, text TEXT NOT NULL);
-"""
-_INDEXES = "CREATE INDEX of_image ON captions (image); CREATE INDEX of_key ON images (key);"
-#: The longest that a query may take: looking up some hundred rows takes milliseconds, and a damaged file may have loops.
+if TYPE_CHECKING:
+    from coder_plugin.index.records_file import RecordsFile
+
+#: The longest that a filter may take.
 SECONDS = 20.0
-_MOST_LENGTH = 1 << 26  # of a caption, a key or a thumbnail
-_JPEG = b"\xff\xd8\xff"
-_MAX_PLACEHOLDERS = 500  # of one query: SQLite limits them
+_LONGEST = 10_000  # characters of an expression
 
 
 class Image(NamedTuple):
-    """An image of an index. ``image_id`` is the stable hash of its key, as in training."""
+    """An image of an index.
+
+    ``image_id`` is the stable hash of its key, as in training. ``path`` is where the picture is: an absolute path or a URL, of
+    the tar for a picture in a shard, whose name in it is ``member``; None where that is not known.
+    """
 
     row: int
     key: str
     image_id: int
+    path: str | None = None
+    member: str | None = None
 
 
 class Caption(NamedTuple):
@@ -39,36 +40,6 @@ class Caption(NamedTuple):
     row: int
     text: str
     image: int
-
-
-def create(path: Path) -> sqlite3.Connection:
-    """An empty file of records; replaces an existing one."""
-    path.unlink(missing_ok=True)
-    connection = sqlite3.connect(path)
-    # a temporary file that is flushed as a whole before it is renamed: SQLite's journal would only cost time
-    connection.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA page_size = 8192;" + _TABLES)
-    return connection
-
-
-def add(
-    connection: sqlite3.Connection,
-    images: Iterable[tuple[int, str, int, int]],
-    thumbnails: Iterable[tuple[int, bytes]],
-    captions: Iterable[tuple[int, int, str]],
-) -> None:
-    """Insert rows.
-
-    Args:
-        connection: of :func:`create`.
-        images: (row, key, image_id, position in the data).
-        thumbnails: (row of the image, JPEG file).
-        captions: (row, row of the image, text).
-    """
-    image_rows = ((row, storable(key), *others) for row, key, *others in images)
-    connection.executemany("INSERT INTO images VALUES (?, ?, ?, ?)", image_rows)
-    connection.executemany("INSERT INTO thumbnails VALUES (?, ?)", thumbnails)
-    caption_rows = ((row, image, storable(text)) for row, image, text in captions)
-    connection.executemany("INSERT INTO captions VALUES (?, ?, ?)", caption_rows)
 
 
 def storable(text: str) -> str:
@@ -81,119 +52,134 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def finish(connection: sqlite3.Connection) -> None:
-    """Create the indexes for look-ups, commit and close."""
-    connection.executescript(_INDEXES)
-    connection.commit()
-    connection.close()
-
-
 class Records:
-    """Reads the records, from any thread, one query at a time. Somebody else may have written the file.
-
-    It is opened to be read only, and it is refused unless its tables and indexes are exactly those of :func:`create` and
-    :func:`finish`: no view, trigger or virtual table runs. Every query ends within :data:`SECONDS`, and every value is checked.
+    """The records of all segments as one; a row is that of the segment after those of the segments before it.
 
     Args:
-        path: a file that :func:`create`, :func:`add` and :func:`finish` wrote.
-        images: how many it holds; None: any number.
-        captions: as ``images``.
+        files: of the segments, in their order.
+        images: how many images each holds.
+        captions: how many captions each holds.
+        removed: rows of images that were removed, ascending: they keep their records, but :meth:`row_of` and :meth:`where` do
+            not find them.
 
     Raises:
-        CoderError: the file is something else, or does not hold so many. All methods raise it for a row that the file lacks or
-            that has a value of another type, and for a query that takes too long.
+        CoderError: by all methods: a row that the index lacks, or a damaged file.
     """
 
-    def __init__(self, path: Path, *, images: int | None = None, captions: int | None = None) -> None:
-        self.path, self._deadline, self._lock = path, float("inf"), threading.Lock()
-        try:
-            uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-            self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)  # the lock keeps threads apart
-        except sqlite3.Error as error:
-            raise CoderError(f"{path} is not a file of an index's records: {error}") from error
-        self._connection.set_progress_handler(lambda: time.monotonic() > self._deadline, 1000)
-        for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
-            self._query(f"PRAGMA {pragma}")
-        schema = {(kind, name, sql) for kind, name, sql in self._query("SELECT type, name, sql FROM sqlite_master LIMIT 100")}
-        if schema != _schema():
-            names = ", ".join(sorted(str(name)[:40] for _, name, _ in schema ^ _schema()))
-            raise CoderError(f"{path} is not a file of an index's records: its tables, views or indexes ({names}) are others")
-        for table, count in (("images", images), ("captions", captions)):
-            [(first, last)] = self._query(f"SELECT (SELECT MIN(row) FROM {table}), (SELECT MAX(row) FROM {table})")
-            if count is not None and (first, last) != ((0, count - 1) if count else (None, None)):
-                raise CoderError(f"{path} does not hold the rows of {count} {table}, but {first} to {last}")
+    def __init__(
+        self, files: Sequence[RecordsFile], images: Sequence[int], captions: Sequence[int], removed: np.ndarray | None = None
+    ) -> None:
+        self.files = list(files)
+        #: Each segment's first row, and at the end the number of rows, by kind.
+        self.first = {"images": [0, *accumulate(images)], "captions": [0, *accumulate(captions)]}
+        self.removed = np.zeros(0, dtype=np.int64) if removed is None else removed
 
     def images(self, rows: Sequence[int]) -> list[Image]:
         """The images of ``rows``, in that order."""
-        selected = self._select("images", "row, key, image_id", rows, (int, str, int))
-        return [Image(*values) for values in selected]
+        return self._gather("images", rows, self._images)
 
     def captions(self, rows: Sequence[int]) -> list[Caption]:
         """The captions of ``rows``, in that order."""
-        selected = self._select("captions", "row, text, image", rows, (int, str, int))
-        return [Caption(*values) for values in selected]
+        return self._gather("captions", rows, self._captions)
 
     def captions_of(self, row: int) -> tuple[str, ...]:
         """All captions of an image, in the data's order."""
-        rows = self._query("SELECT text FROM captions WHERE image = ? ORDER BY row", [row])
-        return tuple(self._checked(values, (str,), "captions", row)[0] for values in rows)
+        segment, local = self._place("images", row)
+        return tuple(text for _, text in self.files[segment].captions_of(local))
+
+    def caption_rows(self, images: np.ndarray) -> np.ndarray:
+        """Rows of all captions of images, ascending, int64; ``images`` are rows in ascending order."""
+        found = [np.zeros(0, dtype=np.int64)]
+        for segment, file in enumerate(self.files):
+            first, end = self.first["images"][segment : segment + 2]
+            local = images[np.searchsorted(images, first) : np.searchsorted(images, end)] - first
+            if len(local):
+                found.append(file.caption_rows(local.tolist()) + self.first["captions"][segment])
+        return np.concatenate(found)
 
     def thumbnail(self, row: int) -> bytes | None:
         """The JPEG file of an image's thumbnail; None where there is none."""
-        for values in self._query("SELECT file FROM thumbnails WHERE row = ?", [row]):
-            [file] = self._checked(values, (bytes,), "thumbnails", row)
-            if not file.startswith(_JPEG):
-                raise CoderError(f"{self.path} holds a thumbnail of image {row} that is not a JPEG file")
-            return file
-        return None
+        segment, local = self._place("images", row)
+        return self.files[segment].thumbnail(local)
+
+    def metadata(self, row: int) -> dict[str, Any]:
+        """The metadata columns of an image; None where a column has no value."""
+        segment, local = self._place("images", row)
+        return self.files[segment].metadata(local)
 
     def row_of(self, key: str) -> int | None:
-        """The row of the first image with this key; None where there is none."""
-        [(row,)] = self._query("SELECT MIN(row) FROM images WHERE key = ?", [storable(key)])
-        return row
+        """The row of the first image with this key that was not removed; None where there is none."""
+        return next((row for rows in self.rows_of([key]).values() for row in rows), None)
+
+    def rows_of(self, keys: Sequence[str]) -> dict[str, list[int]]:
+        """Rows of all images with these keys that were not removed, by key; keys that are not there are left out."""
+        found: dict[str, list[int]] = {}
+        for first, file in zip(self.first["images"], self.files, strict=False):
+            for key, rows in file.rows_of(keys).items():
+                kept = np.array(rows, dtype=np.int64) + first
+                if len(kept := kept[~self.is_removed(kept)]):
+                    found.setdefault(key, []).extend(kept.tolist())
+        return found
+
+    def where(self, expression: str, *, kind: str = "images") -> np.ndarray:
+        """Rows of the images for which an expression is true.
+
+        Args:
+            expression: an SQL expression of SQLite over ``key``, ``path``, ``member`` and the metadata columns, such as
+                ``source = 'coco' AND width > 640``.
+            kind: "images"; or "captions": rows of the captions of these images.
+
+        Returns:
+            int64, ascending; without those that were removed.
+
+        Raises:
+            CoderError: not an expression, one that reads or calls something else, or one that takes over 20 seconds.
+        """
+        if not isinstance(expression, str) or not expression.strip() or len(expression) > _LONGEST:
+            raise CoderError(f"a filter must be an expression of 1 to {_LONGEST:,} characters, such as source = 'coco'")
+        rows, end = np.zeros(0, dtype=np.int64), time.monotonic() + SECONDS
+        for file, (first, last) in zip(self.files, pairwise(self.first[kind]), strict=True):
+            found = file.where(expression, kind, seconds=end - time.monotonic())
+            if len(found) and not 0 <= found[0] <= found[-1] < last - first:
+                raise CoderError(f"{expression[:200]!r} cannot be used as a filter: it has results that are no rows")
+            rows = np.concatenate([rows, found + first])
+        if not len(self.removed):
+            return rows
+        removed = self.removed if kind == "images" else self.caption_rows(self.removed)
+        return rows[~np.isin(rows, removed)]
+
+    def is_removed(self, rows: np.ndarray) -> np.ndarray:
+        """Which images of ``rows`` were removed."""
+        return np.isin(rows, self.removed)
 
     def close(self) -> None:
-        self._connection.close()
+        """Close the files."""
+        for file in self.files:
+            file.close()
 
-    def _select(self, table: str, columns: str, rows: Sequence[int], types: tuple[type, ...]) -> list[Any]:
-        by_row = {}
-        for start in range(0, len(rows), _MAX_PLACEHOLDERS):
-            some = [int(row) for row in rows[start : start + _MAX_PLACEHOLDERS]]
-            query = f"SELECT {columns} FROM {table} WHERE row IN ({','.join('?' * len(some))})"
-            by_row.update({values[0]: values for values in self._query(query, some)})
-        if missing := [row for row in rows if row not in by_row]:
-            raise CoderError(f"{self.path} has no row {missing[0]} in its {table}: the index is damaged, build it again")
-        return [self._checked(by_row[row], types, table, row) for row in rows]
+    def _place(self, kind: str, row: int) -> tuple[int, int]:
+        """A row's segment, and its row there."""
+        if not 0 <= row < self.first[kind][-1]:
+            raise CoderError(f"{self.files[0].path} has no row {row} in its {kind}: the index is damaged, build it again")
+        segment = bisect_right(self.first[kind], row) - 1
+        return segment, int(row) - self.first[kind][segment]
 
-    def _query(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
-        """All rows of a query, within :data:`SECONDS`."""
-        try:
-            with self._lock:
-                self._deadline = time.monotonic() + SECONDS
-                return self._connection.execute(query, values).fetchall()
-        except (sqlite3.Error, OverflowError) as error:  # a row beyond 2**63
-            if str(error) == "interrupted":
-                raise CoderError(f"{self.path} is not a file of an index's records: a query took over {SECONDS} s") from error
-            raise CoderError(f"{self.path} is damaged: {error}") from error
+    def _gather(self, kind: str, rows: Sequence[int], read: Callable[[int, list[int]], Iterator[Any]]) -> list[Any]:
+        places = [self._place(kind, row) for row in rows]
+        by_segment: dict[int, list[int]] = {}
+        for segment, local in places:
+            by_segment.setdefault(segment, []).append(local)
+        found = {segment: iter(read(segment, local)) for segment, local in by_segment.items()}
+        return [next(found[segment]) for segment, _ in places]
 
-    def _checked(self, values: tuple, types: tuple[type, ...], table: str, row: int) -> tuple:
-        """SQLite stores any type in any column."""
-        for value, kind in zip(values, types, strict=True):
-            if type(value) is not kind:
-                found = f"a {type(value).__name__}, not a {kind.__name__}"
-            elif isinstance(value, (str, bytes)) and len(value) > _MOST_LENGTH:
-                found = f"{len(value):,} characters or bytes, over {_MOST_LENGTH:,}"
-            else:
-                continue
-            raise CoderError(f"{self.path} is not a file of an index's records: row {row} of its {table} holds {found}")
-        return values
+    def _images(self, segment: int, rows: list[int]) -> Iterator[Image]:
+        for row, *others in self.files[segment].images(rows):
+            yield Image(row + self.first["images"][segment], *others)
 
-
-@lru_cache(maxsize=1)
-def _schema() -> frozenset[tuple[str, str, str]]:
-    """Type, name and definition of all that a file of records holds."""
-    connection = sqlite3.connect(":memory:")
-    connection.executescript(_TABLES + _INDEXES)
-    rows = frozenset(connection.execute("SELECT type, name, sql FROM sqlite_master"))
-    connection.close()
-    return rows
+    def _captions(self, segment: int, rows: list[int]) -> Iterator[Caption]:
+        first, end = self.first["images"][segment : segment + 2]
+        for row, text, image in self.files[segment].captions(rows):
+            if not 0 <= image < end - first:
+                path = self.files[segment].path
+                raise CoderError(f"{path} has no row {image} in its images: the index is damaged, build it again")
+            yield Caption(row + self.first["captions"][segment], text, image + first)

@@ -18,9 +18,11 @@ from torch import Tensor
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.rerankers import parse_reranker
-from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, read_manifest
-from coder_plugin.index.parts import RERANK, open_array
+from coder_plugin.index.arrays import Arrays
+from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, RERANK, SEGMENTS, read_manifest
 from coder_plugin.index.records import Image, Records
+from coder_plugin.index.records_file import RecordsFile
+from coder_plugin.index.removed import read_removed
 from coder_plugin.index.vectors import Vectors
 
 #: Pairs that a re-ranker scores at once.
@@ -43,43 +45,50 @@ class Index:
     """
 
     def __init__(
-        self, folder: str | Path, *, verify: bool = True, parameters: str | None = None, gpu: bool = True
+        self, folder: str | Path, *, verify: bool = False, parameters: str | None = None, gpu: bool = True
     ) -> None:
         self.folder = Path(folder)
         self.manifest: Mapping[str, Any] = read_manifest(self.folder, verify=verify)
-        counts = {kind: self.manifest[kind] for kind in KINDS}
-        self.records = Records(self.folder / RECORDS, **counts)
+        segments = self.manifest["segments"]
+        folders = [self.folder / SEGMENTS / segment["name"] for segment in segments]
+        counts = {kind: [segment[kind] for segment in segments] for kind in KINDS}
+        #: Rows that were removed, by kind, ascending int64: their data stay in the files, and no search finds them.
+        self.removed = read_removed(self.folder, self.manifest)
+        each = zip(folders, counts["images"], counts["captions"], strict=True)
+        columns = self.manifest["columns"]
+        files = [RecordsFile(path / RECORDS, images=n, captions=t, columns=columns) for path, n, t in each]
+        self.records = Records(files, counts["images"], counts["captions"], self.removed["images"])
         options: dict[str, Any] = {"flat": self.manifest["factory"] == "Flat", "parameters": parameters, "gpu": gpu}
-        self.vectors = {
-            kind: Vectors(self.folder / f"{kind}.faiss", **self.manifest["vectors"][kind], **options)
-            for kind in KINDS
-            if kind in self.manifest["vectors"]
-        }
-        self._arrays = {
-            name: open_array(self.folder / name, counts["images" if name.startswith(f"{RERANK}/image_") else "captions"])
-            for name in self.manifest["files"]
-            if name.startswith(f"{RERANK}/")
-        }
-        if self.manifest["plan"]["re-ranking"] and not self._arrays:
+        self.vectors = {}
+        for kind in (kind for kind in KINDS if kind in self.manifest["vectors"]):
+            sizes = {name: self.manifest["vectors"][kind][name] for name in ("views", "dimensions")}
+            paths = [path / f"{kind}.faiss" for path, count in zip(folders, counts[kind], strict=True) if count]
+            filled = [count for count in counts[kind] if count]
+            self.vectors[kind] = Vectors(paths, filled, removed=self.removed[kind], verify=verify, **sizes, **options)
+        self._arrays = Arrays(self.folder, self.manifest)
+        if self.manifest["plan"]["re-ranking"] and not self._arrays.names:
             raise CoderError(f"{self.folder / MANIFEST} lists no files for re-ranking, which its plan names: build it again")
 
-    def search(self, queries: np.ndarray | Tensor, k: int, *, kind: str = "images") -> tuple[np.ndarray, np.ndarray]:
+    def search(
+        self, queries: np.ndarray | Tensor, k: int, *, kind: str = "images", rows: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The k best images or captions for each query, by inner product (the greatest over an image's embeddings).
 
         Args:
             queries: retrieval vectors [q, D], finite, any float dtype.
             k: results, 1 or more.
             kind: "images" or "captions".
+            rows: that may be found, int64 [n], as ``index.records.where`` gives them; None: all that were not removed.
 
         Returns:
-            Scores [q, k] float32 in descending order, and rows [q, k] int64.
+            Scores [q, k] float32 in descending order, and rows [q, k] int64; fewer than k where fewer may be found.
 
         Raises:
-            CoderError: the index has no such vectors; queries of another shape or not finite.
+            CoderError: the index has no such vectors; queries of another shape or not finite; rows that it does not have.
         """
         if isinstance(queries, Tensor):
             queries = queries.float().cpu().numpy()
-        return self._vectors(kind).search(queries, k)
+        return self._vectors(kind).search(queries, k, rows=rows)
 
     def vector(self, row: int, *, kind: str = "images") -> np.ndarray:
         """The retrieval vectors [V, D] of an item; V is 1 unless the model gives an image several embeddings."""
@@ -87,12 +96,7 @@ class Index:
 
     def items(self, kind: str, rows: np.ndarray) -> dict[str, Tensor]:
         """What re-ranking needs of images or captions: tensors [n, …] by name; empty if the index keeps nothing for it."""
-        prefix = f"{RERANK}/{'image' if kind == 'images' else 'text'}_"
-        return {
-            name[len(prefix) : -len(".npy")]: torch.from_numpy(np.ascontiguousarray(array[rows]))
-            for name, array in self._arrays.items()
-            if name.startswith(prefix)
-        }
+        return self._arrays.items(kind, rows)
 
     def thumbnail(self, key: str) -> Any | None:
         """The thumbnail (PIL) of an image by its key; None where there is none."""
@@ -340,7 +344,7 @@ def open_searcher(
     folder: str | Path,
     *,
     model: str | None = None,
-    verify: bool = True,
+    verify: bool = False,
     parameters: str | None = None,
     gpu: bool = True,
     need_model: bool = True,

@@ -1,0 +1,70 @@
+"""FAISS factories: what they need to be trained on, and the trained index that every segment begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from coder_plugin.errors import CoderError
+from coder_plugin.index.vectors_file import check_factory, import_faiss, short
+
+#: Vectors for each list of an inverted file: at least, and at most.
+LEAST, MOST = 64, 256
+#: Lists that an index without lists counts as: PQ and others learn from 65,536 to 262,144 vectors.
+_LISTS = 1024
+#: Between both as many vectors as this memory holds.
+_BYTES = 256 << 20
+
+
+def sample_size(factory: str, dimensions: int) -> int:
+    """How many vectors a factory is trained on, if there are so many; 0 if it needs no training.
+
+    Example:
+        >>> sample_size("Flat", 256), sample_size("PQ32", 256), sample_size("IVF4096,Flat", 256), sample_size("IVF65536,Flat", 256)
+        (0, 262144, 262144, 4194304)
+    """
+    index = check_factory(factory, dimensions)
+    if index.is_trained:
+        return 0
+    inverted = import_faiss().try_extract_index_ivf(index)
+    lists = max(_LISTS, 0 if inverted is None else inverted.nlist)
+    return min(MOST * lists, max(LEAST * lists, _BYTES // (4 * dimensions)))
+
+
+def sample_rows(total: int, size: int) -> np.ndarray:
+    """Rows of ``size`` of ``total`` vectors at equal distances; ascending int64.
+
+    Example:
+        >>> sample_rows(10, 4), sample_rows(3, 4)
+        (array([0, 2, 5, 7]), array([0, 1, 2]))
+    """
+    size = min(size, total)
+    return np.arange(size, dtype=np.int64) * total // max(1, size)
+
+
+def train(factory: str, dimensions: int, sample: Callable[[int], np.ndarray]) -> Any:
+    """An empty inner-product index of a factory, trained; None for ``Flat``.
+
+    Args:
+        factory: FAISS index factory string.
+        dimensions: D.
+        sample: gives at most so many of the vectors, [n, D] float32; called if training is needed.
+
+    Raises:
+        CoderError: FAISS does not know the factory, or cannot train it on so few vectors.
+    """
+    if factory == "Flat":
+        return None
+    index = check_factory(factory, dimensions)
+    if (size := sample_size(factory, dimensions)) == 0:
+        return index
+    vectors = sample(size)
+    try:
+        index.train(vectors)
+    except RuntimeError as error:
+        raise CoderError(
+            f"FAISS cannot train {factory!r} on {len(vectors)} vectors: use fewer lists, or Flat: {short(error)}"
+        ) from error
+    return index

@@ -134,7 +134,7 @@ def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mini
             raise KeyboardInterrupt(f"what was encoded is kept in {folder}; the same command continues") from None
     if distributed.rank() != 0:
         return ""
-    index = Index(folder, verify=existing, gpu=arguments.gpu)
+    index = Index(folder, gpu=arguments.gpu)
     if existing:
         if model is not None:
             index.check_model(model)

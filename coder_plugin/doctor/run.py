@@ -57,7 +57,7 @@ def check_index(folder: Path) -> Iterator[Finding]:
     from coder_plugin.index.search import Index
 
     try:
-        index = Index(folder, gpu=False)
+        index = Index(folder, gpu=False, verify=True)
     except CoderError as error:
         do = "run coder-plugin index again with the same flags: it continues, or starts over"
         yield problem("index", one_line(error), do)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index.manifest import MANIFEST, RERANK, SEGMENTS
+from coder_plugin.index.manifest import MANIFEST, SEGMENTS
 
 _DTYPES = ("float16", "float32", "float64", "int64", "int32", "bool")
 _PREFIXES = {"images": "image_", "captions": "text_"}
@@ -40,9 +40,9 @@ class Arrays:
                 listed.setdefault(name.split("/")[1], []).append(name)
         for segment in manifest["segments"]:
             for kind, prefix in _PREFIXES.items():
-                names = {Path(name).stem: name for name in listed.get(segment["name"], ()) if Path(name).name.startswith(prefix)}
-                arrays = {stem.removeprefix(prefix): open_array(folder / name, segment[kind]) for stem, name in names.items()}
-                self._arrays[kind].append(arrays)
+                files = (folder / name for name in listed.get(segment["name"], ()))
+                arrays = {path.stem: open_array(path, segment[kind]) for path in files if path.stem.startswith(prefix)}
+                self._arrays[kind].append({name.removeprefix(prefix): array for name, array in arrays.items()})
         #: Names of the arrays, without a prefix, by kind; empty without any.
         self.names: dict[str, list[str]] = {}
         for kind, arrays in self._arrays.items():

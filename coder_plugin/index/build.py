@@ -31,7 +31,8 @@ from coder_plugin.data.pictures import Pictures
 from coder_plugin.data.source import ItemSource, block_of, by_shards, prepare
 from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
-from coder_plugin.index import manifest, parts, vectors
+from coder_plugin.index import assembly, manifest, parts, vectors_file
+from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.locations import is_local
 from coder_plugin.progress import Progress
 from coder_plugin.terminal import echo
@@ -77,14 +78,13 @@ def build_index(
         CoderError: the folder holds something else or is being written; a build with other options was started there; an
             unknown factory; no image could be read.
     """
-    if what not in WHAT:
-        raise CoderError(f"what must be one of {', '.join(WHAT)}, got {what!r}")
+    _check_what(what)
     if thumbnails < 0:
         raise CoderError(f"thumbnails must be 0 (none) or more pixels, got {thumbnails}")
     folder = Path(folder)
     head = encoder.reranking if rerank and what != "captions" else None
     encoder.model.eval()
-    vectors.check_factory(factory, encoder.text(["a picture"])[0].shape[1])
+    vectors_file.check_factory(factory, encoder.text(["a picture"])[0].shape[1])
     plan = {
         "model": model["fingerprint"],
         "data": source.name,
@@ -106,14 +106,114 @@ def build_index(
         _start(folder, plan)
         job = _Job(encoder, source, what, head, thumbnails, pictures)
         _run_on_all_ranks(lambda: _encode(folder / PARTS, job))
-        content = {"model": dict(model), "plan": plan, "factory": factory}
+        content = {"model": dict(model), "plan": plan, "factory": factory, "columns": {}, "removed": {}}
         paths = sorted((folder / PARTS).glob("part-*.safetensors"))
         first = distributed.rank() == 0
         _run_on_all_ranks(lambda: parts.assemble(folder, paths, content, factory=factory) if first else None)
         if first:
             _remove_parts(folder)
         distributed.barrier()
-    return manifest.read_manifest(folder, verify=False)
+    return manifest.read_manifest(folder)
+
+
+def build_from_embeddings(
+    folder: str | Path,
+    embeddings: str | Path | Embeddings,
+    *,
+    what: str = "both",
+    factory: str = "Flat",
+    rerank: bool = True,
+    segment_size: int | None = None,
+) -> dict[str, Any]:
+    """Build an index from what ``coder-plugin embed`` wrote, or continue a build that was stopped; the same files result.
+
+    Memory: of a flat index some thousand vectors, of others a segment's vectors, up to twice.
+
+    Args:
+        folder: the index: a new or an empty folder, or one where a build with the same embeddings and options was started.
+        embeddings: the embeddings, opened or their folder.
+        what: whose vectors are kept: "images", "captions", or "both" as far as the embeddings have them.
+        factory: FAISS index factory string; "Flat" is exact, others are HNSW32, IVF1024,Flat or PQ64. One that needs training
+            is trained once, on 64 to 256 vectors for each of its lists.
+        rerank: keep what the model's fusion score needs, if the embeddings have it.
+        segment_size: images of a segment; None: 1,000,000 of a flat index, else so many that a segment has 256 MiB of vectors
+            (more where there would be over 64 segments).
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CoderError: the folder holds something else or is being written; a build with other options was started there; an
+            unknown factory; embeddings that are damaged or not complete.
+
+    Example:
+        >>> import tempfile
+        >>> from coder_plugin.index.embeddings_header import Header
+        >>> from coder_plugin.index.unit_file import Rows, write_unit
+        >>> from coder_plugin.index.search import Index
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> header = Header(model={"fingerprint": "f" * 64}, plan={}, units=1, dimensions=2, what="images")
+        >>> header.write(folder)
+        >>> vectors = np.eye(2, dtype=np.float32)
+        >>> rows = Rows(["a.jpg", "b.jpg"], [["a dog"], []], vectors, None, [None] * 2, [None] * 2)
+        >>> _ = write_unit(folder / header.file(0), header, 0, [rows])
+        >>> build_from_embeddings(folder / "index", folder)["images"]
+        2
+        >>> Index(folder / "index").search(vectors[1:], k=1)[1].tolist()
+        [[1]]
+    """
+    _check_what(what)
+    folder = Path(folder)
+    embeddings = embeddings if isinstance(embeddings, Embeddings) else Embeddings(embeddings)
+    vectors_file.check_factory(factory, embeddings.dimensions)
+    kinds = assembly.kinds_of(embeddings, what)
+    rerank = rerank and assembly.has_tokens(embeddings)
+    plan = {
+        **embeddings.header.plan,
+        "embeddings": assembly.source_digest(embeddings),
+        "what": kinds[0] if len(kinds) == 1 else "both",
+        "re-ranking": rerank,
+        "segment size": segment_size,
+    }
+    with _write_lock(folder):
+        if (folder / manifest.MANIFEST).is_file():
+            return _read_finished(folder, plan, factory)
+        _start(folder, {**plan, "factory": factory})
+        _run_on_all_ranks(lambda: _assemble(folder, embeddings, kinds, plan, factory) if distributed.rank() == 0 else None)
+    return manifest.read_manifest(folder)
+
+
+def _assemble(folder: Path, embeddings: Embeddings, kinds: list[str], plan: Mapping[str, Any], factory: str) -> None:
+    """Train, write the segments, and the manifest last."""
+    note = folder / manifest.BUILDING
+    begun = manifest.read_json(note)
+    for kind in kinds:
+        name = assembly.trained_name(kind)
+        if not (folder / name).is_file() or begun.get(name) != manifest.sums(folder, [folder / name]):
+            assembly.train(folder, embeddings, kind, factory)
+    trained = [path for kind in kinds if (path := folder / assembly.trained_name(kind)).is_file()]
+    manifest.write_json(note, {"plan": begun["plan"], **{path.name: manifest.sums(folder, [path]) for path in trained}})
+    options = {"kinds": kinds, "factory": factory, "size": plan["segment size"], "rerank": plan["re-ranking"]}
+    notes = assembly.write_segments(folder, embeddings, columns=embeddings.columns, **options)
+    content = {"model": dict(embeddings.model), "plan": dict(plan), "factory": factory, "removed": {}, "made": assembly.today()}
+    content |= assembly.fields(embeddings, notes, kinds)
+    content["files"] |= manifest.sums(folder, trained)
+    manifest.write_manifest(folder, content)
+    _remove_leftovers(folder, content)
+
+
+def _remove_leftovers(folder: Path, content: Mapping[str, Any]) -> None:
+    """Remove what is needed only while the index is being built, and what kills have left."""
+    (folder / manifest.BUILDING).unlink(missing_ok=True)
+    names = {segment["name"] for segment in content["segments"]}
+    for path in (*folder.glob(".*.writing"), *(folder / manifest.SEGMENTS).iterdir()):
+        if path.name not in names:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_what(what: str) -> None:
+    if what not in WHAT:
+        raise CoderError(f"what must be one of {', '.join(WHAT)}, got {what!r}")
 
 
 def model_record(
@@ -210,7 +310,7 @@ def _write_lock(folder: Path) -> Iterator[None]:
 
 
 def _read_finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[str, Any]:
-    content = manifest.read_manifest(folder)
+    content = manifest.read_manifest(folder, verify=True)
     other = _differences({**content["plan"], "factory": content["factory"]}, {**plan, "factory": factory})
     if other:
         raise CoderError(f"{folder} is a finished index with other options ({other}): choose another folder, or remove it")

@@ -122,9 +122,9 @@ def read_manifest(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     if digest != manifest.get("manifest_sha256"):
         raise CoderError(f"{path} is damaged: it has been changed since it was written")
     _check_fields(path, manifest)
-    _check_sizes(path, manifest)
     _check_segments(path, manifest)
     _check_names(path, manifest)
+    _check_sizes(path, manifest)
     for name, expected in manifest["files"].items():
         file = folder / name
         if not file.is_file():

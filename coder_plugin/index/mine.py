@@ -95,14 +95,15 @@ def mine_negatives(index: Index, path: str | Path, **options: Any) -> Summary:
         (8, True)
     """
     miner = Miner(index, MiningOptions(**options))
-    summary = Summary(images=index.manifest["images"])
+    summary = Summary(images=index.manifest["images"] - len(index.removed["images"]))
     values: dict[str, list[float]] = {
         name: [] for name in ("positive", "negative", "difference", "similarity", "same image")
     }
     with atomic_write(path, "w") as file, Progress(summary.images, what="images") as progress:
         table = csv.writer(file, delimiter="\t", lineterminator="\n")
         table.writerow(COLUMNS)
-        for rows in chunks(summary.images, BLOCK):
+        for block in chunks(index.manifest["images"], BLOCK):
+            rows = np.setdiff1d(block, index.removed["images"]).tolist()
             mined = miner.mine(rows)
             for each in mined:
                 table.writerows(table_rows(each))

@@ -88,10 +88,9 @@ class Miner:
                 owners[rows.start : rows.stop] = [each.image for each in found]
                 self._texts[rows.start : rows.stop] = [stable_hash(normalized(each.text)) for each in found]
                 progress.update(len(rows))
-        if total and not 0 <= owners.min() <= owners.max() < images:
-            raise CoderError(f"{index.records.path} is damaged: a caption belongs to no image; build the index again")
         self._group_of_image, self._group_of_caption = group, group[owners]
-        self._by_group = np.argsort(self._group_of_caption, kind="stable")
+        order = np.argsort(self._group_of_caption, kind="stable")
+        self._by_group = order[~np.isin(order, index.removed["captions"])]
         self._starts = np.searchsorted(self._group_of_caption[self._by_group], np.arange(images + 1))
 
     def mine(self, rows: Sequence[int]) -> list[Mined]:

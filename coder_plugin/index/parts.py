@@ -22,13 +22,10 @@ from torch import Tensor
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_path, atomic_replace, fsync_path
-from coder_plugin.index import manifest, records, vectors
+from coder_plugin.index import manifest, records_file, training, vectors_file
 
-#: Folder of the arrays that re-ranking reads.
-RERANK = "rerank"
 #: Fields of a part that are tensors; the tensors of re-ranking are stored under these prefixes.
 _TENSORS = ("positions", "image_ids", "images", "texts", "blocks", "last")
-_DTYPES = ("float16", "float32", "float64", "int64", "int32", "bool")
 _IMAGE, _TEXT = "image_item.", "text_item."
 
 
@@ -213,57 +210,57 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
     Raises:
         CoderError: no image was encoded; vectors that are not finite; a factory that FAISS does not know or cannot train.
     """
-    shutil.rmtree(folder / RERANK, ignore_errors=True)
+    segment = folder / manifest.SEGMENTS / "00000"
+    shutil.rmtree(segment, ignore_errors=True)
+    segment.mkdir(parents=True)
     order = _RowOrder(paths)
     scratch = folder / "parts" / "arrays"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     arrays = _MemmapWriter(scratch, order)
     bad: list[tuple[str, str]] = []
-    with atomic_path(folder / manifest.RECORDS) as temporary:
-        connection = records.create(temporary)
+    with atomic_path(segment / manifest.RECORDS) as temporary:
+        connection = records_file.create(temporary)
         for path in paths:
             part = read(path)
             bad += part.bad
             images, captions = order.rows(part)
             _add_records(connection, part, images, captions)
             arrays.add(part, images, captions)
-        records.finish(connection)
+        records_file.finish(connection)
     if not arrays.vectors:
         raise CoderError("the data have no captions, and only captions were to be indexed: there is nothing to embed")
-    files = [folder / manifest.RECORDS]
+    files = [segment / manifest.RECORDS]
     sizes = {}
     for kind, array in arrays.vectors.items():
-        files.append(folder / f"{kind}.faiss")
+        files.append(segment / f"{kind}.faiss")
         sizes[kind] = {"items": len(array), "views": array.shape[1], "dimensions": array.shape[2]}
-        vectors.write(files[-1], array, factory)
+        empty = training.train(factory, array.shape[2], lambda size, array=array: _sample(array, size))
+        with atomic_path(files[-1]) as temporary:
+            vectors_file.write(temporary, _chunks(array), empty)
     if arrays.items:
-        (folder / RERANK).mkdir()
+        (segment / manifest.RERANK).mkdir()
         for name, array in arrays.items.items():
             array.flush()
-            files.append(folder / RERANK / f"{name}.npy")
+            files.append(segment / manifest.RERANK / f"{name}.npy")
             atomic_replace(str(array.filename), files[-1])
-        fsync_path(folder)
+        fsync_path(segment)
     counts: dict[str, Any] = {"images": order.images, "captions": order.captions, "unreadable": len(bad)}
+    only = {"name": "00000", "images": order.images, "captions": order.captions}
     counts |= {"unreadable_kinds": Counter(kind for kind, _ in bad), "unreadable_keys": [key for _, key in bad[:100]]}
+    counts |= {"segments": [only], "files": manifest.sums(folder, files)}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    manifest.write_manifest(folder, {**content, **counts, "vectors": sizes, "made": date}, files)
+    manifest.write_manifest(folder, {**content, **counts, "vectors": sizes, "made": date})
 
 
-def open_array(path: Path, count: int) -> np.ndarray:
-    """A memory map of an array of re-ranking, [count, …] of numbers or bools.
+def _sample(array: Any, size: int) -> np.ndarray:
+    rows = training.sample_rows(array.shape[0] * array.shape[1], size)
+    return np.ascontiguousarray(array.reshape(-1, array.shape[2])[rows])
 
-    Raises:
-        CoderError: the file is something else.
-    """
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # the header is parsed as Python, so an error of any kind may come
-        raise CoderError(f"{path} is not an array for re-ranking: {str(error)[:200]}") from error
-    if not isinstance(array, np.ndarray) or array.dtype.newbyteorder("=").name not in _DTYPES or array.shape[:1] != (count,):
-        shown = f"{array.dtype} of {array.shape}" if isinstance(array, np.ndarray) else "no array"
-        raise CoderError(f"{path} is not an array of numbers for {count} items to re-rank, but {shown[:200]}")
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+def _chunks(array: Any) -> Any:
+    for start in range(0, len(array), 4096):
+        yield np.ascontiguousarray(array[start : start + 4096]).reshape(-1, array.shape[2])
 
 
 class _RowOrder:
@@ -327,8 +324,8 @@ class _MemmapWriter:
 
 def _add_records(connection: Any, part: Part, images: np.ndarray, captions: np.ndarray) -> None:
     image_rows = images.tolist()
-    rows = zip(image_rows, part.keys, part.image_ids.tolist(), part.positions.tolist(), strict=True)
+    rows = ((row, key, image_id, None, None) for row, key, image_id in zip(image_rows, part.keys, part.image_ids.tolist(), strict=True))
     thumbnails = ((row, file) for row, file in zip(image_rows, part.thumbnails, strict=True) if file)
     owners = (row for row, texts in zip(image_rows, part.captions, strict=True) for _ in texts)
     texts = (text for texts in part.captions for text in texts)
-    records.add(connection, rows, thumbnails, zip(captions.tolist(), owners, texts, strict=True))
+    records_file.add(connection, rows, thumbnails, zip(captions.tolist(), owners, texts, strict=True))

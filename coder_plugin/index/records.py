@@ -181,5 +181,5 @@ class Records:
         for row, text, image in self.files[segment].captions(rows):
             if not 0 <= image < end - first:
                 path = self.files[segment].path
-                raise CoderError(f"{path} has no row {image} in its images: the index is damaged, build it again")
+                raise CoderError(f"{path} is damaged: caption {row} belongs to no image; build the index again")
             yield Caption(row + self.first["captions"][segment], text, image + first)

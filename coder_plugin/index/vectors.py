@@ -63,6 +63,9 @@ class Vectors:
         self.removed = np.zeros(0, dtype=np.int64) if removed is None else removed
         self._present = self._selections(None) if len(self.removed) else None
         self._one_training = self._resources is None and all(self.files[0].lists_like(file) for file in self.files)
+        if self._one_training:
+            for file in self.files[1:]:
+                file.share_centroids(self.files[0])
 
     def search(self, queries: np.ndarray, k: int, *, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The k best items of each query.

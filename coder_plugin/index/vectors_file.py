@@ -1,16 +1,19 @@
 """FAISS: write vectors to a file, train, and search one file.
 
-Files are opened by memory map where FAISS can, so that opening takes no time and memory holds what searches have read.
+Flat files and the lists of inverted files are mapped into memory: opening takes no time, and memory holds what searches read.
 
 Shape letters: N items, D dimensions, V embeddings of an item, q queries, k results.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import mmap
 import re
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -137,27 +140,69 @@ def _write_flat(path: Path, batches: Iterable[np.ndarray]) -> int:
     return count
 
 
-def read(path: Path) -> Any:
+def read(path: Path, *, mapped: bool = True) -> Any:
     """The index in a file that FAISS alone can read, which is kept to the file's own size and folder.
 
+    FAISS can map any file, but it reads beyond the end of one that ends early. So only the lists of an inverted file are mapped,
+    and their places are checked; other kinds are read.
+
+    Args:
+        path: the file.
+        mapped: False: read the lists too, so that vectors can be added.
+
     Raises:
-        CoderError: FAISS cannot read it.
+        CoderError: FAISS cannot read it, or its lists lie beyond its end.
     """
     faiss = import_faiss()
 
+    size = path.stat().st_size
     limits = ("deserialization_vector_byte_limit", "deserialization_loop_limit")
     before = {name: getattr(faiss, f"get_{name}")() for name in limits if hasattr(faiss, f"set_{name}")}
     # lists that lie in another file are looked for in the index's folder only, and nothing is written to
-    flags = faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY | getattr(faiss, "IO_FLAG_MMAP_IFC", 0)
+    flags = faiss.IO_FLAG_READ_ONLY | (faiss.IO_FLAG_MMAP if mapped else faiss.IO_FLAG_ONDISK_SAME_DIR)
     try:
         for name in before:
-            getattr(faiss, f"set_{name}")(max(path.stat().st_size, _LEAST_LIMIT))
-        return faiss.read_index(str(path), flags)
+            getattr(faiss, f"set_{name}")(max(size, _LEAST_LIMIT))
+        index = faiss.read_index(str(path), flags)
     except (OSError, RuntimeError, MemoryError) as error:
         raise CoderError(f"{path} is not a FAISS index: {short(error)}") from error
     finally:
         for name, value in before.items():
             getattr(faiss, f"set_{name}")(value)
+    if (inverted := faiss.try_extract_index_ivf(index)) is not None:
+        _check_lists(path, size, faiss.downcast_InvertedLists(inverted.invlists), inverted)
+    return index
+
+
+def _check_lists(path: Path, size: int, lists: Any, inverted: Any) -> None:
+    """Mapped lists lie within the file."""
+    faiss = import_faiss()
+
+    if not isinstance(lists, faiss.OnDiskInvertedLists):
+        return
+    lists.prefetch_nthread = 0  # threads that a search would begin and end
+    if lists.nlist != inverted.nlist or lists.code_size != inverted.code_size or lists.totsize > size:
+        raise CoderError(f"{path} is not a FAISS index: its lists do not fit it")
+    if not lists.nlist:
+        return
+    # of each list its size, the size that it may grow to, and its place
+    fields = (ctypes.c_size_t * (3 * lists.nlist)).from_address(int(lists.lists.data().this))
+    counts, capacities, places = np.frombuffer(fields, dtype=np.uint64).reshape(-1, 3).astype(np.float64).T
+    ends = places + capacities * (lists.code_size + 8)
+    if (counts > capacities).any() or ends.max() > size or counts.sum() != inverted.ntotal:
+        raise CoderError(f"{path} is not a FAISS index: its lists lie beyond its end")
+
+
+def _read_flat(path: Path) -> Any:
+    """A flat index, mapped. Its header was checked: it ends where its vectors do."""
+    faiss = import_faiss()
+
+    index = faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY | getattr(faiss, "IO_FLAG_MMAP_IFC", 0))
+    if hasattr(faiss, "IO_FLAG_MMAP_IFC") and sys.platform == "linux":  # FAISS asks to read no pages ahead
+        page = mmap.PAGESIZE
+        address = int(faiss.downcast_index(index).get_xb()) // page * page
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(path.stat().st_size), mmap.MADV_NORMAL)
+    return index
 
 
 def _check_flat(path: Path, head: bytes, count: int, dimensions: int) -> None:
@@ -235,7 +280,7 @@ class VectorsFile:
             _check_flat(path, head, items * views, dimensions)
         elif flat:
             raise CoderError(f"{path} is not a flat index, as its manifest says: it was not written by coder-plugin index")
-        index = read(path)
+        index = _read_flat(path) if self.flat else read(path)
         if (index.ntotal, index.d) != (items * views, dimensions):
             raise CoderError(
                 f"{path} holds {index.ntotal} vectors of {index.d} dimensions, expected {items * views} of {dimensions}"
@@ -296,7 +341,7 @@ class VectorsFile:
             raise CoderError(f"{self.path} cannot be searched: {short(error)}") from error
         if rows.max(initial=-1) >= self.items * self.views or np.isnan(scores).any():
             raise CoderError(f"{self.path} is damaged: it has results that are no rows, or not numbers; build it again")
-        if self.flat and (np.isinf(scores).any() if selection is None else np.isposinf(scores).any()):
+        if self.flat and (rows.min(initial=0) < 0 or scores.max(initial=0) == np.inf):  # all that may be found is found
             raise CoderError(f"{self.path} holds vectors that are not finite: build the index again")
         if self.views > 1:
             return self._best(scores, rows, k)
@@ -317,6 +362,16 @@ class VectorsFile:
             and (self.inner.nlist, self.inner.nprobe) == (other.inner.nlist, other.inner.nprobe)
             and len(self.transforms) == len(other.transforms)
         )
+
+    def share_centroids(self, other: VectorsFile) -> None:
+        """Use the centroids of another file of the same training, instead of a copy in memory."""
+        faiss = import_faiss()
+        own, theirs = (faiss.downcast_index(each.inner.quantizer) for each in (self, other))
+        if isinstance(own, faiss.IndexFlat) and isinstance(theirs, faiss.IndexFlat) and own.ntotal == theirs.ntotal:
+            if self.inner.own_fields and own.d == theirs.d:
+                self.inner.own_fields = False
+                self.inner.quantizer = theirs
+                faiss.IndexIVFFlat(own, own.d, own.ntotal).own_fields = True  # its end, here, frees what it owns
 
     def nearest_lists(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Scores and numbers [q, nprobe] of the lists that a search of an inverted file looks at."""
@@ -349,20 +404,12 @@ class VectorsFile:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The best embeddings of a selection, on the CPU."""
         faiss = import_faiss()
+        index, share = self.cpu_index, selection.items / self.items
+        if isinstance(self.inner, faiss.IndexHNSW) and (exhaustive or share < _FEW):
+            index, queries = faiss.downcast_index(self.inner.storage), self._transformed(queries)
         selector = faiss.IDSelectorBitmap(selection.bits)
-        share = selection.items / self.items
-        index, parameters = self.cpu_index, faiss.SearchParameters(sel=selector)
-        inverted = hasattr(self.inner, "nprobe")
-        if inverted:
-            lists = self.inner.nlist if exhaustive else self.inner.nprobe
-            parameters = faiss.SearchParametersIVF(sel=selector, nprobe=lists)
-        elif hasattr(self.inner, "hnsw"):
-            if exhaustive or share < _FEW:
-                index, queries = faiss.downcast_index(self.inner.storage), self._transformed(queries)
-            else:  # of the vectors that a search passes, only this share counts
-                width = math.ceil(max(self.inner.hnsw.efSearch, count) / share)
-                parameters = faiss.SearchParametersHNSW(sel=selector, efSearch=width)
-        if not _selects(index):
+        parameters = _parameters(index, selector, exhaustive=exhaustive, width=math.ceil(count / share))
+        if parameters is None:
             return _filtered(index, queries, count, selection)
         return index.search(queries, count, params=parameters)
 
@@ -392,12 +439,26 @@ def _parts(index: Any) -> tuple[list[Any], Any]:
     return transforms, index
 
 
-def _selects(index: Any) -> bool:
-    """Whether FAISS leaves rows out while it searches this kind of index."""
+def _parameters(index: Any, selector: Any, *, exhaustive: bool, width: int) -> Any:
+    """FAISS's parameters of a search that leaves rows out; None for a kind of index that cannot.
+
+    ``width``: results that hold as many of the selection as are asked for, on average.
+    """
     faiss = import_faiss()
 
     _, inner = _parts(index)
-    return not isinstance(inner, tuple(getattr(faiss, name) for name in ("IndexPQ", "IndexFastScan", "IndexRefine")))
+    if isinstance(inner, faiss.IndexRefine):
+        base = _parameters(inner.base_index, selector, exhaustive=exhaustive, width=width)
+        if base is None:
+            return None
+        return faiss.IndexRefineSearchParameters(k_factor=inner.k_factor, base_index_params=base)
+    if isinstance(inner, (faiss.IndexPQ, faiss.IndexFastScan)):
+        return None
+    if isinstance(inner, faiss.IndexIVF):
+        return faiss.SearchParametersIVF(sel=selector, nprobe=inner.nlist if exhaustive else inner.nprobe)
+    if isinstance(inner, faiss.IndexHNSW):
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=max(width, inner.hnsw.efSearch))
+    return faiss.SearchParameters(sel=selector)
 
 
 def _filtered(index: Any, queries: np.ndarray, count: int, selection: Selection) -> tuple[np.ndarray, np.ndarray]:

@@ -140,7 +140,7 @@ def whole(regions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sums(folder: Path) -> dict[str, str]:
     """Of all files but the records, whose rows are written in the order in which processes encoded them."""
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    return {name: value for name, value in files.items() if name != "records.sqlite"}
+    return {name: value for name, value in files.items() if not name.endswith("records.sqlite")}
 
 
 def test_workers_of_an_index_fetch_every_shard_once_and_keep_the_order(regions, whole, tmp_path):

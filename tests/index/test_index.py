@@ -23,7 +23,7 @@ from coder_plugin import distributed, files, progress
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.index import build, manifest, parts, records, vectors
+from coder_plugin.index import build, manifest, parts, records_file, vectors_file
 from coder_plugin.index.build import build_index
 from coder_plugin.index.search import Index
 from tests import gloo
@@ -31,6 +31,7 @@ from tests.evaluation.test_evaluate import make_encoder
 from tests.training import region_data
 
 MODEL = {"name": "x", "fingerprint": "f" * 64}
+FIRST = "segments/00000"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_an_index_holds_what_the_encoder_gives(data: str, whole: Path) -> None:
         np.testing.assert_allclose(scores, best.values, rtol=1e-5)
     items = [item for _, item in source.items()]
     rows = [5, 23, 0, 5]
-    assert [each[1:] for each in index.records.images(rows)] == [
+    assert [each[1:3] for each in index.records.images(rows)] == [
         (items[row].key, items[row].image_id) for row in rows
     ]
     assert [index.records.captions_of(row) for row in rows] == [items[row].captions for row in rows]
@@ -94,9 +95,9 @@ STAGES = {
     "the first part": (parts, "write", 0),
     "the third part": (parts, "write", 2),
     "a part's rename": (files, "atomic_replace", 4),  # the first is that of building.json
-    "the records": (records, "finish", 0),
+    "the records": (records_file, "finish", 0),
     "the records' rename": (files, "atomic_replace", 6),
-    "the first vectors": (vectors, "write", 0),
+    "the first vectors": (vectors_file, "write", 0),
     "the second vectors' rename": (files, "atomic_replace", 8),
     "the manifest": (manifest, "write_manifest", 0),
     "the manifest's rename": (files, "atomic_replace", 9),
@@ -179,8 +180,8 @@ def on_a_rank(data: str, folder: str) -> int:
 def test_ranks_share_the_work(data: str, whole: Path, tmp_path: Path) -> None:
     assert gloo.run(on_a_rank, data, str(tmp_path / "index")) == [0, 1]
     two, one = sums(tmp_path / "index"), sums(whole)
-    assert {name: sum for name, sum in two.items() if name != "records.sqlite"} == {
-        name: sum for name, sum in one.items() if name != "records.sqlite"
+    assert {name: sum for name, sum in two.items() if "records.sqlite" not in name} == {
+        name: sum for name, sum in one.items() if "records.sqlite" not in name
     }
     found = [Index(folder).records for folder in (tmp_path / "index", whole)]  # their rows came in another order
     assert found[0].images(range(24)) == found[1].images(range(24))
@@ -222,12 +223,12 @@ def test_captions_alone_load_no_image(data: str, whole: Path, tmp_path: Path) ->
     encoder, source = make_encoder(data)
     items = [Item(i.key, i.captions, lambda: pytest.fail("an image was loaded")) for _, i in source.items()]
     build_index(tmp_path / "texts", encoder, ItemSource(items), model=MODEL, what="captions")
-    assert sums(tmp_path / "texts")["captions.faiss"] == sums(whole)["captions.faiss"]
+    assert sums(tmp_path / "texts")[f"{FIRST}/captions.faiss"] == sums(whole)[f"{FIRST}/captions.faiss"]
     with pytest.raises(CoderError, match="no vectors of images, only of captions"):
         Index(tmp_path / "texts").search(np.zeros((1, 16)), 1)
     build_index(tmp_path / "images", *make_encoder(data), model=MODEL, what="images", rerank=False)
-    assert set(sums(tmp_path / "images")) == {"images.faiss", "records.sqlite"}
-    assert sums(tmp_path / "images")["images.faiss"] == sums(whole)["images.faiss"]
+    assert set(sums(tmp_path / "images")) == {f"{FIRST}/images.faiss", f"{FIRST}/records.sqlite"}
+    assert sums(tmp_path / "images")[f"{FIRST}/images.faiss"] == sums(whole)[f"{FIRST}/images.faiss"]
     assert len(Index(tmp_path / "images").records.captions_of(3)) == 5  # the texts are there as texts
 
 
@@ -237,25 +238,25 @@ def test_a_damaged_file_is_named(whole: Path, tmp_path: Path, name: str) -> None
 
     folder = tmp_path / "index"
     shutil.copytree(whole, folder)
-    file = folder / name
+    file = folder / FIRST / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(CoderError, match=f"{file.name} is damaged: its checksum"):
-        Index(folder)
+        Index(folder, verify=True)
     file.write_bytes(content[:-1])
     with pytest.raises(CoderError, match=f"{file.name} is damaged: {len(content) - 1} bytes, not the {len(content)}"):
-        Index(folder, verify=False)
+        Index(folder)
     file.unlink()
     with pytest.raises(CoderError, match=f"{file.name} is missing"):
-        Index(folder, verify=False)
+        Index(folder)
 
 
 def test_foreign_folders_are_refused(whole: Path, tmp_path: Path, data: str) -> None:
     for text, content in (
         ("was not written by coder-plugin index", {"format": "somebody's"}),
         ("was not written by coder-plugin index", [1]),
-        ("has version 2 of the format", {"format": manifest.FORMAT, "version": 2}),
+        ("has version 1 of the format.*build it again", {"format": manifest.FORMAT, "version": 1}),
         ("manifest.json is damaged: it has been changed", {**json.loads((whole / "manifest.json").read_text()), "images": 25}),
     ):
         (tmp_path / "manifest.json").write_text(json.dumps(content))
@@ -322,7 +323,7 @@ def test_a_removed_part_is_made_again(data: str, whole: Path, tmp_path: Path, mo
     """As the message about a damaged one tells a person to do."""
     folder = tmp_path / "index"
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(records, "finish", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(records_file, "finish", lambda *_: (_ for _ in ()).throw(Killed))
         build_index(folder, *make_encoder(data), model=MODEL)
     part = folder / "parts" / "part-0000-00000001.safetensors"
     part.write_bytes(part.read_bytes()[:-20])
@@ -353,7 +354,7 @@ def test_nothing_is_left_behind(data: str, whole: Path, tmp_path: Path, monkeypa
     folder = tmp_path / "index"
     folder.mkdir()
     (folder / ".building.json.1.writing").write_text("{")  # a kill in the middle of the first file
-    for module, name in ((files, "atomic_replace"), (vectors, "write"), (build, "_remove_parts")):
+    for module, name in ((files, "atomic_replace"), (vectors_file, "write"), (build, "_remove_parts")):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(Killed))
             build_index(folder, *make_encoder(data), model=MODEL)
@@ -393,11 +394,14 @@ def test_an_error_on_one_rank_is_raised_on_all(data: str, tmp_path: Path) -> Non
     assert first.startswith("another process failed: ") and "1 of 5 samples skipped" in second and second in first
 
 
+SUM = {"bytes": 1, "sha256": "0" * 64}
+
+
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"files": {}}, "lists images.faiss, records.sqlite, which do not match the files of an index"),
-        ({"files": {"../records.sqlite": {}, "images.faiss": {}}}, r"lists ../records.sqlite, records.sqlite, which do not"),
+        ({"files": {}}, "lists segments/00000/images.faiss, segments/00000/records.sqlite, which do not match the files of an index"),
+        ({"files": {"../records.sqlite": SUM, f"{FIRST}/images.faiss": SUM}}, r"lists ../records.sqlite, segments/00000/rec"),
         ({"vectors": {}}, "which do not match the files of an index"),
         ({"plan": None}, "manifest.json lacks plan"),
     ],

@@ -5,19 +5,31 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index import vectors
+from coder_plugin.index import training, vectors_file
 from coder_plugin.index.vectors import Vectors
 
 
-def made(path: Path, array: np.ndarray, factory: str = "Flat", **options) -> Vectors:
-    vectors.write(path, array, factory)
-    return Vectors(path, items=len(array), views=array.shape[1], dimensions=array.shape[2], **options)
+def made(path: Path, array: np.ndarray, factory: str = "Flat", *, segments: int = 1, **options) -> Vectors:
+    """The vectors [N, V, D] in so many segments of one training."""
+    views, dimensions = array.shape[1:]
+
+    def sample(size: int) -> np.ndarray:
+        return array.reshape(-1, dimensions)[training.sample_rows(len(array) * views, size)]
+
+    trained = training.train(factory, dimensions, sample)
+    parts = [part for part in np.array_split(array, segments) if len(part)]
+    paths = [path.with_name(f"{number}-{path.name}") for number in range(len(parts))]
+    for each, part in zip(paths, parts, strict=True):
+        empty = None if trained is None else faiss.clone_index(trained)
+        vectors_file.write(each, [part.reshape(-1, dimensions)], empty)
+    return Vectors(paths, [len(part) for part in parts], views=views, dimensions=dimensions, **options)
 
 
 def brute_force(array: np.ndarray, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -30,10 +42,10 @@ def brute_force(array: np.ndarray, queries: np.ndarray, k: int) -> tuple[np.ndar
 def test_faiss_that_is_absent_or_incomplete_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("faiss.index_factory")  # what is left if one of faiss-cpu and faiss-gpu is uninstalled
     with pytest.raises(CoderError, match="not completely .*index_factory.*: pip install .* faiss-cpu"):
-        vectors.check_factory("Flat", 4)
+        vectors_file.check_factory("Flat", 4)
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(CoderError, match=r"FAISS is not installed.*pip install"):
-        vectors.check_factory("Flat", 4)
+        vectors_file.check_factory("Flat", 4)
 
 
 def test_faiss_for_cpus_over_that_for_gpus_is_said_once(tmp_path, monkeypatch, caplog) -> None:
@@ -41,23 +53,23 @@ def test_faiss_for_cpus_over_that_for_gpus_is_said_once(tmp_path, monkeypatch, c
 
     def version(name: str) -> str:
         if name not in installed:
-            raise vectors.metadata.PackageNotFoundError(name)
+            raise vectors_file.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(vectors.metadata, "version", version)
+    monkeypatch.setattr(vectors_file.metadata, "version", version)
     monkeypatch.delattr("faiss.StandardGpuResources", raising=False)
     array = np.ones((2, 1, 4), np.float32)
     for gpu, present, expected in [(False, "1.15", 0), (True, None, 0), (True, "1.15", 1), (True, "1.15", 1)]:
         installed.clear()
         installed.update({"faiss-gpu": present} if present else {})
         if not caplog.records:
-            vectors.warn_of_overwritten.cache_clear()
+            vectors_file.warn_of_overwritten.cache_clear()
         made(tmp_path / "x.faiss", array, gpu=gpu)
         assert [record.message.endswith("--no-deps faiss-gpu") for record in caplog.records] == [True] * expected
     monkeypatch.setattr("faiss.StandardGpuResources", object, raising=False)
-    vectors.warn_of_overwritten.cache_clear()
-    vectors.warn_of_overwritten()
-    vectors.warn_of_overwritten.cache_clear()
+    vectors_file.warn_of_overwritten.cache_clear()
+    vectors_file.warn_of_overwritten()
+    vectors_file.warn_of_overwritten.cache_clear()
     assert len(caplog.records) == 1
 
 
@@ -68,24 +80,36 @@ def test_faiss_for_cpus_over_that_for_gpus_is_said_once(tmp_path, monkeypatch, c
     dimensions=st.integers(1, 9),
     queries=st.integers(1, 30),  # FAISS has another path from 20 queries on
     k=st.integers(1, 50),
+    segments=st.integers(1, 4),
+    removed=st.integers(0, 9),
+    asked_rows=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_a_search_is_brute_force(tmp_path_factory, items, views, dimensions, queries, k, seed) -> None:
+def test_a_search_is_brute_force(
+    tmp_path_factory, items, views, dimensions, queries, k, segments, removed, asked_rows, seed
+) -> None:
     rng = np.random.default_rng(seed)
     array = rng.integers(-2, 3, (items, views, dimensions)).astype(np.float32)  # whole numbers: exact products, many ties
     asked = rng.integers(-2, 3, (queries, dimensions)).astype(np.float32)
-    index = made(tmp_path_factory.mktemp("one") / "x.faiss", array)
-    scores, rows = index.search(asked, k)
-    best, expected = brute_force(array, asked, min(k, items))
+    gone = np.sort(rng.permutation(items)[:removed])
+    chosen = rng.permutation(items)[: rng.integers(0, items + 1)] if asked_rows else None
+    index = made(tmp_path_factory.mktemp("one") / "x.faiss", array, segments=segments, removed=gone)
+    scores, rows = index.search(asked, k, rows=chosen)
+    allowed = np.setdiff1d(np.arange(items) if chosen is None else chosen, gone)
+    most = min(k, len(allowed))
+    assert scores.shape == rows.shape == (queries, most)
+    best, expected = brute_force(array[allowed], asked, most)
     np.testing.assert_array_equal(scores, best)
-    if views == 1 and k < items:  # which of those that tie at the end are kept is FAISS's choice
-        for row, wanted, score in zip(rows, expected, best, strict=True):
+    if views == 1 and k < len(allowed):  # which of those that tie at the end are kept is FAISS's choice
+        for row, wanted, score in zip(rows, allowed[expected], best, strict=True):
             inside = score > score[-1]
             np.testing.assert_array_equal(row[inside], wanted[inside])
     elif views == 1:
-        np.testing.assert_array_equal(rows, expected)
+        np.testing.assert_array_equal(rows, allowed[expected])
     assert all(len(set(row.tolist())) == len(row) for row in rows)
-    np.testing.assert_array_equal(np.take_along_axis(np.einsum("qd,nvd->qnv", asked, array).max(2), rows, 1), scores)
+    assert np.isin(rows, allowed).all()
+    if most:
+        np.testing.assert_array_equal(np.take_along_axis(np.einsum("qd,nvd->qnv", asked, array).max(2), rows, 1), scores)
 
 
 @pytest.mark.parametrize("queries", [1, 25])
@@ -144,18 +168,19 @@ def test_a_vector_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "factory, text",
     [("Flatt", "knows no index factory 'Flatt' for 8 dimensions"),
-     ("IVF500,Flat", "cannot build 'IVF500,Flat' from 20 vectors"),
+     ("IVF500,Flat", "cannot train 'IVF500,Flat' on 20 vectors"),
      ("PQ3", "PQ3")],
 )
 def test_refused_factories(tmp_path: Path, factory: str, text: str) -> None:
     with pytest.raises(CoderError, match=text):
-        vectors.write(tmp_path / "x.faiss", np.zeros((20, 1, 8), dtype=np.float32), factory)
-    assert not (tmp_path / "x.faiss").exists()
+        made(tmp_path / "x.faiss", np.zeros((20, 1, 8), dtype=np.float32), factory)
+    assert not list(tmp_path.iterdir())
 
 
 def test_refused_queries_and_files(tmp_path: Path) -> None:
     array = np.ones((4, 1, 8), dtype=np.float32)
     index = made(tmp_path / "x.faiss", array)
+    path = index.files[0].path
     for queries, text in (
         (np.ones((2, 7)), r"must be \[q, 8\], got \[2, 7\]"),
         (np.ones(8), r"must be \[q, 8\], got \[8\]"),
@@ -165,10 +190,100 @@ def test_refused_queries_and_files(tmp_path: Path) -> None:
             index.search(queries, 1)
     with pytest.raises(CoderError, match="k must be at least 1, got 0"):
         index.search(np.ones((1, 8)), 0)
+    for rows, text in (([4], "has no row 4, only 4"), ([-1], "has no row -1"), ([[1]], "must be whole numbers"), ([0.5], "whole")):
+        with pytest.raises(CoderError, match=text):
+            index.search(np.ones((1, 8)), 1, rows=np.array(rows))
+        with pytest.raises(CoderError, match=text):
+            index.gather(np.array(rows))
     with pytest.raises(CoderError, match="holds 4 vectors of 8 dimensions, expected 5 of 8"):
-        Vectors(tmp_path / "x.faiss", items=5, views=1, dimensions=8)
+        Vectors([path], [5], views=1, dimensions=8)
     with pytest.raises(CoderError, match="'nprobe=3' is not valid for this index"):
-        Vectors(tmp_path / "x.faiss", items=4, views=1, dimensions=8, parameters="nprobe=3")
+        Vectors([path], [4], views=1, dimensions=8, parameters="nprobe=3")
     (tmp_path / "y.faiss").write_bytes(b"no index at all")
     with pytest.raises(CoderError, match="y.faiss is not a FAISS index"):
-        Vectors(tmp_path / "y.faiss", items=4, views=1, dimensions=8)
+        Vectors([tmp_path / "y.faiss"], [4], views=1, dimensions=8)
+
+
+def test_a_flat_file_is_that_of_faiss(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).standard_normal((9, 1, 5), dtype=np.float32)
+    flat = faiss.IndexFlatIP(5)
+    flat.add(array[:, 0])
+    faiss.write_index(flat, str(tmp_path / "theirs"))
+    assert vectors_file.write(tmp_path / "ours", iter([array[:4, 0], array[4:, 0]]), None) == 9
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("queries", [1, 25])
+def test_segments_score_as_one_index_to_the_last_bit(tmp_path: Path, queries: int) -> None:
+    rng = np.random.default_rng(4)
+    array, asked = rng.standard_normal((2001, 1, 37), dtype=np.float32), rng.standard_normal((queries, 37), dtype=np.float32)
+    one, many = (made(tmp_path / f"{count}.faiss", array, segments=count).search(asked, 30) for count in (1, 7))
+    np.testing.assert_array_equal(one[1], many[1])
+    np.testing.assert_array_equal(one[0], many[0])
+
+
+FACTORIES = ("Flat", "HNSW8", "IVF8,Flat", "PQ4x4", "OPQ4,IVF8,PQ4x4", "IVF8,PQ4x4fs", "SQ8", "PCA4,HNSW8", "IVF8,PQ4x4,RFlat")
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize("views", [1, 2])
+def test_removed_and_filtered_rows(tmp_path: Path, factory: str, views: int) -> None:
+    """k results without the removed ones, whatever kind of index it is; a filter of few rows finds all of them."""
+    rng = np.random.default_rng(5)
+    array, asked = rng.standard_normal((1000, views, 8), dtype=np.float32), rng.standard_normal((6, 8), dtype=np.float32)
+    all_rows = made(tmp_path / "x.faiss", array, factory, segments=3)
+    gone = np.unique(all_rows.search(asked, 30)[1])  # the best of all
+    index = made(tmp_path / "x.faiss", array, factory, segments=3, removed=gone)
+    scores, rows = index.search(asked, 20)
+    assert rows.shape == (6, 20) and (rows >= 0).all() and not np.isin(rows, gone).any()
+    assert (np.diff(scores, axis=1) <= 0).all() and all(len({*row}) == 20 for row in rows.tolist())
+    few = np.concatenate([rng.choice(np.setdiff1d(np.arange(1000), gone), 9, replace=False), gone[:3]])
+    found = index.search(asked, 20, rows=few)[1]
+    assert [sorted(row) for row in found.tolist()] == [sorted(few[:9].tolist())] * 6
+    most = np.setdiff1d(np.arange(1000), gone)[:600]
+    assert np.isin(index.search(asked, 20, rows=most)[1], most).all()
+    assert index.search(asked, 20, rows=gone)[1].shape == (6, 0)
+    if factory in ("Flat", "SQ8", "HNSW8"):  # exact, or nearly, over what is left
+        _, expected = brute_force(array[most], asked, 20)
+        shared = np.isin(index.search(asked, 20, rows=most)[1], most[expected]).mean()
+        assert shared == 1 if factory == "Flat" else shared > 0.8
+
+
+def test_lists_of_one_training_are_chosen_once(tmp_path: Path, monkeypatch) -> None:
+    """Segments of an inverted file find what one index finds, and its centroids are searched once."""
+    rng = np.random.default_rng(6)
+    array, asked = rng.standard_normal((900, 1, 8), dtype=np.float32), rng.standard_normal((5, 8), dtype=np.float32)
+    one, many = (made(tmp_path / f"{n}.faiss", array, "IVF16,Flat", segments=n, parameters="nprobe=4") for n in (1, 4))
+    expected = one.search(asked, 10)
+    calls = []
+    nearest = vectors_file.VectorsFile.nearest_lists
+    monkeypatch.setattr(vectors_file.VectorsFile, "nearest_lists", lambda *args: calls.append(1) or nearest(*args))
+    found = many.search(asked, 10)
+    assert len(calls) == 1
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+
+
+def test_vectors_that_are_not_finite(tmp_path: Path) -> None:
+    """A search reads what it maps: they are refused where it meets them, and by a verification before."""
+    for value in (np.nan, np.inf, -np.inf):
+        array = np.ones((6, 1, 4), np.float32)
+        array[3, 0, 2] = value
+        made(tmp_path / "x.faiss", np.ones_like(array), verify=True)
+        with pytest.raises(CoderError, match=r"0-x.faiss holds vectors that are not finite, from row 0 on"):
+            made(tmp_path / "x.faiss", array, verify=True)
+        index = made(tmp_path / "x.faiss", array)
+        with pytest.raises(CoderError, match=r"0-x.faiss (holds vectors that are not finite|is damaged)"):
+            index.search(np.ones((1, 4)), 6)
+        with pytest.raises(CoderError, match="not finite"):
+            index.gather([3])
+
+
+@pytest.mark.parametrize(
+    "factory, size", [("Flat", 0), ("HNSW8", 0), ("PQ8x4", 262_144), ("IVF64,Flat", 262_144), ("IVF16384,Flat", 1 << 22)]
+)
+def test_training_samples_grow_with_the_lists(factory: str, size: int) -> None:
+    assert training.sample_size(factory, 64) == min(size, 1 << 20)  # 256 MiB of 64 dimensions
+    assert training.sample_size("IVF16384,Flat", 2048) == 64 * 16384
+    rows = training.sample_rows(1000, 7)
+    assert len(rows) == 7 and rows[0] == 0 and set(np.diff(rows)) <= {142, 143}

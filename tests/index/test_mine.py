@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
-from coder_plugin.index import manifest, mine, miner, mining_options, records, vectors
+from coder_plugin.index import manifest, mine, miner, mining_options, records_file, training, vectors_file
 from coder_plugin.index.mine import mine_negatives
 from coder_plugin.index.miner import Miner
 from coder_plugin.index.mining_options import COLUMNS, MiningOptions
 from coder_plugin.index.page import negatives_page
 from coder_plugin.index.search import Index
+from coder_plugin.index.vectors import Vectors
 
 #: Lets everything pass.
 LOOSE: dict[str, Any] = {"absolute_margin": -1e9, "max_similarity": 1.0}
@@ -42,19 +43,22 @@ def plant(
     arrays = {"images": images if images.ndim == 3 else images[:, None], "captions": captions[:, None]}
     texts = texts or [f"text {row}" for row in range(len(captions))]
     keys = keys or [f"{row}.jpg" for row in range(len(images))]
-    folder.mkdir()
-    connection = records.create(folder / manifest.RECORDS)
-    image_rows = [(row, key, stable_hash(key), row) for row, key in enumerate(keys)]
-    records.add(connection, image_rows, [], [(row, owner, texts[row]) for row, owner in enumerate(owners)])
-    records.finish(connection)
+    segment = folder / manifest.SEGMENTS / "00000"
+    segment.mkdir(parents=True)
+    connection = records_file.create(segment / manifest.RECORDS)
+    image_rows = [(row, key, stable_hash(key), None, None) for row, key in enumerate(keys)]
+    records_file.add(connection, image_rows, [], [(row, owner, texts[row]) for row, owner in enumerate(owners)])
+    records_file.finish(connection)
     sizes = {}
     for kind, array in arrays.items():
-        vectors.write(folder / f"{kind}.faiss", array, factory)
+        rows = array.reshape(-1, array.shape[2])
+        vectors_file.write(segment / f"{kind}.faiss", [rows], training.train(factory, rows.shape[1], lambda _, rows=rows: rows))
         sizes[kind] = dict(zip(("items", "views", "dimensions"), array.shape, strict=True))
-    content = {"model": {"fingerprint": "f"}, "plan": {"re-ranking": False}, "factory": factory, "unreadable": 0}
-    content |= {"images": len(images), "captions": len(captions), "vectors": sizes}
-    files = [folder / manifest.RECORDS, *(folder / f"{kind}.faiss" for kind in arrays)]
-    manifest.write_manifest(folder, content, files)
+    counts = {"images": len(images), "captions": len(captions)}
+    content = {"model": {"fingerprint": "f"}, "plan": {"re-ranking": False}, "factory": factory, "unreadable": 0, **counts}
+    content |= {"vectors": sizes, "columns": {}, "removed": {}, "segments": [{"name": "00000", **counts}]}
+    files = manifest.sums(folder, sorted(segment.iterdir()))
+    manifest.write_manifest(folder, {**content, "files": files})
     return Index(folder)
 
 
@@ -235,13 +239,13 @@ def test_blocks_are_the_whole_and_two_runs_the_same_bytes(tmp_path: Path, monkey
     whole = mine_negatives(index, tmp_path / "whole.tsv", **options)
     assert mine_negatives(index, tmp_path / "again.tsv", **options) == whole
     asked: list[int] = []
-    real = vectors.Vectors.search
+    real = Vectors.search
 
     def search(self: Any, queries: np.ndarray, k: int) -> Any:
         asked.append(len(queries) * min(k, self.items))
         return real(self, queries, k)
 
-    monkeypatch.setattr(vectors.Vectors, "search", search)
+    monkeypatch.setattr(Vectors, "search", search)
     monkeypatch.setattr(mine, "BLOCK", 16)
     monkeypatch.setattr(miner, "RESULTS", 400)
     monkeypatch.setattr(miner, "_OWN", 3)
@@ -338,7 +342,7 @@ def test_a_failure_leaves_the_old_table(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
     index = plant(tmp_path / "index", [[1.0, 0], [0, 1]], [[1.0, 0], [0, 1]], [0, 2])
-    with pytest.raises(CoderError, match="records.sqlite is damaged: a caption belongs to no image"):
+    with pytest.raises(CoderError, match="records.sqlite is damaged: caption 1 belongs to no image"):
         Miner(index, MiningOptions())
     index = plant(tmp_path / "longer", [[1.0, 0, 0], [0, 1, 0]], [[1.0, 0], [0, 1]], [0, 1])
     with pytest.raises(CoderError, match="the vectors of its images and captions do not match"):

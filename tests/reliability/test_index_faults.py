@@ -23,15 +23,17 @@ import torch
 from safetensors.torch import save_file
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index import build, parts, records, vectors
+from coder_plugin.index import build, parts, records_file, training, vectors_file
 from coder_plugin.index.build import build_index
 from coder_plugin.index.manifest import KINDS
-from coder_plugin.index.records import Records
+from coder_plugin.index.records_file import RecordsFile
 from coder_plugin.index.search import Index
+from coder_plugin.index.vectors import Vectors
 from tests.evaluation.test_evaluate import make_encoder
 from tests.training import region_data
 
 MODEL = {"name": "x", "fingerprint": "f" * 64}
+FIRST = "segments/00000"
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def run_flips(whole: Path, tmp_path: Path, draws: int, seed: int) -> Counter[str
         name = names[number % len(names)]
         flip(folder / name, draw)
         try:
-            Index(folder)
+            Index(folder, verify=True)
         except CoderError as error:
             assert Path(name).name in str(error), f"{name}: {error}"
             results[name] += 1
@@ -252,9 +254,9 @@ def test_no_verification_still_reads_nothing_wrong(whole: Path, tmp_path: Path) 
     for number in range(60):
         folder = tmp_path / "index"
         shutil.copytree(whole, folder)
-        flip(folder / ("records.sqlite", "images.faiss")[number % 2], draw, first=(None, 120)[number // 2 % 2])
+        flip(folder / FIRST / ("records.sqlite", "images.faiss")[number % 2], draw, first=(None, 120)[number // 2 % 2])
         try:
-            index = Index(folder, verify=False)
+            index = Index(folder)
             query = index.vector(0)
             for kind in KINDS:
                 scores, rows = index.search(query, 3, kind=kind)
@@ -327,7 +329,7 @@ def run_mutations(tmp_path: Path, each: int, seed: int) -> Counter[str]:
     array = np.random.default_rng(0).normal(size=(300, 1, 16)).astype("float32")
     for factory in FACTORIES:
         path = tmp_path / "images.faiss"
-        vectors.write(path, array, factory)
+        vectors_file.write(path, [array[:, 0]], training.train(factory, 16, lambda _: array[:, 0]))
         content = path.read_bytes()
         for _ in range(each):
             path.write_bytes(mutate(content, draw))
@@ -338,7 +340,7 @@ def run_mutations(tmp_path: Path, each: int, seed: int) -> Counter[str]:
                     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
                     signal.alarm(10)
                     faiss.omp_set_num_threads(1)
-                    opened = vectors.Vectors(path, items=300, views=1, dimensions=16, flat=factory == "Flat", gpu=False)
+                    opened = Vectors([path], [300], views=1, dimensions=16, flat=factory == "Flat", gpu=False)
                     scores, rows = opened.search(array[:3, 0], 5)
                     status = 0 if rows.max() < 300 and not np.isnan(scores).any() else 8
                 except CoderError:
@@ -370,17 +372,17 @@ def test_faiss_refuses_many_damaged_files(tmp_path: Path) -> None:
 
 
 def test_a_query_ends_within_its_time(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "SECONDS", 0.2)
-    opened = Records(whole / "records.sqlite")
+    monkeypatch.setattr(records_file, "SECONDS", 0.2)
+    opened = RecordsFile(whole / FIRST / "records.sqlite")
     started = time.monotonic()
     with pytest.raises(CoderError, match=r"records.sqlite is not a file of an index's records: a query took over 0.2 s"):
         opened._query("WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT MAX(n) FROM r")
     assert time.monotonic() - started < 5
-    assert opened.row_of("nobody") is None  # and the next one has its own time
+    assert opened.rows_of(["nobody"]) == {}  # and the next one has its own time
     opened.close()
 
 
 def test_the_records_cannot_be_written(whole: Path) -> None:
-    opened = Records(whole / "records.sqlite")
+    opened = RecordsFile(whole / FIRST / "records.sqlite")
     with pytest.raises(CoderError, match="readonly"):
         opened._query("DELETE FROM images")

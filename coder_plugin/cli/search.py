@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="first compare the files' checksums, which reads them; their sizes always are"
+        "--verify", action=argparse.BooleanOptionalAction, default=False, help="verify the files' checksums first [False]"
     )
     parser.set_defaults(run=run)
 

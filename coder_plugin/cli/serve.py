@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--gpu", action=argparse.BooleanOptionalAction, default=True, help="search on a GPU if FAISS has one [True]"
     )
     parser.add_argument(
-        "--verify", action=argparse.BooleanOptionalAction, default=True, help="verify the files' checksums first [True]"
+        "--verify", action=argparse.BooleanOptionalAction, default=False, help="verify the files' checksums first [False]"
     )
     for action in (
         parser.add_argument("--max-requests", type=int, default=128, metavar="N", help="requests answered at once [128]"),

@@ -13,7 +13,8 @@ import torch
 
 from coder_plugin.errors import CoderError
 from coder_plugin.index.search import Index
-from coder_plugin.index.vectors import Vectors, is_lossless
+from coder_plugin.index.vectors import Vectors
+from coder_plugin.index.vectors_file import is_lossless
 from coder_plugin.progress import Progress
 
 #: The cosine from which on two images count as near-duplicates.
@@ -81,6 +82,7 @@ def find_duplicates(
     if "images" not in index.vectors:
         raise CoderError(f"{index.folder} has no vectors of images: make it with --what images or both")
     vectors, rows = index.vectors["images"], np.arange(index.manifest["images"])
+    rows = rows[~index.records.is_removed(rows)]
     if exact is None:
         exact = index.manifest["factory"] == "Flat" or not _equal_lengths(vectors, rows)
     parent = np.arange(vectors.items)

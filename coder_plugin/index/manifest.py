@@ -1,9 +1,9 @@
 """The manifest: what an index's folder holds, of which model, and the checksums of its files.
 
-A complete index holds ``manifest.json`` (written last) and ``segments/``: each segment is a folder with the vectors
-(``images.faiss``, ``captions.faiss``), the records (``records.sqlite``) and, where the model re-ranks, ``rerank/`` of some images.
-Files are never changed after they have been written. Images are removed by ``removed-00001.npy``, which lists their rows, and a
-new manifest. While an index is being built there is ``building.json`` instead of the manifest.
+A complete index holds ``manifest.json`` (written last) and ``segments/``: each segment is a folder of some images with their
+vectors (``images.faiss``, ``captions.faiss``), records (``records.sqlite``) and, where the model re-ranks, ``rerank/``. Files
+are never changed after they have been written. Images are removed by ``removed-00001.npy``, which lists their rows, and a new
+manifest. While an index is being built there is ``building.json`` instead of the manifest.
 """
 
 from __future__ import annotations

@@ -324,7 +324,8 @@ class _MemmapWriter:
 
 def _add_records(connection: Any, part: Part, images: np.ndarray, captions: np.ndarray) -> None:
     image_rows = images.tolist()
-    rows = ((row, key, image_id, None, None) for row, key, image_id in zip(image_rows, part.keys, part.image_ids.tolist(), strict=True))
+    each = zip(image_rows, part.keys, part.image_ids.tolist(), strict=True)
+    rows = ((row, key, image_id, None, None) for row, key, image_id in each)
     thumbnails = ((row, file) for row, file in zip(image_rows, part.thumbnails, strict=True) if file)
     owners = (row for row, texts in zip(image_rows, part.captions, strict=True) for _ in texts)
     texts = (text for texts in part.captions for text in texts)

@@ -189,7 +189,8 @@ def _records(embeddings: Embeddings, piece: Piece, columns: Mapping[str, str]) -
             )
             image, caption = image + len(batch), caption + len(texts)
     if (image, caption) != (piece.images, piece.captions):
-        raise CoderError(f"{embeddings.folder} has {image} images and {caption} captions, not {piece.images} and {piece.captions}")
+        expected = f"{piece.images} images and {piece.captions} captions"
+        raise CoderError(f"{embeddings.folder} has {image} images and {caption} captions in these files, not {expected}")
 
 
 def _write_arrays(folder: Path, embeddings: Embeddings, piece: Piece) -> None:

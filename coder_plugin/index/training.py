@@ -22,8 +22,8 @@ def sample_size(factory: str, dimensions: int) -> int:
     """How many vectors a factory is trained on, if there are so many; 0 if it needs no training.
 
     Example:
-        >>> sample_size("Flat", 256), sample_size("PQ32", 256), sample_size("IVF4096,Flat", 256), sample_size("IVF65536,Flat", 256)
-        (0, 262144, 262144, 4194304)
+        >>> [sample_size(factory, 256) for factory in ("Flat", "PQ32", "IVF4096,Flat", "IVF65536,Flat")]
+        [0, 262144, 262144, 4194304]
     """
     index = check_factory(factory, dimensions)
     if index.is_trained:

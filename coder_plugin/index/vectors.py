@@ -67,6 +67,11 @@ class Vectors:
             for file in self.files[1:]:
                 file.share_centroids(self.files[0])
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU searches, which one thread at a time may ask."""
+        return any(file.faiss is not file.cpu_index for file in self.files)
+
     def search(self, queries: np.ndarray, k: int, *, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The k best items of each query.
 

@@ -14,7 +14,7 @@ import mmap
 import re
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -143,8 +143,8 @@ def _write_flat(path: Path, batches: Iterable[np.ndarray]) -> int:
 def read(path: Path, *, mapped: bool = True) -> Any:
     """The index in a file that FAISS alone can read, which is kept to the file's own size and folder.
 
-    FAISS can map any file, but it reads beyond the end of one that ends early. So only the lists of an inverted file are mapped,
-    and their places are checked; other kinds are read.
+    FAISS can map any file, but it reads beyond the end of one that ends early. So only the lists of inverted files are
+    mapped, and their places are checked; other kinds are read.
 
     Args:
         path: the file.

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from coder_plugin.index.search import Hit, Query, Searcher
-from coder_plugin.index.vectors import import_faiss
+from coder_plugin.index.vectors_file import import_faiss
 
 #: What is kept of the latest texts' queries: so many bytes, and so many texts.
 CACHE_BYTES, CACHE_TEXTS = 64 << 20, 4096
@@ -172,7 +172,7 @@ class Engine:
 
 
 def _search_threads(searcher: Searcher) -> int:
-    if any(vectors.faiss is not vectors.cpu_index for vectors in searcher.index.vectors.values()):
+    if any(vectors.on_gpu for vectors in searcher.index.vectors.values()):
         return 1  # a GPU's indexes are for one thread
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 

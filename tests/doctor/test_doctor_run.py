@@ -209,7 +209,7 @@ def test_an_index(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "index"
     assert main(["index", str(trained), "--output", str(folder), "--data", str(tmp_path), "--workers", "0"]) == 0
     assert [each.level for each in examine(folder)] == ["ok"]
-    file = folder / "images.faiss"
+    file = folder / "segments" / "00000" / "images.faiss"
     file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
     (found,) = amiss(examine(folder)).values()
     assert found.name == "index" and "images.faiss" in found.text

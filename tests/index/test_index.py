@@ -400,7 +400,7 @@ SUM = {"bytes": 1, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"files": {}}, "lists segments/00000/images.faiss, segments/00000/records.sqlite, which do not match the files of an index"),
+        ({"files": {}}, "lists segments/00000/images.faiss, segments/00000/records.sqlite, which do not match"),
         ({"files": {"../records.sqlite": SUM, f"{FIRST}/images.faiss": SUM}}, r"lists ../records.sqlite, segments/00000/rec"),
         ({"vectors": {}}, "which do not match the files of an index"),
         ({"plan": None}, "manifest.json lacks plan"),

@@ -190,7 +190,7 @@ def test_refused_queries_and_files(tmp_path: Path) -> None:
             index.search(queries, 1)
     with pytest.raises(CoderError, match="k must be at least 1, got 0"):
         index.search(np.ones((1, 8)), 0)
-    for rows, text in (([4], "has no row 4, only 4"), ([-1], "has no row -1"), ([[1]], "must be whole numbers"), ([0.5], "whole")):
+    for rows, text in (([4], "has no row 4, only 4"), ([-1], "has no row -1"), ([[1]], "must be whole"), ([0.5], "whole")):
         with pytest.raises(CoderError, match=text):
             index.search(np.ones((1, 8)), 1, rows=np.array(rows))
         with pytest.raises(CoderError, match=text):

@@ -52,7 +52,7 @@ def honest_index(loss: str = "dcl") -> Path:
     export = honest_run(loss) / "export" / "last"
     flags = ["--data", str(folder / "all.csv"), "--workers", "0", "--output", str(folder / "index")]
     assert main(["index", str(export), *flags]) == 0
-    sql(f"UPDATE images SET key = substr(key, {len(str(folder)) + 2})")(folder / "index" / f"{FIRST}/records.sqlite")
+    sql(f"UPDATE images SET key = substr(key, {len(str(folder)) + 2})")(folder / "index" / "records.sqlite")
     reseal(folder / "index")
     return folder / "index"
 
@@ -93,7 +93,7 @@ def manifest_case(name: str, change: Callable[[dict[str, Any]], object], says: s
 def file_case(name: str, file: str, change: Callable[[Path], object], says: str, loss: str = "dcl", **options: Any) -> Case:
     def write(folder: Path, canary: Path) -> None:
         shutil.copytree(honest_index(loss), folder / "index")
-        change(folder / "index" / file)
+        change(folder / "index" / FIRST / file)
         reseal(folder / "index")
 
     return Case(name=f"index-{name}", write=write, **{"commands": [SEARCH], "says": [says] if says else [], **options})
@@ -291,8 +291,8 @@ CASES = [
     manifest_case("views-text", sized("images", views="1"), UNSEALED),
     manifest_case("views-many", sized("images", views=3), "vectors of"),
     manifest_case("path-outside", lambda content: content["files"].update({"../outside/precious.txt": {}}), "do not match"),
-    manifest_case("no-checksum", lambda content: content["files"].update({f"{FIRST}/records.sqlite": None}), UNSEALED),
-    manifest_case("bytes-text", lambda content: content["files"][f"{FIRST}/records.sqlite"].update(bytes="1"), UNSEALED),
+    manifest_case("no-checksum", lambda content: content["files"].update({"records.sqlite": None}), UNSEALED),
+    manifest_case("bytes-text", lambda content: content["files"]["records.sqlite"].update(bytes="1"), UNSEALED),
     manifest_case(
         "deep", lambda content: content.update(x=functools.reduce(lambda inner, _: [inner], range(900), 0)), "", status=0
     ),
@@ -300,118 +300,118 @@ CASES = [
     # -- the records: what SQLite would run, and what it stores in any column
     file_case(
         "records-recursive-view",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         sql("DROP TABLE images", f"CREATE VIEW images AS {LOOP}"),
         "views or indexes",
     ),
-    file_case("records-view-more", f"{FIRST}/records.sqlite", sql(f"CREATE VIEW other AS {LOOP}"), "views or indexes"),
+    file_case("records-view-more", "records.sqlite", sql(f"CREATE VIEW other AS {LOOP}"), "views or indexes"),
     file_case(
         "records-trigger",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         sql("CREATE TRIGGER t AFTER INSERT ON images BEGIN DELETE FROM captions; END"),
         "views or indexes",
     ),
-    file_case("records-virtual", f"{FIRST}/records.sqlite", sql("CREATE VIRTUAL TABLE v USING fts5(x)"), "views or indexes"),
-    file_case("records-generated", f"{FIRST}/records.sqlite", schema("text TEXT NOT NULL", "text AS (hex(zeroblob(9)))"), "records"),
-    file_case("records-no-sql", f"{FIRST}/records.sqlite", schema("CREATE TABLE images (", "CREATE TABLE images ((("), "records"),
-    file_case("records-empty", f"{FIRST}/records.sqlite", lambda path: path.write_bytes(b""), "views or indexes"),
-    file_case("records-other-file", f"{FIRST}/records.sqlite", lambda path: path.write_bytes(SVG * 99), "records.sqlite is damaged"),
-    file_case("records-cut", f"{FIRST}/records.sqlite", lambda path: os.truncate(path, 9000), f"{FIRST}/records.sqlite"),
-    file_case("records-key-blob", f"{FIRST}/records.sqlite", sql("UPDATE images SET key = x'ff00'"), "holds a bytes, not a str"),
-    file_case("records-id-text", f"{FIRST}/records.sqlite", sql("UPDATE images SET image_id = 'x'"), "holds a str, not a int"),
-    file_case("records-caption-blob", f"{FIRST}/records.sqlite", sql("UPDATE captions SET text = x'ff'"), "holds a bytes, not a str"),
+    file_case("records-virtual", "records.sqlite", sql("CREATE VIRTUAL TABLE v USING fts5(x)"), "views or indexes"),
+    file_case("records-generated", "records.sqlite", schema("text TEXT NOT NULL", "text AS (hex(zeroblob(9)))"), "records"),
+    file_case("records-no-sql", "records.sqlite", schema("CREATE TABLE images (", "CREATE TABLE images ((("), "records"),
+    file_case("records-empty", "records.sqlite", lambda path: path.write_bytes(b""), "views or indexes"),
+    file_case("records-other-file", "records.sqlite", lambda path: path.write_bytes(SVG * 99), "records.sqlite is damaged"),
+    file_case("records-cut", "records.sqlite", lambda path: os.truncate(path, 9000), f"{FIRST}/records.sqlite"),
+    file_case("records-key-blob", "records.sqlite", sql("UPDATE images SET key = x'ff00'"), "holds a bytes, not a str"),
+    file_case("records-id-text", "records.sqlite", sql("UPDATE images SET image_id = 'x'"), "holds a str, not a int"),
+    file_case("records-caption-blob", "records.sqlite", sql("UPDATE captions SET text = x'ff'"), "holds a bytes, not a str"),
     file_case(
-        "records-caption-not-utf8", f"{FIRST}/records.sqlite", sql("UPDATE captions SET text = CAST(x'ff' AS TEXT)"), "is damaged"
+        "records-caption-not-utf8", "records.sqlite", sql("UPDATE captions SET text = CAST(x'ff' AS TEXT)"), "is damaged"
     ),
     file_case(
         "records-no-image",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         sql("DELETE FROM images WHERE row = 3"),
         "no row 3",
         commands=[[*SEARCH[:-1], "6"]],
     ),
     file_case(
-        "records-no-last", f"{FIRST}/records.sqlite", sql("DELETE FROM images WHERE row = 5"), "does not hold the rows of 6 images"
+        "records-no-last", "records.sqlite", sql("DELETE FROM images WHERE row = 5"), "does not hold the rows of 6 images"
     ),
-    file_case("records-no-rows", f"{FIRST}/records.sqlite", sql("DELETE FROM images"), "does not hold the rows of 6 images"),
+    file_case("records-no-rows", "records.sqlite", sql("DELETE FROM images"), "does not hold the rows of 6 images"),
     file_case(
         "records-owner-far",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         sql("UPDATE captions SET image = 9223372036854775807"),
         "belongs to no image",
         commands=[["search", "index", "--text", "x", "--among", "captions"]],
     ),
     file_case(
         "records-thumbnail-text",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         sql("UPDATE thumbnails SET file = 'x'"),
         "holds a str, not a bytes",
         commands=[[*SEARCH, "--html", "page.html"]],
     ),
     file_case(
-        "thumbnail-svg", f"{FIRST}/records.sqlite", thumbnail(SVG), "not a JPEG file", commands=[BY_KEY, [*SEARCH, "--html", "p"]]
+        "thumbnail-svg", "records.sqlite", thumbnail(SVG), "not a JPEG file", commands=[BY_KEY, [*SEARCH, "--html", "p"]]
     ),
-    file_case("thumbnail-png", f"{FIRST}/records.sqlite", thumbnail(picture("PNG")), "not a JPEG file", commands=[BY_KEY]),
-    file_case("thumbnail-eps", f"{FIRST}/records.sqlite", thumbnail(picture("EPS")), "not a JPEG file", commands=[BY_KEY]),
-    file_case("thumbnail-cut", f"{FIRST}/records.sqlite", thumbnail(picture("JPEG")[:200]), "not a small JPEG file", commands=[BY_KEY]),
+    file_case("thumbnail-png", "records.sqlite", thumbnail(picture("PNG")), "not a JPEG file", commands=[BY_KEY]),
+    file_case("thumbnail-eps", "records.sqlite", thumbnail(picture("EPS")), "not a JPEG file", commands=[BY_KEY]),
+    file_case("thumbnail-cut", "records.sqlite", thumbnail(picture("JPEG")[:200]), "not a small JPEG file", commands=[BY_KEY]),
     file_case(
-        "thumbnail-large", f"{FIRST}/records.sqlite", thumbnail(picture("JPEG", (9000, 9000))), "9000 x 9000 pixels", commands=[BY_KEY]
+        "thumbnail-large", "records.sqlite", thumbnail(picture("JPEG", (9000, 9000))), "9000 x 9000 pixels", commands=[BY_KEY]
     ),
     # -- vectors
-    file_case("vectors-cut", f"{FIRST}/images.faiss", lambda path: os.truncate(path, 60), "images.faiss has 60 bytes"),
-    file_case("vectors-header-cut", f"{FIRST}/images.faiss", lambda path: os.truncate(path, 20), "ends in its header"),
-    file_case("vectors-empty", f"{FIRST}/images.faiss", lambda path: path.write_bytes(b""), "is not a flat index"),
-    file_case("vectors-many", f"{FIRST}/images.faiss", overwrite(8, struct.pack("<q", 2**40)), "expected 6 of"),
-    file_case("vectors-negative", f"{FIRST}/images.faiss", overwrite(8, struct.pack("<q", -1)), "expected 6 of"),
-    file_case("vectors-length", f"{FIRST}/images.faiss", overwrite(37, struct.pack("<Q", 2**61)), "expected 6 of"),
-    file_case("vectors-metric", f"{FIRST}/images.faiss", overwrite(33, struct.pack("<i", 1)), "does not compare by inner products"),
-    file_case("vectors-untrained", f"{FIRST}/images.faiss", overwrite(32, b"\0"), "was not written"),
-    file_case("vectors-nan", f"{FIRST}/images.faiss", overwrite(45, struct.pack("<f", float("nan"))), "not finite", commands=[VERIFIED]),
-    file_case("vectors-huge", f"{FIRST}/images.faiss", overwrite(45, struct.pack("<f", float("inf"))), "not finite", commands=[VERIFIED]),
-    file_case("vectors-other-kind", f"{FIRST}/images.faiss", replace_faiss("HNSW8"), "is not a flat index"),
+    file_case("vectors-cut", "images.faiss", lambda path: os.truncate(path, 60), "images.faiss has 60 bytes"),
+    file_case("vectors-header-cut", "images.faiss", lambda path: os.truncate(path, 20), "ends in its header"),
+    file_case("vectors-empty", "images.faiss", lambda path: path.write_bytes(b""), "is not a flat index"),
+    file_case("vectors-many", "images.faiss", overwrite(8, struct.pack("<q", 2**40)), "expected 6 of"),
+    file_case("vectors-negative", "images.faiss", overwrite(8, struct.pack("<q", -1)), "expected 6 of"),
+    file_case("vectors-length", "images.faiss", overwrite(37, struct.pack("<Q", 2**61)), "expected 6 of"),
+    file_case("vectors-metric", "images.faiss", overwrite(33, struct.pack("<i", 1)), "does not compare by inner products"),
+    file_case("vectors-untrained", "images.faiss", overwrite(32, b"\0"), "was not written"),
+    file_case("vectors-nan", "images.faiss", overwrite(45, struct.pack("<f", float("nan"))), "not finite", commands=[VERIFIED]),
+    file_case("vectors-huge", "images.faiss", overwrite(45, struct.pack("<f", np.inf)), "not finite", commands=[VERIFIED]),
+    file_case("vectors-other-kind", "images.faiss", replace_faiss("HNSW8"), "is not a flat index"),
     as_factory(
-        file_case("vectors-distance", f"{FIRST}/images.faiss", replace_faiss("HNSW8", metric="METRIC_L2"), "inner products"), "HNSW8"
+        file_case("vectors-distance", "images.faiss", replace_faiss("HNSW8", metric="METRIC_L2"), "inner products"), "HNSW8"
     ),
-    as_factory(file_case("vectors-fewer", f"{FIRST}/images.faiss", replace_faiss("HNSW8", count=5), "holds 5 vectors"), "HNSW8"),
+    as_factory(file_case("vectors-fewer", "images.faiss", replace_faiss("HNSW8", count=5), "holds 5 vectors"), "HNSW8"),
     as_factory(
-        file_case("vectors-ids", f"{FIRST}/images.faiss", replace_faiss("IVF1,Flat", id_offset=2**40), "results that are no rows"),
+        file_case("vectors-ids", "images.faiss", replace_faiss("IVF1,Flat", id_offset=2**40), "results that are no rows"),
         "IVF1,Flat",
     ),
-    as_factory(file_case("vectors-elsewhere", f"{FIRST}/images.faiss", on_disk, "is not a FAISS index"), "IVF1,Flat"),
-    as_factory(file_case("vectors-text", f"{FIRST}/images.faiss", lambda path: path.write_bytes(SVG), "is not a FAISS index"), "HNSW8"),
+    as_factory(file_case("vectors-elsewhere", "images.faiss", on_disk, "is not a FAISS index"), "IVF1,Flat"),
+    as_factory(file_case("vectors-text", "images.faiss", lambda path: path.write_bytes(SVG), "is not a FAISS index"), "HNSW8"),
     # -- arrays of re-ranking
-    file_case("array-pickle", f"{FIRST}/rerank/image_tokens.npy", npy(pickled=True), "is not an array for re-ranking", FUSION),
-    file_case("array-header", f"{FIRST}/rerank/image_tokens.npy", npy("(" * 900), "is not an array for re-ranking", FUSION),
+    file_case("array-pickle", "rerank/image_tokens.npy", npy(pickled=True), "is not an array for re-ranking", FUSION),
+    file_case("array-header", "rerank/image_tokens.npy", npy("(" * 900), "is not an array for re-ranking", FUSION),
     file_case(
         "array-code",
-        f"{FIRST}/rerank/image_tokens.npy",
+        "rerank/image_tokens.npy",
         npy("{'descr': __import__('os').system('touch canary'), 'fortran_order': False, 'shape': (6,)}"),
         "is not an array for re-ranking",
         FUSION,
     ),
     file_case(
         "array-huge",
-        f"{FIRST}/rerank/image_tokens.npy",
+        "rerank/image_tokens.npy",
         npy("{'descr': '<f4', 'fortran_order': False, 'shape': (6, 1099511627776)}"),
         "is not an array for re-ranking",
         FUSION,
     ),
     file_case(
-        "array-texts", f"{FIRST}/rerank/image_tokens.npy", npy(array=np.array(["x"] * COUNT)), "is not an array of numbers", FUSION
+        "array-texts", "rerank/image_tokens.npy", npy(array=np.array(["x"] * COUNT)), "is not an array of numbers", FUSION
     ),
     file_case(
-        "array-short", f"{FIRST}/rerank/image_tokens.npy", npy(array=np.zeros((5, 4), "f2")), "is not an array of numbers", FUSION
+        "array-short", "rerank/image_tokens.npy", npy(array=np.zeros((5, 4), "f2")), "is not an array of numbers", FUSION
     ),
     file_case(
-        "array-shape", f"{FIRST}/rerank/image_tokens.npy", npy(array=np.zeros((6, 1, 1), "f2")), "does not fit the index's model", FUSION
+        "array-shape", "rerank/image_tokens.npy", npy(array=np.zeros((6, 1, 1), "f2")), "does not fit the index's model", FUSION
     ),
     file_case(
-        "array-records", f"{FIRST}/rerank/image_tokens.npy", npy(array=np.zeros(6, "f4,i4")), "is not an array of numbers", FUSION
+        "array-records", "rerank/image_tokens.npy", npy(array=np.zeros(6, "f4,i4")), "is not an array of numbers", FUSION
     ),
     # -- other commands
     file_case(
         "doctor-view",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         sql("DROP TABLE images", f"CREATE VIEW images AS {LOOP}"),
         "views or indexes",
         status=1,
@@ -439,13 +439,13 @@ CASES = [
         hides=["\x1b"],
     ),
     # -- captions and keys where they are shown
-    file_case("captions-in-a-terminal", f"{FIRST}/records.sqlite", captions, "\\u001b[2J", status=0, hides=CONTROLS),
+    file_case("captions-in-a-terminal", "records.sqlite", captions, "\\u001b[2J", status=0, hides=CONTROLS),
     file_case(
-        "captions-in-json", f"{FIRST}/records.sqlite", captions, "\\u009b31m", status=0, hides=CONTROLS, commands=[[*SEARCH, "--json"]]
+        "captions-in-json", "records.sqlite", captions, "\\u009b31m", status=0, hides=CONTROLS, commands=[[*SEARCH, "--json"]]
     ),
     file_case(
         "captions-in-a-page",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         captions,
         "page.html",
         status=0,
@@ -455,7 +455,7 @@ CASES = [
     ),
     file_case(
         "keys-in-errors",
-        f"{FIRST}/records.sqlite",
+        "records.sqlite",
         captions,
         "its keys look like",
         hides=CONTROLS,

@@ -18,7 +18,7 @@ from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.embeddings_header import NOTE
 from coder_plugin.index.search import Index
 from coder_plugin.index.unit_file import Rows, image_vectors, text_vectors
-from coder_plugin.index.vectors import is_lossless
+from coder_plugin.index.vectors_file import is_lossless
 from coder_plugin.integrations.vector_stores.base import Table, record_batch, vector_array, vector_schema
 
 KINDS = ("images", "captions")

@@ -34,7 +34,7 @@ from coder_plugin.data.source import (
     preserved_rng,
     seed_rng,
 )
-from coder_plugin.data.workers import ignore_stop_signals
+from coder_plugin.data.workers import start_worker
 from coder_plugin.errors import CoderError
 
 log = logging.getLogger(__name__)
@@ -524,7 +524,7 @@ def _load(stream: _Stream, workers: int, pin_memory: bool) -> Iterator[Chunk]:
         collate_fn=_identity,
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(0),
-        worker_init_fn=ignore_stop_signals,
+        worker_init_fn=start_worker,
     )
     for chunk in loader:
         if isinstance(chunk, CoderError):

@@ -1,15 +1,22 @@
-"""How a loader's worker takes signals: a terminal and a scheduler send them to all processes of a run."""
+"""What a loader's worker does besides loading: it takes signals as its main process wants, and ends with it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from multiprocessing import parent_process
 from types import FrameType
 
 
-def ignore_stop_signals(worker: int) -> None:
-    """Leave SIGINT, SIGUSR1 and the first SIGTERM to the main process, which decides when to stop. A second SIGTERM ends the
-    worker: that is how ``DataLoader`` ends one that hangs.
+def start_worker(worker: int) -> None:
+    """The ``worker_init_fn`` of our loaders.
+
+    A terminal and a scheduler send signals to all processes of a run. SIGINT, SIGUSR1 and the first SIGTERM are left to the
+    main process, which decides when to stop. A second SIGTERM ends the worker: that is how ``DataLoader`` ends one that hangs.
+
+    A worker also ends when its main process is killed. By itself it would wait for ever, if its results do not fit into the
+    pipe that nobody reads any more.
 
     Args:
         worker: its number, as ``DataLoader`` passes it.
@@ -26,3 +33,5 @@ def ignore_stop_signals(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if (main := parent_process()) is not None:
+        threading.Thread(target=lambda: (main.join(), os._exit(1)), daemon=True).start()

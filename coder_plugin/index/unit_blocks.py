@@ -19,7 +19,7 @@ from coder_plugin.data.item import Item
 from coder_plugin.data.prefetch import Prefetch
 from coder_plugin.data.source import decode
 from coder_plugin.data.units import Handle, Units
-from coder_plugin.data.workers import ignore_stop_signals
+from coder_plugin.data.workers import start_worker
 from coder_plugin.errors import CoderError
 
 #: A unit, and the handles of a block of its images; None after the last block of the unit.
@@ -102,7 +102,7 @@ def read_blocks(
             num_workers=workers,
             collate_fn=_identity,
             generator=torch.Generator().manual_seed(0),
-            worker_init_fn=ignore_stop_signals,
+            worker_init_fn=start_worker,
         )
         loaded = iter(loader)
         try:

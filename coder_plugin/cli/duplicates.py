@@ -138,9 +138,12 @@ def _images(index: Any, group: Any, most: int | None = None) -> Iterator[tuple[A
 
 def _row(index: Any, group: Any) -> list[dict[str, Any]]:
     return [
-        {"key": image.key, "image_id": image.image_id, "similarity": round(similarity, 6)}
+        {
+            "key": image.key, "image_id": image.image_id, "path": image.path, "member": image.member,
+            "similarity": round(similarity, 6),
+        }
         for image, similarity in _images(index, group)
-    ]
+    ]  # fmt: skip
 
 
 def _table(index: Any, groups: Sequence[Any]) -> list[str]:

@@ -147,8 +147,7 @@ class IndexSource:
     def __init__(self, folder: Path, *, verify: bool) -> None:
         self.index = Index(folder, verify=verify, gpu=False)
         self.model = self.index.manifest["model"]
-        self.metadata: Mapping[str, str] = self.index.manifest.get("columns", {})
-        self.removed = getattr(self.index, "removed", {kind: np.zeros(0, dtype=np.int64) for kind in KINDS})
+        self.metadata: Mapping[str, str] = self.index.manifest["columns"]
         factory = self.index.manifest["factory"]
         self.note = None if is_lossless(factory) else f"an index {factory} stores compressed vectors: scores are approximate"
 
@@ -156,17 +155,17 @@ class IndexSource:
         vectors = self.index.vectors.get(kind)
         if vectors is None:
             raise CoderError(f"{self.index.folder} has no vectors of {kind}, only of {' and '.join(self.index.vectors)}")
-        return vectors.items - len(self.removed[kind]), vectors.views, vectors.dimensions
+        return vectors.items - len(self.index.removed[kind]), vectors.views, vectors.dimensions
 
     def rows(self, kinds: Sequence[str], size: int, *, thumbnails: bool = False) -> Iterator[Rows]:
-        images = np.setdiff1d(np.arange(self.index.manifest["images"]), self.removed["images"])
+        images = np.setdiff1d(np.arange(self.index.manifest["images"]), self.index.removed["images"])
         for start in range(0, len(images), size):
             yield self._rows(kinds, images[start : start + size], thumbnails)
 
     def _rows(self, kinds: Sequence[str], rows: np.ndarray, thumbnails: bool) -> Rows:
         index, records = self.index, self.index.records
         images = records.images(rows.tolist())
-        caption_rows = _caption_rows(records, rows)
+        caption_rows = records.caption_rows(rows)
         captions = records.captions(caption_rows.tolist())
         owners = np.array([each.image for each in captions], dtype=np.int64)
         order = np.argsort(owners, kind="stable")  # by image, as the texts are given
@@ -179,8 +178,8 @@ class IndexSource:
             list(texts.values()),
             self._image_vectors(rows) if "images" in kinds else None,
             index.vectors["captions"].gather(caption_rows[order])[:, 0] if "captions" in kinds else None,
-            [getattr(each, "path", None) for each in images],
-            [getattr(each, "member", None) for each in images],
+            [each.path for each in images],
+            [each.member for each in images],
             [records.thumbnail(row) or b"" for row in rows.tolist()] if thumbnails else (),
             columns={name: [each[name] for each in metadata] for name in self.metadata},
         )
@@ -189,11 +188,3 @@ class IndexSource:
         """[n, D], or [n, V, D]."""
         vectors = self.index.vectors["images"].gather(rows)
         return vectors[:, 0] if vectors.shape[1] == 1 else vectors
-
-
-def _caption_rows(records: Any, rows: np.ndarray) -> np.ndarray:
-    """Rows of the captions of images."""
-    if hasattr(records, "caption_rows"):
-        return records.caption_rows(rows)
-    found = (records._query("SELECT row FROM captions WHERE image = ?", [row]) for row in rows.tolist())
-    return np.array(sorted(row for each in found for (row,) in each), dtype=np.int64)

@@ -14,8 +14,9 @@ import pytest
 from coder_plugin.cli import main
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
-from coder_plugin.index import duplicates
+from coder_plugin.index import duplicates, manifest
 from coder_plugin.index.duplicates import find_duplicates
+from coder_plugin.index.removed import write_removed
 from coder_plugin.index.search import Index
 from tests.index.test_mine import plant
 
@@ -58,6 +59,17 @@ def check(index: Index, vectors: np.ndarray, threshold: float) -> duplicates.Dup
         np.testing.assert_allclose(group.similarities, similarities, atol=1e-6)
     assert found.images == len(vectors) and len(expected) > 5
     return found
+
+
+def remove(folder: Path, rows: list[int]) -> None:
+    """Remove images of an index."""
+    opened = Index(folder)
+    images = np.array(rows, dtype=np.int64)
+    removed = {"images": images, "captions": opened.records.caption_rows(images)}
+    content = {name: value for name, value in opened.manifest.items() if name not in ("format", "version", "manifest_sha256")}
+    content["removed"], paths = write_removed(folder, removed, 1)
+    content["files"] |= manifest.sums(folder, paths)
+    manifest.write_manifest(folder, content)
 
 
 def planted(folder: Path, vectors: np.ndarray, **options: Any) -> Index:
@@ -131,6 +143,16 @@ def test_more_copies_than_an_approximate_index_is_asked_for(tmp_path: Path, monk
     assert found.crowded == 30 and {*found.groups[0].rows} <= {*range(20, 50)}
 
 
+@pytest.mark.parametrize("factory", ["Flat", "HNSW32"])
+def test_removed_images_are_in_no_group(factory: str, tmp_path: Path) -> None:
+    vectors = np.repeat(np.eye(8), 3, axis=0)
+    planted(tmp_path / "index", vectors, factory=factory)
+    remove(tmp_path / "index", [0, 4, 9, 10, 11, 13, 14, 23])
+    found = find_duplicates(Index(tmp_path / "index"))
+    assert found.images == 16
+    assert [group.rows.tolist() for group in found.groups] == [[6, 7, 8], [15, 16, 17], [18, 19, 20], [1, 2], [3, 5], [21, 22]]
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     index = planted(tmp_path / "index", np.eye(3))
     assert find_duplicates(index).groups == []
@@ -173,7 +195,7 @@ def test_the_command_prints_groups_and_writes_files(small: Path, tmp_path: Path,
     assert main(["duplicates", str(small), "--json", "--threshold", "0.99999"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == [
-        [{"key": "d.jpg", "image_id": one, "similarity": 1.0} for one in [stable_hash("d.jpg")] * 2]
+        [{"key": "d.jpg", "image_id": stable_hash("d.jpg"), "path": None, "member": None, "similarity": 1.0}] * 2
     ]
     assert "1 group of near-duplicates" in printed.err
 

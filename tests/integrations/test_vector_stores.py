@@ -16,13 +16,15 @@ import pytest
 
 from coder_plugin.cli import main
 from coder_plugin.data.item import stable_hash
+from coder_plugin.index.build import build_from_embeddings
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.embeddings_header import Header
-from coder_plugin.index.search import Index
-from coder_plugin.index.unit_file import Rows, image_vectors, write_unit
+from coder_plugin.index.unit_file import Rows, write_unit
 from coder_plugin.integrations.vector_stores import parquet, sources
 from coder_plugin.integrations.vector_stores.export import export
+from coder_plugin.integrations.vector_stores.sources import open_source, table_of
 from tests import fresh
+from tests.index.test_duplicates import remove
 from tests.index.test_mine import plant
 
 COUNT, DIMENSIONS, K = 45, 16, 10
@@ -39,8 +41,8 @@ def rows_of(views: int, start: int, stop: int) -> Rows:
     """Images ``start`` to ``stop`` of a made-up set; the vectors are not of length 1."""
     images = np.random.default_rng(0).normal(size=(COUNT, views, DIMENSIONS)).astype(np.float32)
     numbers = range(start, stop)
-    captions = [[f"{HOSTILE[number % 10]} {number} {each}" for each in range(number % 3)] for number in numbers]
-    texts = np.stack([np.zeros(DIMENSIONS), *(text_vector(number, each) for number in numbers for each in range(number % 3))])
+    captions = [[f"{HOSTILE[number % 10]} {number} {each}" for each in range(number % 4)] for number in numbers]
+    texts = np.stack([np.zeros(DIMENSIONS), *(text_vector(number, each) for number in numbers for each in range(number % 4))])
     metadata = {
         "source": [None if number % 4 == 0 else HOSTILE[number % 10] for number in numbers],
         "width": [number if number % 5 else None for number in numbers],
@@ -270,6 +272,7 @@ def test_the_best_of_several_vectors_counts(store: str, embeddings: dict[int, Pa
     [written] = export(embeddings[3], store, place(store, tmp_path)).tables
     assert (written.items, written.rows) == (COUNT, COUNT if store in ("numpy", "qdrant") else 3 * COUNT)
     opened = client(store, place(store, tmp_path))
+    assert len({row["id"] for row in opened.rows("images")}) == written.rows
     for found, wanted in zip(opened.search("images", 3), expected(3, "images"), strict=True):
         assert [number for number, _ in found] == [number for number, _ in wanted]
         np.testing.assert_allclose([score for _, score in found], [score for _, score in wanted], atol=1e-5)
@@ -399,62 +402,70 @@ def test_other_readers_read_the_folder_of_embeddings(embeddings: dict[int, Path]
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Index:
-    """An index of the same images; the captions are not in the images' order."""
-    rows = rows_of(1, 0, COUNT)
-    texts = [(text, owner) for owner, each in enumerate(rows.captions) for text in each]
-    order = np.random.default_rng(0).permutation(len(texts))
-    return plant(
-        tmp_path / "index", rows.images, rows.texts[order], [texts[place][1] for place in order],
-        texts=[texts[place][0] for place in order], keys=list(rows.keys),
-    )  # fmt: skip
+def index(embeddings: dict[int, Path], tmp_path: Path) -> Path:
+    """An index of the same images, in three segments."""
+    build_from_embeddings(tmp_path / "index", embeddings[1], segment_size=COUNT // 3)
+    return tmp_path / "index"
 
 
-def test_an_index_gives_the_same_tables(index: Index, tmp_path: Path) -> None:
-    export(index.folder, "numpy", tmp_path / "arrays", what="both")
-    opened = client("numpy", tmp_path / "arrays")
+def test_an_index_gives_the_same_tables(index: Path, tmp_path: Path) -> None:
+    export(index, "numpy", str(tmp_path / "arrays"), what="both")
+    opened = client("numpy", str(tmp_path / "arrays"))
     for kind in ("images", "captions"):
-        for found, wanted in zip(opened.search(kind, 1), expected(1, kind), strict=True):
-            ids = [number for number, _ in wanted]
-            if kind == "images":
-                assert [number for number, _ in found] == ids
-            np.testing.assert_allclose([score for _, score in found], [score for _, score in wanted], atol=1e-5)
-    rows = rows_of(1, 0, COUNT)
-    found = {row["key"]: row for row in opened.rows("images")}
-    assert {key: row["captions"] and sorted(row["captions"]) for key, row in found.items()} == {
-        key: sorted(texts) for key, texts in zip(rows.keys, rows.captions, strict=True)
-    }
-    vectors = {row["caption"]: row["vector"] for row in opened.rows("captions")}
-    texts = [text for each in rows.captions for text in each]
-    np.testing.assert_allclose([vectors[text] for text in texts], rows.texts, rtol=1e-6)
+        check_rows(opened.rows(kind), kind, "numpy")
 
 
-def test_an_index_becomes_a_folder_of_embeddings(index: Index, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_captions_in_any_order_keep_their_vectors_and_images(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    owners, vectors = draw.permutation(40) // 2, draw.normal(size=(40, 8))
+    texts = [f"text {row} of {owner}.jpg" for row, owner in enumerate(owners)]
+    plant(tmp_path / "index", draw.normal(size=(20, 8)), vectors, owners.tolist(), texts=texts)
+    export(tmp_path / "index", "numpy", str(tmp_path / "arrays"), what="both", name="mine")
+    rows = client("numpy", str(tmp_path / "arrays")).rows("mine_captions")
+    assert {row["caption"] for row in rows} == {*texts} and all(row["caption"].endswith(f" {row['key']}") for row in rows)
+    wanted = vectors[[texts.index(row["caption"]) for row in rows]]
+    np.testing.assert_allclose([row["vector"] for row in rows], wanted, rtol=1e-6)
+
+
+def test_removed_images_are_not_exported(index: Path, tmp_path: Path) -> None:
+    remove(index, [0, 4, 16, 20, 44])
+    exported = export(index, "numpy", str(tmp_path / "arrays"), what="both")
+    opened, rows = client("numpy", str(tmp_path / "arrays")), rows_of(1, 0, COUNT)
+    kept = [number for number in range(COUNT) if number not in (0, 4, 16, 20, 44)]
+    assert [row["key"] for row in opened.rows("images")] == [rows.keys[number] for number in kept]
+    captions = [text for number in kept for text in rows.captions[number]]
+    assert [row["caption"] for row in opened.rows("captions")] == captions
+    assert [(each.items, each.rows) for each in exported.tables] == [(40, 40), (len(captions), len(captions))]
+    assert [table_of(open_source(index), kind, kind).count for kind in ("images", "captions")] == [40, len(captions)]
+
+
+@pytest.mark.parametrize("views", [1, 3])
+def test_an_index_becomes_a_folder_of_embeddings(
+    views: int, embeddings: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parquet, "_BATCHES", 2)
-    command = ["export", str(index.folder), "--to", "parquet", "--output", str(tmp_path / "folder")]
+    build_from_embeddings(tmp_path / "index", embeddings[views], segment_size=COUNT // 3)
+    command = ["export", str(tmp_path / "index"), "--to", "parquet", "--output", str(tmp_path / "folder")]
     assert main([*command, "--what", "both"]) == 0
-    embeddings, rows = Embeddings(tmp_path / "folder"), rows_of(1, 0, COUNT)
-    assert embeddings.units > 1 and embeddings.rows == COUNT and embeddings.model == index.manifest["model"]
-    read = [batch for unit in range(embeddings.units) for batch in embeddings.batches(unit)]
-    assert [key for batch in read for key in batch["key"].to_pylist()] == list(rows.keys)
-    found = np.concatenate([image_vectors(batch, embeddings.header) for batch in read])
-    np.testing.assert_array_equal(found[:, 0], rows.images)
-    pairs = {
-        text: vector for batch in read for texts, vectors in zip(batch["captions"], batch["text_vectors"], strict=True)
-        for text, vector in zip(texts.as_py(), vectors.as_py(), strict=True)
-    }  # fmt: skip
-    np.testing.assert_allclose([pairs[text] for each in rows.captions for text in each], rows.texts, rtol=1e-6)
+    found, wanted = Embeddings(tmp_path / "folder"), Embeddings(embeddings[views])
+    assert found.units > 1 and found.model == wanted.model and found.columns == wanted.columns
 
+    def rows(opened: Embeddings) -> list[dict[str, Any]]:
+        return [row for unit in range(opened.units) for row in opened.read(unit).to_pylist()]
+
+    assert rows(found) == rows(wanted)
     assert main(command) == 2
     assert "exists: name another --output, or replace it with --overwrite" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     assert Embeddings(tmp_path / "folder").header.what == "images"
-    assert main(["export", str(index.folder), "--to", "parquet", "--output", str(tmp_path), "--overwrite"]) == 2
-    assert "holds something else than embeddings" in capsys.readouterr().err and index.folder.exists()
+    assert main(["export", str(tmp_path / "index"), "--to", "parquet", "--output", str(tmp_path), "--overwrite"]) == 2
+    assert "holds something else than embeddings" in capsys.readouterr().err and (tmp_path / "index").exists()
 
 
-def test_compressed_vectors_are_said_to_be_so(tmp_path: Path, capsys) -> None:
-    vectors = np.random.default_rng(0).normal(size=(300, 8))
-    plant(tmp_path / "pq", vectors, vectors, list(range(300)), factory="PQ4x4")
+def test_compressed_vectors_are_said_to_be_so(embeddings: dict[int, Path], tmp_path: Path, capsys) -> None:
+    build_from_embeddings(tmp_path / "pq", embeddings[1], what="images", factory="PQ4x2")
     assert main(["export", str(tmp_path / "pq"), "--to", "numpy", "--output", str(tmp_path / "arrays")]) == 0
-    assert "note: an index PQ4x4 stores compressed vectors: scores are approximate" in capsys.readouterr().err
+    assert "note: an index PQ4x2 stores compressed vectors: scores are approximate" in capsys.readouterr().err
+    command = ["export", str(tmp_path / "pq"), "--to", "numpy", "--output", str(tmp_path / "arrays"), "--what", "captions"]
+    assert main(command) == 2
+    assert "has no vectors of captions, only of images" in capsys.readouterr().err

@@ -8,7 +8,6 @@ Shape letters: N images, T captions, D dimensions, V embeddings of an image.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -33,12 +32,12 @@ from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import assembly, manifest, parts, vectors_file
 from coder_plugin.index.embeddings import Embeddings
+from coder_plugin.index.lock import LOCK, write_lock
 from coder_plugin.locations import is_local
 from coder_plugin.progress import Progress
 from coder_plugin.terminal import echo
 
 PARTS = "parts"
-LOCK = ".lock"
 #: Images of a part, about; after a kill at most so many are encoded again.
 PART_SIZE = 512
 WHAT = ("both", "images", "captions")
@@ -100,10 +99,11 @@ def build_index(
     }
     if by_shards(source):  # which rank reads a shard may depend on them
         plan["workers"] = encoder.workers
-    with _write_lock(folder):
+    with write_lock(folder):
         if (folder / manifest.MANIFEST).is_file():
             return _read_finished(folder, plan, factory)
         _start(folder, plan)
+        (folder / PARTS).mkdir(exist_ok=True)
         job = _Job(encoder, source, what, head, thumbnails, pictures)
         _run_on_all_ranks(lambda: _encode(folder / PARTS, job))
         content = {"model": dict(model), "plan": plan, "factory": factory, "columns": {}, "removed": {}}
@@ -175,7 +175,7 @@ def build_from_embeddings(
         "re-ranking": rerank,
         "segment size": segment_size,
     }
-    with _write_lock(folder):
+    with write_lock(folder):
         if (folder / manifest.MANIFEST).is_file():
             return _read_finished(folder, plan, factory)
         _start(folder, {**plan, "factory": factory})
@@ -286,29 +286,6 @@ class _Job(NamedTuple):
     pictures: Any
 
 
-@contextlib.contextmanager
-def _write_lock(folder: Path) -> Iterator[None]:
-    """A lock that the first rank holds for all. The operating system releases it when the process ends, also when killed."""
-    from filelock import FileLock, Timeout
-
-    problem, lock = None, None
-    if distributed.rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / LOCK)
-            lock.acquire(timeout=0)
-        except Timeout:
-            problem = f"{folder} is being written by another process: wait for it, or choose another folder"
-        except OSError as error:
-            problem = f"{folder} cannot be written: {error}"
-    distributed.raise_on_all_ranks(None if problem is None else CoderError(problem))
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
-
-
 def _read_finished(folder: Path, plan: Mapping[str, Any], factory: str) -> dict[str, Any]:
     content = manifest.read_manifest(folder, verify=True)
     other = _differences({**content["plan"], "factory": content["factory"]}, {**plan, "factory": factory})
@@ -333,8 +310,6 @@ def _start(folder: Path, plan: Mapping[str, Any]) -> None:
             problem = f"{folder} is not an index and not empty ({', '.join(others[:3])}): choose another folder"
         else:
             manifest.write_json(note, {"plan": dict(plan)})
-        if problem is None:
-            (folder / PARTS).mkdir(exist_ok=True)
     problem = distributed.gather_objects(problem)[0]
     if problem is not None:
         raise CoderError(problem)

@@ -55,7 +55,7 @@ def differences(state: State, other: State) -> list[str]:
     unequal = []
     for name, value in state.items():
         if OLD_TRANSFORMERS and "prototypes" in name:  # sentence-transformers 5.0 makes all buffers float32
-            torch.testing.assert_close(value, other[name], check_dtype=False)
+            torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, check_dtype=False)
         elif not torch.equal(value, other[name]):
             unequal.append(name)
     return unequal

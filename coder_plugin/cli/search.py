@@ -37,6 +37,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="candidates that are re-ranked, or all; 0: none [32 if the index keeps what re-ranking needs]"
     )
     add_reranker(parser)
+    parser.add_argument(
+        "--where", metavar="EXPRESSION",
+        help="only images for which this is true: SQL over key, path and the index's columns, such as \"source = 'coco'\""
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument(
@@ -83,8 +87,9 @@ def search_command(arguments: argparse.Namespace) -> str:
         need_model=bool(arguments.text or arguments.image),
         reranker=arguments.reranker,
     )
+    options = {"among": arguments.among, "rerank": arguments.rerank, "where": arguments.where}
     results = [
-        (name, picture, searcher.search(query, arguments.k, among=arguments.among, rerank=arguments.rerank))
+        (name, picture, searcher.search(query, arguments.k, **options))
         for name, picture, query in _queries(arguments, searcher)
     ]
     records = searcher.index.records
@@ -133,7 +138,12 @@ def _read_lines() -> list[str]:
 
 
 def _row(rank: int, hit: Any, records: Any) -> Mapping[str, Any]:
-    row = {"rank": rank, "score": hit.score, "key": hit.image.key, "image_id": hit.image.image_id}
+    image = hit.image
+    row = {"rank": rank, "score": hit.score, "key": image.key, "image_id": image.image_id, "path": image.path}
+    if image.member is not None:
+        row["member"] = image.member
+    if metadata := records.metadata(image.row):
+        row["metadata"] = metadata
     if hit.fused is not None:
         row["fused"] = hit.fused
     if hit.text is not None:
@@ -148,13 +158,15 @@ def _cell(text: str) -> str:
 
 
 def _table(hits: Sequence[Any], records: Any) -> list[str]:
-    """The lines of a table; an image is shown with its first caption."""
+    """The lines of a table; an image is shown with its place and its first caption."""
+    from coder_plugin.index.place import place
+
     fused = any(hit.fused is not None for hit in hits)
     rows = [["", "score", *(["fused"] if fused else []), "image", "caption"]]
     for rank, hit in enumerate(hits, 1):
         caption = hit.text if hit.text is not None else next(iter(records.captions_of(hit.image.row)), "")
         scores = [f"{hit.score:.4f}", *(["" if hit.fused is None else f"{hit.fused:.4f}"] if fused else [])]
-        rows.append([str(rank), *scores, _cell(hit.image.key), _cell(caption)])
+        rows.append([str(rank), *scores, _cell(place(hit.image)), _cell(caption)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return [
         "  ".join([*(cell.rjust(width) if cell[:1].isdigit() or "score" in cell else cell.ljust(width)

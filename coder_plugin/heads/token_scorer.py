@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -169,13 +169,12 @@ def _rows(side: Side, index: Tensor) -> Side:
 
 
 def _joined(sides: Sequence[Side], rows: Sequence[Tensor]) -> Side:
-    """Joins sides of several lengths, padded to the longest; ``rows`` are the rows of each in the result."""
+    """Joins sides of several lengths, padded to the longest; ``rows`` are the rows of each in the result.
+
+    A field that the longest side lacks, such as the Gram matrix of long items, the result lacks too.
+    """
     if len(sides) == 1:
         return sides[0]
-    # such as the Gram matrix, which long items have not
-    absent = [any(field is None for field in fields) for fields in zip(*sides, strict=True)]
-    kind: Any = type(sides[0])
-    sides = [kind(*(None if gone else field for field, gone in zip(side, absent, strict=True))) for side in sides]
     longest = max(sides, key=lambda side: side.mask.shape[1])
     count = sum(map(len, rows))
     joined = longest.map(lambda field: field.new_zeros(count, *field.shape[1:]))

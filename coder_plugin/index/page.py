@@ -9,6 +9,7 @@ from typing import Any
 from coder_plugin.html import data_uri, jpeg_uri, render
 from coder_plugin.index.duplicates import Group
 from coder_plugin.index.miner import Mined
+from coder_plugin.index.place import link, place
 from coder_plugin.index.search import Hit, Index
 
 #: Captions of an image that a page shows, at most.
@@ -18,7 +19,7 @@ _GROUPS, _MEMBERS = 100, 24
 
 
 def results_page(index: Index, results: Sequence[tuple[str, Any, Sequence[Hit]]]) -> str:
-    """A page of queries and their hits; it loads nothing from elsewhere.
+    """A page of queries and their hits, which link the pictures' files; it loads nothing from elsewhere.
 
     Args:
         index: the index that was searched.
@@ -121,8 +122,9 @@ def _picture(index: Index, row: int) -> str | None:
 
 def _hit(index: Index, hit: Hit) -> dict[str, Any]:
     return {
-        "key": hit.image.key,
+        "place": place(hit.image),
+        "link": link(hit.image),
         "caption": hit.text if hit.text is not None else next(iter(index.records.captions_of(hit.image.row)), ""),
-        "score": f"{hit.score:.3f}" if hit.fused is None else f"{hit.fused:.3f} (first stage {hit.score:.3f})",
+        "score": f"{hit.score:.3f}" if hit.fused is None else f"{hit.fused:.3f} (shortlist {hit.score:.3f})",
         "picture": _picture(index, hit.image.row) if hit.text is None else None,
     }

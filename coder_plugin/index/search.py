@@ -173,6 +173,7 @@ class Searcher:
     def __init__(self, index: Index, pretrained: Any) -> None:
         self.index, self.pretrained, self.head = index, pretrained, None
         self.shortlist: int | None = None  # candidates that are re-ranked; None: all
+        self._last_filter: tuple[str, str, np.ndarray] | None = None
         if pretrained is None:
             return
         index.check_model(pretrained)
@@ -231,7 +232,13 @@ class Searcher:
         return Query(torch.from_numpy(self.index.vector(row)), "images", item)
 
     def search(
-        self, query: Query, k: int = 10, *, among: str | None = None, rerank: int | str | None = None
+        self,
+        query: Query,
+        k: int = 10,
+        *,
+        among: str | None = None,
+        rerank: int | str | None = None,
+        where: str | None = None,
     ) -> list[Hit]:
         """The k best images or captions for a query.
 
@@ -242,18 +249,26 @@ class Searcher:
             rerank: how many candidates are re-ranked, or "all"; 0: none. None: as many as in the model's evaluation (32, or
                 all where no term has trained the towers' own features), at least k; none without a re-ranker, or if the query
                 is of the kind that is searched.
+            where: only images for which this is true, and their captions, are searched and re-ranked: an expression of
+                ``index.records.where``, such as ``source = 'coco'``; None: all.
 
         Returns:
-            Hits, the best first.
+            Hits, the best first; fewer than k where fewer may be found.
 
         Raises:
-            CoderError: no such vectors in the index; re-ranking without a score for it; k below 1.
+            CoderError: no such vectors in the index; re-ranking without a score for it; k below 1; a filter that is no
+                expression over the index's columns.
         """
         among = among or self._other_kind(query.kind)
         if among not in KINDS:
             raise CoderError(f"among must be {' or '.join(KINDS)}, got {among!r}")
+        allowed = None if where is None else self._filtered(where, among)
         depth = self._rerank_depth(rerank, query, among, k)
-        scores, rows = self._nearest(query.vectors, max(k, depth), among)
+        if allowed is not None:
+            depth = min(depth, len(allowed))
+            if not len(allowed):
+                return []
+        scores, rows = self._nearest(query.vectors, max(k, depth), among, allowed)
         fused: Sequence[float | None] = [None] * len(rows)
         if depth:
             first = rows[:depth]
@@ -291,9 +306,15 @@ class Searcher:
             raise CoderError(f"--rerank {rerank}: re-ranking compares an image with a text, and both are {among} here")
         return self.index.manifest["vectors"][among]["items"] if rerank == "all" else int(rerank)
 
-    def _nearest(self, vectors: Tensor, k: int, among: str) -> tuple[np.ndarray, np.ndarray]:
-        """Scores [k] and rows [k]; the best over a query's vectors [V, D]."""
-        scores, rows = self.index.search(vectors, k, kind=among)
+    def _filtered(self, where: str, among: str) -> np.ndarray:
+        """Rows that a filter allows; those of the last one are kept, because many queries share it."""
+        if self._last_filter is None or self._last_filter[:2] != (where, among):
+            self._last_filter = where, among, self.index.records.where(where, kind=among)
+        return self._last_filter[2]
+
+    def _nearest(self, vectors: Tensor, k: int, among: str, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Scores [k] and rows [k] among those ``allowed``; the best over a query's vectors [V, D]."""
+        scores, rows = self.index.search(vectors, k, kind=among, rows=allowed)
         if len(rows) == 1:
             scores, rows = scores[0], rows[0]
         else:

@@ -13,7 +13,8 @@ and, for every caption, the hidden states before and after the last layer of a t
 `train --kind clip` trains the projections and heads of an open_clip model; `--model` is its configuration. The features of
 its towers are computed from the cache, and `check` compares them with those of the full model. `train --kind camera` trains
 `region-bert-camera` on the hidden states and on the cells of the feature map, averaged to a square of `--cells`, as regions
-with boxes; `--model` is then the folder of the text encoder.
+with boxes; `--model` is then the folder of the text encoder. With `--kind clip`, `--rerankers maxsim` also reports recall with
+each query's first 32 candidates ordered by the re-ranker, and by the mean of its score and that of the vectors.
 
 Recall is that of the last epoch; no checkpoint is selected by it.
 """
@@ -38,9 +39,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import coder_plugin
 from coder_plugin.data.from_config import make_source
-from coder_plugin.evaluation import recall_from_embeddings
+from coder_plugin.evaluation import recall_from_embeddings, rerank
+from coder_plugin.evaluation.rerank import MeanScore, Products
 from coder_plugin.expression import parse_value
 from coder_plugin.functional.masked_sets import mean
+from coder_plugin.heads.rerankers import make_reranker, required_keys
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
@@ -61,15 +64,18 @@ def main() -> None:
         sums = []
         for seed in options.seeds:
             begun = time.perf_counter()
-            result, without_context, values = train(text, seed, data, options)
+            result, without_context, values, reranked = train(text, seed, data, options)
             sums.append(result["rsum"])
             print(f"{text} (seed {seed}): R@sum {result['rsum']:.1f}, without the context score {without_context['rsum']:.1f}, "
                   f"{time.perf_counter() - begun:.0f} s; " + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in
                                                                         values.items()), flush=True)  # fmt: skip
+            for name, figures in reranked.items():
+                print(f"    {name}: R@sum {figures['rsum']:.1f}, R@1 {figures['i2t_r1']:.1f} and {figures['t2i_r1']:.1f}")
             if options.json:
                 with Path(options.json).open("a") as file:
                     line = {"kind": options.kind, "objective": text, "set": options.set, "seed": seed, "result": result}
-                    file.write(json.dumps({**line, "without context": without_context, "values": values}) + "\n")
+                    file.write(json.dumps({**line, "without context": without_context, "values": values,
+                                           "reranked": reranked}) + "\n")  # fmt: skip
         if len(sums) > 1:
             print(f"{text}: mean {statistics.mean(sums):.1f}, standard deviation {statistics.stdev(sums):.1f}", flush=True)
 
@@ -193,7 +199,8 @@ class Clip:
     """An open_clip model with timm and transformers towers. The cache replaces everything before the projections."""
 
     def __init__(self, objective: Objective, options: argparse.Namespace, _: int) -> None:
-        self.model = coder_plugin.create_model(options.model, loss=objective)
+        keys = {key for name in options.rerankers for key in required_keys(name)}
+        self.model = coder_plugin.create_model(options.model, loss=objective, return_intermediates=keys)
         self.model.visual.trunk.requires_grad_(False)
         self.model.text.transformer.requires_grad_(False)
 
@@ -230,9 +237,9 @@ KINDS = {"camera": Camera, "clip": Clip}
 
 def train(
     text: str, seed: int, data: dict[str, Any], options: argparse.Namespace
-) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
-    """Validation recall of the full score, that of S_b alone, and values of the first and the last epoch: the mean of each
-    loss, and the heads' figures at the epoch's end."""
+) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]], dict[str, dict[str, float]]]:
+    """Validation recall of the full score, that of S_b alone, values of the first and the last epoch (the mean of each loss,
+    and the heads' figures at the epoch's end), and recall by each re-ranker."""
     torch.manual_seed(seed)
     objective = Objective.parse(text)
     owners = {*coder_plugin.model.required_heads(objective), *(term.name for term in objective.terms)}
@@ -271,7 +278,8 @@ def train(
         for name, figure in model.coder.health().items():
             means.setdefault(name, [0.0] * options.epochs)[epoch] = figure
     result, without_context = evaluate(runner, data["val"])
-    return result, without_context, {name: (values[0], values[-1]) for name, values in means.items()}
+    reranked = rerank_by(runner, data["val"], options.rerankers) if options.rerankers else {}
+    return result, without_context, {name: (values[0], values[-1]) for name, values in means.items()}, reranked
 
 
 @torch.no_grad()
@@ -290,6 +298,28 @@ def evaluate(runner: Any, split: dict[str, Tensor]) -> tuple[dict[str, float], d
         result = recall_from_embeddings(images, texts, split["image_of_caption"])
         results.append({key: value for key, value in result.items() if not isinstance(value, Tensor)})
     return results[0], results[1]
+
+
+@torch.no_grad()
+def rerank_by(runner: Any, split: dict[str, Tensor], names: list[str]) -> dict[str, dict[str, float]]:
+    """Recall of shortlists of 32, made by the full score: as they are, by each re-ranker, and by the mean with the score."""
+    if head := dict(runner.model.coder.heads).get("contexts"):
+        head.weight = 1.0
+    images, texts = (
+        torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
+        for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
+    )
+    products, results = Products(images, texts), {}
+    for name in names:
+        reranker = make_reranker(name, runner.model.coder.backbone)
+        score = reranker.scorer(
+            reranker.image_item(runner.describe_image(split["grids"])),
+            reranker.text_item(runner.describe_text(split["ids"], split["before"], split["after"])),
+        )
+        for label, scorer in ((name, score), (f"mean with {name}", MeanScore([products, score]))):
+            figures = rerank(images, texts, split["image_of_caption"], scorer, k=32)
+            results[label] = {key: value for key, value in figures.items() if not isinstance(value, Tensor)}
+    return results
 
 
 @torch.no_grad()
@@ -343,6 +373,7 @@ def arguments() -> argparse.Namespace:
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
     train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
+    train_command.add_argument("--rerankers", nargs="*", default=[], metavar="NAME", help="clip: also re-rank by these")
     train_command.add_argument("--json", help="append results to this file")
     return parser.parse_args()
 

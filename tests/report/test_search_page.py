@@ -18,7 +18,13 @@ KEY = "photos/holiday_in_the_mountains/IMG_20260714_181502-edited_version.final.
 def page(**changes: Any) -> str:
     picture = data_uri(Image.new("RGB", (64, 48), "red"))
     hits = [
-        {"key": KEY, "caption": "a caption of some words " * 3, "score": "0.300", "picture": None if number % 3 else picture}
+        {
+            "place": KEY,
+            "link": f"file:///{KEY}" if number % 2 else None,
+            "caption": "a caption of some words " * 3,
+            "score": "0.300",
+            "picture": None if number % 3 else picture,
+        }
         for number in range(7)
     ]
     queries = [
@@ -61,7 +67,9 @@ def test_names_break_at_their_parts_and_are_text() -> None:
     text = page()
     broken = "IMG_<wbr>20260714_<wbr>181502-<wbr>edited_<wbr>version<wbr>.final<wbr>.jpeg"
     assert text.count(f"photos/<wbr>holiday_<wbr>in_<wbr>the_<wbr>mountains/<wbr>{broken}") == 4 + 7 + 7 + 1
-    assert html.unescape(text.replace("<wbr>", "")).count(KEY) == 19
+    links = 3 * 2 + 3  # three of the hits are linked: the picture and the name of the first query, the name of the second
+    assert text.count(f'<a href="file:///{KEY}" rel="noreferrer">') == links
+    assert html.unescape(text.replace("<wbr>", "")).count(KEY) == 19 + links
     evil = '<script>/alert_(1)</script>"\'&'
     assert "<script" not in breakable(evil) and html.unescape(breakable(evil).replace("<wbr>", "")) == evil
     assert breakable("torch 2.9.1, x-y", 20) == "torch 2.9.1, x-y"

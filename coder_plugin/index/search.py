@@ -270,7 +270,7 @@ class Searcher:
                 return []
         scores, rows = self._nearest(query.vectors, max(k, depth), among, allowed)
         fused: Sequence[float | None] = [None] * len(rows)
-        if depth:
+        if depth and len(rows):  # an approximate index may find none of those that are allowed
             first = rows[:depth]
             reranked = self._rerank(query, first, among)
             order = np.lexsort((np.arange(len(first)), -reranked))

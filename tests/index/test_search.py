@@ -97,7 +97,7 @@ def test_a_picture_finds_captions_and_itself(index: Path, pictures: Path, capsys
     [among] = json.loads(run(capsys, str(index), "--image", one, "--json", "--among", "images", "-k", "3"))
     assert Path(among["results"][0]["key"]).name == "007.png" and len(among["results"]) == 3
     [texts] = json.loads(run(capsys, str(index), "--image", one, "--json"))
-    assert len(texts["results"]) == 10 and set(texts["results"][0]) == {"rank", "score", "key", "image_id", "text"}
+    assert len(texts["results"]) == 10 and set(texts["results"][0]) == {"rank", "score", "key", "image_id", "path", "text"}
     [by_key] = json.loads(run(capsys, str(index), "--key", among["results"][0]["key"], "--json"))
     got, wanted = ([(row["key"], row["text"]) for row in each["results"]] for each in (by_key, texts))
     assert got == wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import open_clip
 import pytest
 import torch
+import torch.nn.functional as F
 
 import coder_plugin
 from coder_plugin import registry
@@ -16,6 +17,7 @@ from coder_plugin.heads.maxsim import MaxSim
 from coder_plugin.heads.rerankers import make_reranker, parse_reranker, required_keys
 from coder_plugin.pretrained.encode import _to_half
 
+SIDES = ("image", "text")
 SIZES = BackboneInfo(embed_dim=8, image_contexts=8, text_contexts=8)
 
 
@@ -29,17 +31,24 @@ def items(images: int = 7, texts: int = 9, *, seed: int = 0):
         "text_contexts": torch.randn(texts, 11, 8, generator=generator),
         "text_context_mask": (torch.arange(11) > 0) & (torch.arange(11) <= length),  # the start is left out
     }
-    return features
+    whole = {
+        f"{side}_features": F.normalize(torch.randn(count, 8, generator=generator))
+        for side, count in (("image", images), ("text", texts))
+    }
+    return features, whole
 
 
 @pytest.mark.parametrize("direction", ["text", "image", "both"])
-@pytest.mark.parametrize("memory", [0, 1 << 30])
-def test_scores_of_shortlists_and_of_all_pairs(direction, memory):
-    features = items()
-    head = MaxSim(SIZES, direction=direction)
+@pytest.mark.parametrize("memory, local_weight", [(0, 1.0), (1 << 30, 1.0), (1 << 30, 0.6), (0, 0.0)])
+def test_scores_of_shortlists_and_of_all_pairs(direction, memory, local_weight):
+    features, whole = items()
+    head = MaxSim(SIZES, direction=direction, local_weight=local_weight)
+    features |= whole
     images, texts = head.image_item(features), head.text_item(features)
     assert texts["tokens"].shape[1] == texts["mask"].shape[1] <= 6, "padding after the longest text is cut"
-    want = maxsim(*features.values(), direction=direction)
+    cosines = whole["image_features"] @ whole["text_features"].T
+    tokens = [features[f"{side}_context{part}"] for side in SIDES for part in ("s", "_mask")]
+    want = local_weight * maxsim(*tokens, direction=direction) + (1 - local_weight) * cosines
     torch.testing.assert_close(head.scorer(images, texts, memory=memory).all_pairs(), want)
     halves = head.scorer(_to_half(images), _to_half(texts), memory=memory)
     torch.testing.assert_close(halves.all_pairs(), want, atol=1e-3, rtol=1e-3)
@@ -48,8 +57,17 @@ def test_scores_of_shortlists_and_of_all_pairs(direction, memory):
     torch.testing.assert_close(pairs[:, :, 0], want[image_index, text_index], atol=1e-3, rtol=1e-3)
 
 
+def test_the_best_of_an_images_features_counts():
+    features, whole = items()
+    views = torch.stack([whole["image_features"], whole["image_features"].flip(0)], 1)
+    head = MaxSim(SIZES, local_weight=0)
+    scorer = head.scorer(head.image_item({**features, "image_features": views}), head.text_item(features | whole))
+    torch.testing.assert_close(scorer.all_pairs(), (views @ whole["text_features"].T).amax(1))
+
+
 def test_the_sum_ranks_images_as_the_mean():
-    features = items()
+    given, whole = items()
+    features = given | whole
     scores = {}
     for reduction in ("mean", "sum"):
         head = MaxSim(SIZES, reduction=reduction)
@@ -84,7 +102,8 @@ def test_a_clip_gives_its_words_and_patches():
         ("2*maxsim", "one re-ranker is meant"),
         ("maxsim(", "is missing"),
         ("maxsim(direction=up)", r"--reranker maxsim\(direction=up\): .* must be text or image or both"),
-        ("maxsim(k=3)", "'maxsim' has no option 'k'; it has: direction, reduction"),
+        ("maxsim(k=3)", "'maxsim' has no option 'k'; it has: direction, reduction, local_weight"),
+        ("maxsim(local_weight=2)", r"--reranker maxsim\(local_weight=2\): local_weight must be in \[0, 1\], got 2"),
     ],
 )
 def test_slips_are_named(text, message):

@@ -64,7 +64,7 @@ def _add_segment_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--segment-size", type=int, metavar="N",
         help="images of a segment, which the index is searched by; more need more memory while they are written, except with "
-        "--factory Flat [1,000,000 with Flat, else 256 MiB of vectors]",
+        "--factory Flat [1,000,000 with Flat, else 128 MiB of vectors]",
     )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def build_from_embeddings(
         factory: FAISS index factory string; "Flat" is exact, others are HNSW32, IVF1024,Flat or PQ64. One that needs training
             is trained once, on 64 to 256 vectors for each of its lists.
         rerank: keep what the model's fusion score needs, if the embeddings have it.
-        segment_size: images of a segment; None: 1,000,000 of a flat index, else so many that a segment has 256 MiB of vectors
+        segment_size: images of a segment; None: 1,000,000 of a flat index, else so many that a segment has 128 MiB of vectors
             (more where there would be over 64 segments).
 
     Returns:

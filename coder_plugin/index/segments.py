@@ -27,7 +27,7 @@ NOTE = "segment.json"
 #: Images of a segment of a flat index, whose vectors are written as they are read.
 FLAT_SIZE = 1_000_000
 #: Vectors of one kind in a segment of another index, which is built in memory: at least so many bytes.
-_BYTES = 256 << 20
+_BYTES = 128 << 20
 #: And an index that is built at once has at most about so many segments.
 _SEGMENTS = 64
 #: Rows that are read at once.
@@ -50,7 +50,7 @@ def pieces(embeddings: Embeddings, kinds: Sequence[str], factory: str, size: int
         kinds: of vectors that are kept.
         factory: FAISS index factory string.
         size: images of a segment, about: it ends with the unit before the one that would make it larger. None: 1,000,000 of a
-            flat index; of others so many that a segment has 256 MiB of vectors, or 64 segments hold all.
+            flat index; of others so many that a segment has 128 MiB of vectors, or 64 segments hold all.
 
     Raises:
         CoderError: a size below 1; no image in any unit.

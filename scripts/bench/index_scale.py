@@ -1,0 +1,165 @@
+"""An index of millions of made-up vectors: memory and time of its build, recall and latency by nprobe, and the first query.
+
+    python scripts/bench/index_scale.py --items 5000000 --dimensions 256 --factory IVF4096,Flat --folder /big/disk/scale
+    python scripts/bench/index_scale.py --items 3000 --dimensions 32 --factory IVF16,Flat --folder /tmp/scale       a short form
+
+The vectors lie around made-up centres, are of unit length, and are written as an embeddings folder, some thousand at a time.
+Then, each in a process of its own, so that memory and time are that step's alone:
+
+    embed    writes DIR/embeddings; kept, if it is there
+    build    coder_plugin.index.build.build_from_embeddings, and the most memory that it had resident (ru_maxrss)
+    truth    the ten best of each query by brute force, from the embeddings
+    search   recall@10 against it, and p50 and p95 of single queries, for each nprobe
+    first    opens the index in a new process and answers one query; the operating system may have the files in memory
+
+Printed, and written to --json: one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+K = 10
+ROWS = 8192  # images of a unit
+STEPS = ("embed", "build", "truth", "search", "first")
+
+
+def vectors(options: argparse.Namespace, unit: int) -> np.ndarray:
+    """The vectors [n, D] of a unit: near one of the centres each, of unit length. Unit -1: the queries."""
+    centres = np.random.default_rng(0).standard_normal((options.centres, options.dimensions), dtype=np.float32)
+    rng = np.random.default_rng([1, unit + 1])
+    count = options.queries if unit < 0 else min(ROWS, options.items - unit * ROWS)
+    noise = rng.standard_normal((count, options.dimensions), dtype=np.float32)
+    found = centres[rng.integers(0, options.centres, count)] + options.spread * noise
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def embed(options: argparse.Namespace) -> dict[str, Any]:
+    from coder_plugin.index.embeddings_header import Header
+    from coder_plugin.index.unit_file import Rows, is_complete, write_unit
+
+    folder = options.folder / "embeddings"
+    plan = {name: getattr(options, name) for name in ("items", "dimensions", "centres", "spread")}
+    units = -(-options.items // ROWS)
+    model = {"fingerprint": "0" * 64, "name": "made up"}
+    header = Header(model=model, plan=plan, units=units, dimensions=options.dimensions, what="images")
+    folder.mkdir(parents=True, exist_ok=True)
+    header.write(folder)
+    for unit in range(units):
+        path = folder / header.file(unit)
+        if not is_complete(path, header, unit):
+            found = vectors(options, unit)
+            keys = [f"{unit * ROWS + number:010d}.jpg" for number in range(len(found))]
+            none = [None] * len(found)
+            write_unit(path, header, unit, [Rows(keys, [[]] * len(found), found, None, none, none)])
+    return {"bytes": sum(path.stat().st_size for path in folder.iterdir())}
+
+
+def build(options: argparse.Namespace) -> dict[str, Any]:
+    from coder_plugin.index.build import build_from_embeddings
+
+    embeddings, size = options.folder / "embeddings", options.segment_size
+    manifest = build_from_embeddings(options.folder / "index", embeddings, factory=options.factory, segment_size=size)
+    size = sum(each["bytes"] for each in manifest["files"].values())
+    return {"segments": len(manifest["segments"]), "bytes": size}
+
+
+def batches(options: argparse.Namespace) -> Iterator[np.ndarray]:
+    for unit in range(-(-options.items // ROWS)):
+        yield vectors(options, unit)
+
+
+def truth(options: argparse.Namespace) -> dict[str, Any]:
+    queries = vectors(options, -1)
+    scores, rows = np.full((len(queries), K), -np.inf, np.float32), np.full((len(queries), K), -1)
+    start = 0
+    for batch in batches(options):
+        both = np.concatenate([scores, queries @ batch.T], 1)
+        numbers = np.concatenate([rows, np.broadcast_to(np.arange(start, start + len(batch)), (len(queries), len(batch)))], 1)
+        order = np.argsort(-both, 1, kind="stable")[:, :K]
+        scores, rows = np.take_along_axis(both, order, 1), np.take_along_axis(numbers, order, 1)
+        start += len(batch)
+    np.save(options.folder / "truth.npy", rows)
+    return {"queries": len(queries)}
+
+
+def search(options: argparse.Namespace) -> dict[str, Any]:
+    from coder_plugin.index.search import Index
+
+    queries, expected = vectors(options, -1), np.load(options.folder / "truth.npy")
+    table = []
+    for nprobe in options.nprobe if options.factory.startswith("IVF") else [None]:
+        index = Index(options.folder / "index", parameters=None if nprobe is None else f"nprobe={nprobe}", gpu=False)
+        for query in queries[:20]:  # warm-up
+            index.search(query[None], K)
+        times, found = [], []
+        for query in queries:
+            started = time.perf_counter()
+            found.append(index.search(query[None], K)[1][0])
+            times.append(1000 * (time.perf_counter() - started))
+        pairs = zip(np.array(found).tolist(), expected.tolist(), strict=True)
+        recall = np.mean([len({*one} & {*other}) / K for one, other in pairs])
+        p50, p95 = np.percentile(times, (50, 95)).tolist()
+        table.append({"nprobe": nprobe, "recall@10": float(recall), "p50 ms": p50, "p95 ms": p95})
+        index.close()
+    return {"by nprobe": table}
+
+
+def first(options: argparse.Namespace) -> dict[str, Any]:
+    from coder_plugin.index.search import Index
+
+    query = vectors(options, -1)[:1]
+    started = time.perf_counter()
+    parameters = f"nprobe={options.nprobe[0]}" if options.factory.startswith("IVF") else None
+    index = Index(options.folder / "index", parameters=parameters, gpu=False)
+    opened = time.perf_counter()
+    index.search(query, K)
+    return {"open s": opened - started, "first query s": time.perf_counter() - opened}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=5_000_000)
+    parser.add_argument("--dimensions", type=int, default=256)
+    parser.add_argument("--factory", default="IVF4096,Flat")
+    parser.add_argument("--nprobe", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--segment-size", type=int)
+    parser.add_argument("--queries", type=int, default=200)
+    parser.add_argument("--centres", type=int, default=20_000)
+    parser.add_argument("--spread", type=float, default=0.6, help="of a vector around its centre, by dimension")
+    parser.add_argument("--folder", type=Path, required=True, help="for the embeddings and the index, which stay there")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--step", choices=STEPS, help="one step alone, in this process")
+    options = parser.parse_args()
+    if options.step:
+        started = time.perf_counter()
+        result = globals()[options.step](options)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        print(json.dumps({**result, "seconds": round(time.perf_counter() - started, 3), "most resident MB": round(peak / 1e6)}))
+        return
+    names = ("items", "dimensions", "factory", "nprobe", "segment_size", "queries", "centres", "spread")
+    results: dict[str, Any] = {"options": {name: getattr(options, name) for name in names}}
+    results["machine"] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    for step in STEPS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--step", step]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        results[step] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{step}: {json.dumps(results[step])}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

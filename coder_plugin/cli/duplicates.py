@@ -122,7 +122,7 @@ def _write_keys(path: Path, index: Any, groups: Sequence[Any]) -> None:
     with atomic_write(path, "w") as file:
         for group in groups:
             for image in index.records.images(group.rows[1:].tolist()):
-                if image.key in kept or "\n" in image.key:
+                if image.key in kept or not image.key or {"\n", "\r"} & {*image.key}:
                     left_out += 1
                 else:
                     file.write(f"{image.key}\n")

@@ -14,9 +14,9 @@ import pytest
 from coder_plugin.cli import main
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
-from coder_plugin.index import duplicates, manifest
+from coder_plugin.index import duplicates
+from coder_plugin.index.changes import remove
 from coder_plugin.index.duplicates import find_duplicates
-from coder_plugin.index.removed import write_removed
 from coder_plugin.index.search import Index
 from tests.index.test_mine import plant
 
@@ -59,17 +59,6 @@ def check(index: Index, vectors: np.ndarray, threshold: float) -> duplicates.Dup
         np.testing.assert_allclose(group.similarities, similarities, atol=1e-6)
     assert found.images == len(vectors) and len(expected) > 5
     return found
-
-
-def remove(folder: Path, rows: list[int]) -> None:
-    """Remove images of an index."""
-    opened = Index(folder)
-    images = np.array(rows, dtype=np.int64)
-    removed = {"images": images, "captions": opened.records.caption_rows(images)}
-    content = {name: value for name, value in opened.manifest.items() if name not in ("format", "version", "manifest_sha256")}
-    content["removed"], paths = write_removed(folder, removed, 1)
-    content["files"] |= manifest.sums(folder, paths)
-    manifest.write_manifest(folder, content)
 
 
 def planted(folder: Path, vectors: np.ndarray, **options: Any) -> Index:
@@ -147,7 +136,7 @@ def test_more_copies_than_an_approximate_index_is_asked_for(tmp_path: Path, monk
 def test_removed_images_are_in_no_group(factory: str, tmp_path: Path) -> None:
     vectors = np.repeat(np.eye(8), 3, axis=0)
     planted(tmp_path / "index", vectors, factory=factory)
-    remove(tmp_path / "index", [0, 4, 9, 10, 11, 13, 14, 23])
+    remove(tmp_path / "index", [f"{row}.jpg" for row in (0, 4, 9, 10, 11, 13, 14, 23)])
     found = find_duplicates(Index(tmp_path / "index"))
     assert found.images == 16
     assert [group.rows.tolist() for group in found.groups] == [[6, 7, 8], [15, 16, 17], [18, 19, 20], [1, 2], [3, 5], [21, 22]]
@@ -164,12 +153,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
         find_duplicates(index)
 
 
-KEYS = ["a.jpg", "<b>b</b>.jpg", "c\x1b[2J.jpg", "d.jpg", "d.jpg", "e.jpg"]
+KEYS = ["a.jpg", "<b>b</b>.jpg", "c\x1b[2J.jpg", "d.jpg", "d.jpg", "e.jpg", "a\r.jpg", "a\n.jpg"]
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    vectors = np.array([[1, 0, 0], [1, 0.01, 0], [1, 0, 0.01], [0, 1, 0], [0, 1, 0], [0, 0, 1]])
+    alike = [[1, 0, 0], [1, 0.01, 0], [1, 0, 0.01]], [[1, 0.01, 0.01], [1, -0.01, 0.01]]
+    vectors = np.array([*alike[0], [0, 1, 0], [0, 1, 0], [0, 0, 1], *alike[1]])
     planted(tmp_path / "index", vectors, keys=KEYS)
     return tmp_path / "index"
 
@@ -180,15 +170,15 @@ def test_the_command_prints_groups_and_writes_files(small: Path, tmp_path: Path,
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0] == (
-        "2 groups of near-duplicates among 6 images, by a cosine of at least 0.93; "
-        "keeping the first of each would remove 3 images."
+        "2 groups of near-duplicates among 8 images, by a cosine of at least 0.93; "
+        "keeping the first of each would remove 5 images."
     )
-    assert lines[1:6] == ["", "3 images", "  1.0000  a.jpg", "  1.0000  <b>b</b>.jpg", "  1.0000  c\\u001b[2J.jpg"]
-    assert lines[6:] == ["", "2 images", "  1.0000  d.jpg", "  1.0000  d.jpg"]
-    assert "left out: 1 key that an image which is kept has too" in printed.err
+    assert lines[1:6] == ["", "5 images", "  1.0000  a.jpg", "  1.0000  <b>b</b>.jpg", "  1.0000  c\\u001b[2J.jpg"]
+    assert lines[8:] == ["", "2 images", "  1.0000  d.jpg", "  1.0000  d.jpg"]
+    assert "left out: 3 keys that an image which is kept has too" in printed.err
     assert keys.read_text() == "<b>b</b>.jpg\nc\x1b[2J.jpg\n"
     text = page.read_text()
-    assert "would remove 3 images" in text and "<b>b</b>.jpg" not in text and "e.jpg" not in text
+    assert "would remove 5 images" in text and "<b>b</b>.jpg" not in text and "e.jpg" not in text
     assert html.unescape(re.sub("<wbr>", "", text)).count("<b>b</b>.jpg") == 2  # once in place of a thumbnail
     assert text.count("✓ kept") == 2
 
@@ -198,6 +188,18 @@ def test_the_command_prints_groups_and_writes_files(small: Path, tmp_path: Path,
         [{"key": "d.jpg", "image_id": stable_hash("d.jpg"), "path": None, "member": None, "similarity": 1.0}] * 2
     ]
     assert "1 group of near-duplicates" in printed.err
+
+
+def test_the_keys_are_those_that_index_remove_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planted(tmp_path / "index", np.repeat(np.eye(4), [1, 3, 2, 1], axis=0), keys=[" a", "b b", "\u2028", "d", "e", "é", "g"])
+    index, keys = str(tmp_path / "index"), str(tmp_path / "keys.txt")
+    assert main(["duplicates", index, "--keys-file", keys]) == 0
+    assert main(["index", "remove", index, "--keys-file", keys]) == 0
+    opened = Index(tmp_path / "index")
+    assert [opened.records.row_of(key) for key in (" a", "b b", "\u2028", "d", "e", "é", "g")] == [0, 1, None, None, 4, None, 6]
+    capsys.readouterr()
+    assert main(["duplicates", index]) == 0
+    assert capsys.readouterr().out.startswith("0 groups of near-duplicates among 4 images")
 
 
 def test_long_lists_are_cut_in_the_table_and_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from coder_plugin.cli import main
 from coder_plugin.data.item import stable_hash
 from coder_plugin.index.build import build_from_embeddings
+from coder_plugin.index.changes import remove
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.embeddings_header import Header
 from coder_plugin.index.unit_file import Rows, write_unit
@@ -24,7 +25,6 @@ from coder_plugin.integrations.vector_stores import parquet, sources
 from coder_plugin.integrations.vector_stores.export import export
 from coder_plugin.integrations.vector_stores.sources import open_source, table_of
 from tests import fresh
-from tests.index.test_duplicates import remove
 from tests.index.test_mine import plant
 
 COUNT, DIMENSIONS, K = 45, 16, 10
@@ -415,6 +415,13 @@ def test_an_index_gives_the_same_tables(index: Path, tmp_path: Path) -> None:
         check_rows(opened.rows(kind), kind, "numpy")
 
 
+def test_vectors_in_half_precision_become_float32(tmp_path: Path) -> None:
+    export(write(tmp_path / "half", dtype="float16"), "numpy", str(tmp_path / "arrays"))
+    found = np.load(tmp_path / "arrays" / "images.npy")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, rows_of(1, 0, COUNT).images.astype(np.float16))
+
+
 def test_captions_in_any_order_keep_their_vectors_and_images(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     owners, vectors = draw.permutation(40) // 2, draw.normal(size=(40, 8))
@@ -428,7 +435,7 @@ def test_captions_in_any_order_keep_their_vectors_and_images(tmp_path: Path) -> 
 
 
 def test_removed_images_are_not_exported(index: Path, tmp_path: Path) -> None:
-    remove(index, [0, 4, 16, 20, 44])
+    remove(index, [rows_of(1, 0, COUNT).keys[number] for number in (0, 4, 16, 20, 44)])
     exported = export(index, "numpy", str(tmp_path / "arrays"), what="both")
     opened, rows = client("numpy", str(tmp_path / "arrays")), rows_of(1, 0, COUNT)
     kept = [number for number in range(COUNT) if number not in (0, 4, 16, 20, 44)]

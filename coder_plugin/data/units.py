@@ -62,7 +62,7 @@ class Units:
 
     def handles(self, unit: int) -> Iterator[Handle]:
         """The images of a unit, in the data's order. A shard is read from its start to its end, once."""
-        read, rest = self._begun.pop(unit, None) or ([], self._handles(unit))
+        read, rest = self._begun.pop(unit) if unit in self._begun else ([], self._handles(unit))
         yield from read
         yield from rest
 

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -55,7 +55,7 @@ class Embedding:
     def __post_init__(self) -> None:
         self.encoder.model.eval()
 
-    def blocks(self, numbers: Iterable[int], header: Header) -> Iterator[Block]:
+    def blocks(self, numbers: Iterable[int], header: Header) -> Generator[Block, None, None]:
         """The decoded blocks of units."""
         return read_blocks(
             self.units,

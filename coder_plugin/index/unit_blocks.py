@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def read_blocks(
     thumbnails: int = 0,
     pictures: Units | None = None,
     workers: int = 0,
-) -> Iterator[Block]:
+) -> Generator[Block, None, None]:
     """The blocks of units, one unit after the other, each followed by a block that is ``last``.
 
     This process reads the shards, each once and in order; ``workers`` processes decode the images. They are started once for
@@ -85,7 +85,7 @@ def read_blocks(
         return
     failures: list[Exception] = []
 
-    def to_send() -> Iterator[_Request]:
+    def to_send() -> Generator[_Request, None, None]:
         """An exception would reach the DataLoader while it starts its processes: it is raised where its block would come."""
         with contextlib.closing(requests):
             try:
@@ -118,7 +118,7 @@ def read_blocks(
                     pass
 
 
-def _requests(units: Units, numbers: Iterable[int], size: int, *, check: bool) -> Iterator[_Request]:
+def _requests(units: Units, numbers: Iterable[int], size: int, *, check: bool) -> Generator[_Request, None, None]:
     for unit in numbers:
         handles = units.handles(unit)
         while block := list(islice(handles, size)):
@@ -139,7 +139,7 @@ def _raised(block: Block | CoderError) -> Block:
     return block
 
 
-def _identity(block: Block) -> Block:
+def _identity(block: Any) -> Any:
     return block
 
 
@@ -167,7 +167,8 @@ class _Decoder(Dataset):
             good = [number for number, item in enumerate(items) if item.fault is None]
             return Block(unit, False, len(items), [_record(items[n]) for n in good], None, [b""] * len(good), bad)
         chunk, good = decode(items, self.transform)
-        image, files = chunk.tensors.get("image"), [b""] * len(good)
+        image: Any = chunk.tensors.get("image")
+        files = [b""] * len(good)
         if good and self.pictures is not None:
             files = [self._thumbnail(handles[number], items[number].key) for number in good]
         elif good and self.thumbnails:

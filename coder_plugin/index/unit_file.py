@@ -233,7 +233,8 @@ def join_padded(batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.nda
         joined[name] = np.zeros((sum(map(len, values)), *shape), functools.reduce(np.promote_types, (v.dtype for v in values)))
         start = 0
         for value in values:
-            joined[name][(slice(start, start + len(value)), *map(slice, value.shape[1:]))] = value
+            target: Any = (slice(start, start + len(value)), *map(slice, value.shape[1:]))
+            joined[name][target] = value
             start += len(value)
     return joined
 

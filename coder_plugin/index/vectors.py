@@ -148,9 +148,10 @@ class Vectors:
         self, queries: np.ndarray, k: int, selections: Sequence[Selection | None], *, exhaustive: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """The best of all segments, equal scores by row."""
-        lists = None
-        if len(self.files) > 1 and self._one_training and selections[0] is None:
-            lists = self.files[0].nearest_lists(queries)
+        lists = self.files[0].nearest_lists(queries) if self._one_training and not exhaustive else None
+        if lists is not None:
+            for file in self.files:
+                file.ask_for(lists)  # of all, before the first is searched
         scores, rows = [], []
         for first, file, selection in zip(self.first, self.files, selections, strict=False):
             if (most := min(k, file.items if selection is None else selection.items)) == 0:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coder_plugin.errors import CoderError
+from coder_plugin.index.read_ahead import ReadAhead
 
 log = logging.getLogger(__name__)
 _ROWS = 4096  # vectors that are read at once
@@ -170,27 +171,41 @@ def read(path: Path, *, mapped: bool = True) -> Any:
         for name, value in before.items():
             getattr(faiss, f"set_{name}")(value)
     if (inverted := faiss.try_extract_index_ivf(index)) is not None:
-        _check_lists(path, size, faiss.downcast_InvertedLists(inverted.invlists), inverted)
+        lists = faiss.downcast_InvertedLists(inverted.invlists)
+        if isinstance(lists, faiss.OnDiskInvertedLists):
+            _check_lists(path, size, lists, inverted)
     return index
 
 
 def _check_lists(path: Path, size: int, lists: Any, inverted: Any) -> None:
     """Mapped lists lie within the file."""
-    faiss = import_faiss()
-
-    if not isinstance(lists, faiss.OnDiskInvertedLists):
-        return
     lists.prefetch_nthread = 0  # threads that a search would begin and end
     if lists.nlist != inverted.nlist or lists.code_size != inverted.code_size or lists.totsize > size:
         raise CoderError(f"{path} is not a FAISS index: its lists do not fit it")
     if not lists.nlist:
         return
-    # of each list its size, the size that it may grow to, and its place
-    fields = (ctypes.c_size_t * (3 * lists.nlist)).from_address(int(lists.lists.data().this))
-    counts, capacities, places = np.frombuffer(fields, dtype=np.uint64).reshape(-1, 3).astype(np.float64).T
+    counts, capacities, places = _places(lists).astype(np.float64).T
     ends = places + capacities * (lists.code_size + 8)
     if (counts > capacities).any() or ends.max() > size or counts.sum() != inverted.ntotal:
         raise CoderError(f"{path} is not a FAISS index: its lists lie beyond its end")
+
+
+def _places(lists: Any) -> np.ndarray:
+    """Of each mapped list its size, the size that it may grow to, and its first byte in the file: [nlist, 3] uint64."""
+    fields = (ctypes.c_size_t * (3 * lists.nlist)).from_address(int(lists.lists.data().this))
+    return np.frombuffer(fields, dtype=np.uint64).reshape(-1, 3).copy()
+
+
+def _read_ahead(index: Any) -> ReadAhead | None:
+    """Of an inverted file whose lists are mapped; None of others."""
+    faiss = import_faiss()
+
+    inverted = faiss.try_extract_index_ivf(index)
+    lists = None if inverted is None else faiss.downcast_InvertedLists(inverted.invlists)
+    if not isinstance(lists, faiss.OnDiskInvertedLists) or not lists.nlist:
+        return None
+    _, capacities, starts = _places(lists).astype(np.int64).T
+    return ReadAhead(lists, np.stack([starts, capacities * (lists.code_size + 8)], 1))
 
 
 def _read_flat(path: Path) -> Any:
@@ -302,6 +317,7 @@ class VectorsFile:
                 log.warning("%s is searched on the CPU: FAISS does not support it on a GPU: %s", path.name, short(error))
         self.path, self.faiss, self.items, self.views, self.dimensions = path, index, items, views, dimensions
         self.transforms, self.inner = _parts(self.cpu_index)
+        self.read_ahead = _read_ahead(self.cpu_index)
 
     def search(
         self,
@@ -319,7 +335,7 @@ class VectorsFile:
             k: results, from 1 to N.
             selection: which may be found; None: all.
             exhaustive: look at every vector of a selection, also in an approximate index.
-            lists: of :meth:`nearest_lists`.
+            lists: of :meth:`nearest_lists`; a selection does not use them.
 
         Returns:
             Scores [q, k] float32 in descending order, and rows [q, k] int64; -inf and -1 for what was not found.
@@ -376,6 +392,11 @@ class VectorsFile:
     def nearest_lists(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Scores and numbers [q, nprobe] of the lists that a search of an inverted file looks at."""
         return self.inner.quantizer.search(self._transformed(queries), min(self.inner.nprobe, self.inner.nlist))
+
+    def ask_for(self, lists: tuple[np.ndarray, np.ndarray]) -> None:
+        """Let the operating system read the lists of :meth:`nearest_lists`, if they are mapped; returns at once."""
+        if self.read_ahead is not None:
+            self.read_ahead.ask(lists[1])
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """The vectors [n, V, D] float32 of n items from 0 to N - 1, as the index stores them.

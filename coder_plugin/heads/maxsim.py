@@ -65,6 +65,8 @@ class MaxSim(Reranks):
                 [0.9000, 1.0000]])
     """
 
+    device: Tensor
+
     requires = ("image_contexts", "image_context_mask", "text_contexts", "text_context_mask")
     uses = ("image_features", "text_features")  # which every model gives
 

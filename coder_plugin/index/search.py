@@ -401,7 +401,8 @@ def open_searcher(
         options = _checked_options(record, model)
         name = str(spec or record.get("name", "the index's model"))
         export = "last" if record.get("export") == "last" else None  # the fingerprint says whether it is the same model
-        if reranks and reranker is None and (reranker := record.get("reranker")) is not None:
+        if reranks and reranker is None and record.get("reranker") is not None:
+            reranker = str(record["reranker"])
             check_saved_reranker(reranker, "its manifest")
         pretrained = open_pretrained(spec, options, export=export, name=name, device=device, reranker=reranker)
     except CoderError as error:

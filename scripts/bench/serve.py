@@ -1,7 +1,9 @@
 """Latency, errors and memory of `coder-plugin serve` under several clients, against FAISS and the same model without a server.
 
     python scripts/bench/serve.py [--items 100000] [--model coder-tiny] [--clients 8] [--seconds 60] [-k 10] [--rounds 4]
-    python scripts/bench/serve.py --index INDEX [--clients 8] [--seconds 600]
+    python scripts/bench/serve.py --index INDEX [--clients 8] [--seconds 600] [--url URL]
+
+With --url a server that runs already is asked, and its memory is not measured.
 
 Without --index the vectors are random, the model has random weights, and five captions belong to an image. Each client asks
 for one text after the other, each text once, over a connection that stays open, and checks the status of every answer.
@@ -10,13 +12,14 @@ The peer is what a program would do that has the model and the vectors in its ow
 each of which encodes one text after the other, with one thread of PyTorch, and searches by one thread of FAISS
 (`faiss.IndexFlatIP.search`; an index of another kind: `Index.search`). Server and peer take turns, --rounds times.
 
-Printed: milliseconds at p50 and p95, queries per second, the ratios to the peer (medians over the rounds), errors, and the
+Printed: milliseconds at p50, p95 and on average, queries per second, ratios to the peer (medians over rounds), errors, and the
 server's resident memory: after a tenth of the time, at the end, and at most.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import itertools
 import json
@@ -29,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +56,7 @@ WORDS = "a red blue small large old dog cat man woman child runs sits plays in o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--index", type=Path, help="an index to serve [a made one]")
+    parser.add_argument("--url", help="of a server of this index that runs already [one is started]")
     parser.add_argument("--items", type=int, default=100_000, help="images of the made index [100000]")
     parser.add_argument("--model", default="coder-tiny", help="model of the made index [coder-tiny]")
     parser.add_argument("--clients", type=int, default=8, help="clients at once [8]")
@@ -82,28 +86,39 @@ def made(folder: Path, options: argparse.Namespace) -> Path:
 
 def measure(index: Path, folder: Path, options: argparse.Namespace, results: Results) -> None:
     texts = unique_texts()
-    with open(folder / "log", "w") as log:
-        command = [sys.executable, "-m", "coder_plugin.cli", "serve", str(index), "--port", "0", "--no-verify"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        address = urlsplit(next(line for line in server.stdout if line.startswith("serving at ")).split()[2])  # type: ignore[union-attr]
+    with server(index, folder / "log") if options.url is None else contextlib.nullcontext((options.url, 0)) as (url, process):
         search = peer(open_searcher(index, verify=False), options.k)
         memory: list[float] = []
-        stop = watch(server.pid, memory)
+        stop = watch(process, memory)
         rounds: dict[str, list[tuple[list[float], float]]] = {"serve": [], "peer": []}
         errors = 0
         share = options.seconds / options.rounds
         for _ in range(options.rounds):
-            times, seconds, wrong = run(options.clients, share, lambda: client(address.netloc, options.k, texts))
+            times, seconds, wrong = run(options.clients, share, lambda: client(urlsplit(url).netloc, options.k, texts))
             rounds["serve"].append((times, seconds))
             errors += wrong
             times, seconds, _ = run(options.clients, min(share, 20.0), lambda: lambda: search(next(texts)))
             rounds["peer"].append((times, seconds))
         stop()
+    log = (folder / "log").read_text() if options.url is None else ""
+    report(rounds, errors, memory, log, options, results)
+
+
+@contextlib.contextmanager
+def server(index: Path, log: Path) -> Iterator[tuple[str, int]]:
+    """A server in a process of its own: its address, and the process's number."""
+    command = [sys.executable, "-m", "coder_plugin.cli", "serve", str(index), "--port", "0", "--no-verify"]
+    with open(log, "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        lines: Any = process.stdout
+        url = next((line.split()[2] for line in lines if line.startswith("serving at ")), None)
+        if url is None:
+            raise SystemExit(f"the server has not started: {log.read_text()}")
+        yield url, process.pid
     finally:
-        server.terminate()
-        server.wait()
-    report(rounds, errors, memory, (folder / "log").read_text(), options, results)
+        process.terminate()
+        process.wait()
 
 
 def unique_texts() -> Any:
@@ -133,7 +148,7 @@ def client(netloc: str, k: int, texts: Any) -> Callable[[], bool]:
             connection.close()
             return False
         # parsing each one would take the server's processor time
-        return answer.status == 200 and (next(count) % 50 > 0 or len(json.loads(content)["results"]) == k)
+        return answer.status == 200 and (next(count) % 50 != 1 or len(json.loads(content)["results"]) == k)
 
     return ask
 
@@ -167,8 +182,12 @@ def run(clients: int, seconds: float, make: Callable[[], Callable[[], bool]]) ->
 
     def work() -> None:
         nonlocal wrong
-        step = make()
-        step()  # the connection, the threads
+        try:
+            step = make()
+            step()  # the connection, the threads
+        except BaseException:
+            begin.abort()  # the others would wait for this one
+            raise
         begin.wait()
         deadline, own, bad = time.perf_counter() + seconds, [], 0
         while (started := time.perf_counter()) < deadline:
@@ -222,22 +241,24 @@ def report(
         every = [each for times, _ in parts for each in times]
         p50, p95 = (1e3 * each for each in np.percentile(every, [50, 95]))
         rate = len(every) / sum(seconds for _, seconds in parts)
-        figures[name] = {"p50_ms": p50, "p95_ms": p95, "per_second": rate, "queries": len(every)}
-        by_round[name] = [[*np.percentile(times, [50, 95]), seconds / len(times)] for times, seconds in parts]
-        print(f"{name:<6} p50 {p50:8.2f} ms, p95 {p95:8.2f} ms, {rate:8.1f} queries per second, {len(every):,} queries")
+        mean = 1e3 * statistics.fmean(every)
+        figures[name] = {"p50_ms": p50, "p95_ms": p95, "mean_ms": mean, "per_second": rate, "queries": len(every)}
+        by_round[name] = [[*np.percentile(times, [50, 95]), statistics.fmean(times)] for times, _ in parts]
+        print(f"{name:<6} p50 {p50:8.2f} ms, p95 {p95:8.2f} ms, mean {mean:8.2f} ms, {rate:8.1f}/s, {len(every):,} queries")
     pairs = zip(by_round["serve"], by_round["peer"], strict=True)
     ratios = [[ours / theirs for ours, theirs in zip(*pair, strict=True)] for pair in pairs]
-    p50, p95, time_per_query = (statistics.median(each) for each in zip(*ratios, strict=True))
-    print(f"serve / peer: p50 {p50:.3f}, p95 {p95:.3f}, time per query {time_per_query:.3f}; {errors} errors")
+    p50, p95, mean = (statistics.median(each) for each in zip(*ratios, strict=True))
+    print(f"serve / peer: p50 {p50:.3f}, p95 {p95:.3f}, mean {mean:.3f}; {errors} errors")
     held = {"after a tenth": memory[len(memory) // 10], "at the end": memory[-1], "at most": max(memory)} if memory else {}
-    print("memory of the server: " + ", ".join(f"{value:,.0f} MB {name}" for name, value in held.items()))
+    if held:
+        print("memory of the server: " + ", ".join(f"{value:,.0f} MB {name}" for name, value in held.items()))
     for line in log.splitlines()[:5]:
         print(f"log: {line}")
     results.write(
         {
             "case": f"{options.clients} clients",
             **figures,
-            "ratio": {"p50": p50, "p95": p95, "time_per_query": time_per_query},
+            "ratio": {"p50": p50, "p95": p95, "mean": mean},
             "errors": errors,
             "memory_mb": held,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -28,9 +28,19 @@ from coder_plugin.data.source import text_fault
 from coder_plugin.html import asset, render
 from coder_plugin.index.manifest import KINDS
 from coder_plugin.serve.engine import Engine, Result
+from coder_plugin.serve.filters import expression, offered
 from coder_plugin.serve.guard import Guard, Refused
 from coder_plugin.serve.originals import Originals
-from coder_plugin.serve.schemas import BODY, MOST_RESULTS, MOST_TEXT, REFUSALS, Info, SearchAnswer, SearchRequest
+from coder_plugin.serve.schemas import (
+    BODY,
+    MOST_RESULTS,
+    MOST_TEXT,
+    REFUSALS,
+    Filter,
+    Info,
+    SearchAnswer,
+    SearchRequest,
+)
 
 log = logging.getLogger(__name__)
 #: Bytes of a search in JSON, or of a field of a form: a character takes twelve at most.
@@ -65,7 +75,7 @@ def make_app(
         What uvicorn, or another server, runs.
     """
     index = engine.searcher.index
-    records = index.records
+    records, columns = index.records, index.manifest["columns"]
     info = _describe(engine, upload_bytes, pixels)
     version = hashlib.sha256(json.dumps(index.manifest, sort_keys=True).encode()).hexdigest()[:12]
     page, assets = render("serve.html", name=info.name), {ending: asset(f"serve.{ending}") for ending in _TYPES}
@@ -119,11 +129,11 @@ def make_app(
         if wanted.key is not None:
             if "images" not in index.vectors:
                 raise HTTPException(422, "this index has no vectors of images: search by a text")
-            return await asyncio.wrap_future(engine.key(wanted.key, wanted.k, among=among(wanted, "captions")))
+            return await asyncio.wrap_future(engine.key(wanted.key, wanted.k, **options(wanted, "captions")))
         assert wanted.text is not None
         if fault := text_fault(wanted.text, "text"):
             raise HTTPException(400, f"{fault} cannot be searched for")
-        return await asyncio.wrap_future(engine.text(wanted.text, wanted.k, among=among(wanted, "images")))
+        return await asyncio.wrap_future(engine.text(wanted.text, wanted.k, **options(wanted, "images")))
 
     async def by_picture(request: Request) -> list[Result]:
         if not info.pictures:
@@ -132,22 +142,28 @@ def make_app(
             file = form.get("picture")
             if file is None or isinstance(file, str):
                 raise HTTPException(422, "the form has no file named picture")
-            wanted = _parse(json.dumps({name: value for name, value in form.items() if isinstance(value, str)}))
+            wanted = _parse_form({name: value for name, value in form.items() if isinstance(value, str)})
             if wanted.text is not None or wanted.key is not None:
                 raise HTTPException(422, "give a picture, or a text, or a key")
+            found = options(wanted, "captions")
             async with few_pictures:
                 picture = await run_in_threadpool(_decode, file.file, pixels)
-                return await asyncio.wrap_future(engine.picture(picture, wanted.k, among=among(wanted, "captions")))
+                return await asyncio.wrap_future(engine.picture(picture, wanted.k, **found))
 
     def recorded(row: int) -> Any:
         if not 0 <= row < info.images:
             raise HTTPException(404, f"the index has no image {row}")
         return records.images([row])[0]
 
-    def among(wanted: SearchRequest, usual: str) -> str:
+    def options(wanted: SearchRequest, usual: str) -> dict[str, Any]:
         if wanted.among is not None and wanted.among not in index.vectors:
             raise HTTPException(422, f"this index has no vectors of {wanted.among}")
-        return wanted.among or (usual if usual in index.vectors else info.among[0])
+        among = wanted.among or (usual if usual in index.vectors else info.among[0])
+        try:
+            where = expression(wanted.filters, columns)
+        except CoderError as error:
+            raise HTTPException(422, str(error)) from None
+        return {"among": among} if where is None else {"among": among, "where": where}
 
     pictures: Any = {"response_class": Response, "responses": {200: {"content": {"image/*": {}}}, 404: REFUSALS[404]}}
 
@@ -202,6 +218,7 @@ def _describe(engine: Engine, upload_bytes: int, pixels: int) -> Info:
         model=PurePath(manifest["model"].get("name", "")).name,  # the server's folders are nobody's business
         objective=manifest["model"].get("objective", ""),
         among=[kind for kind in KINDS if kind in searcher.index.vectors],
+        filters=[Filter(**each) for each in offered(searcher.index.records, manifest["columns"])],
         pictures=not isinstance(searcher.pretrained.model, Backbone),  # which read regions
         most_results=MOST_RESULTS,
         most_text=MOST_TEXT,
@@ -210,6 +227,15 @@ def _describe(engine: Engine, upload_bytes: int, pixels: int) -> Info:
         formats=list(FORMATS),
         version=__version__,
     )
+
+
+def _parse_form(fields: dict[str, str]) -> SearchRequest:
+    """A form's fields; ``filters`` is JSON."""
+    try:
+        filters = json.loads(fields.pop("filters", "{}"))
+    except (ValueError, RecursionError):
+        raise HTTPException(422, "filters: Invalid JSON") from None
+    return _parse(json.dumps({**fields, "filters": filters}))
 
 
 async def _read(request: Request, most: int) -> bytes:

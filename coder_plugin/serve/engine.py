@@ -44,7 +44,7 @@ class Engine:
         searcher: an index and its model, which only this engine uses from now on.
         rerank: as in :meth:`~coder_plugin.index.search.Searcher.search`.
         captions: of an image that a result has, at most.
-        threads: that search; None: one a core, or one where FAISS searches on a GPU.
+        threads: that search; None: one a core, or one in all where FAISS searches on a GPU.
     """
 
     def __init__(

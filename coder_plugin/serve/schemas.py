@@ -14,6 +14,9 @@ except ImportError as error:
 #: The most results of a search, and characters of a text or a key.
 MOST_RESULTS, MOST_TEXT = 200, 2000
 
+#: A value of a metadata column; None: images without one.
+Value = Annotated[str, Field(max_length=200)] | bool | int | float | None
+
 
 class SearchRequest(BaseModel):
     """What to search for: a text, or the key of an image of the index."""
@@ -27,6 +30,10 @@ class SearchRequest(BaseModel):
         Literal["images", "captions"] | None,
         Field(description="what to search for; by default images for a text, captions for an image, as far as there are some"),
     ] = None
+    filters: Annotated[
+        dict[str, Value | list[Value]],
+        Field(max_length=20, description="metadata columns and the value, or one of several values, that an image must have"),
+    ] = {}
 
 
 class Found(BaseModel):
@@ -49,6 +56,14 @@ class SearchAnswer(BaseModel):
     results: list[Found]
 
 
+class Filter(BaseModel):
+    """A metadata column to filter by."""
+
+    name: str
+    type: Literal["string", "int64", "float64", "bool"]
+    values: list[Value] | None = Field(description="all of them; null where there are many")
+
+
 class Info(BaseModel):
     """What is searched, and the limits of a search."""
 
@@ -58,6 +73,7 @@ class Info(BaseModel):
     model: str
     objective: str
     among: list[str] = Field(description="what can be searched for")
+    filters: list[Filter]
     pictures: bool = Field(description="whether a picture can be a query")
     most_results: int
     most_text: int = Field(description="characters of a text")
@@ -85,6 +101,7 @@ BODY = {
                 "properties": {
                     "picture": {"type": "string", "format": "binary"},
                     **{name: SearchRequest.model_json_schema()["properties"][name] for name in ("k", "among")},
+                    "filters": {"type": "string", "description": "as of a search in JSON, written as JSON"},
                 },
             }
         },

@@ -28,6 +28,30 @@ function among() {
   return chosen ? chosen.value : state.info.among[0];
 }
 
+// The values that results must have, by column.
+function filters() {
+  const chosen = Object.create(null);
+  for (const field of document.querySelectorAll("[data-column]")) {
+    if (field.value) chosen[field.dataset.column] = field.tagName === "SELECT" ? JSON.parse(field.value) : field.value;
+  }
+  return chosen;
+}
+
+// A list of a column's values, or a field to type one where there are too many.
+function filter({ name, values }) {
+  const label = element("label", "filter");
+  label.append(element("span", "", name.replaceAll("_", " ")));
+  const field = element(values ? "select" : "input");
+  field.dataset.column = name;
+  if (values) {
+    field.append(new Option("any", ""));
+    for (const value of values) field.append(new Option(value === "" ? "(empty)" : String(value), JSON.stringify(value)));
+  } else Object.assign(field, { type: "text", placeholder: "any", maxLength: 200 });
+  field.addEventListener("change", () => again({ filters: filters() }));
+  label.append(field);
+  return label;
+}
+
 // Ask the server; throws an Error with the server's own words.
 async function ask(query, k, signal) {
   const options = { method: "POST", signal };
@@ -36,10 +60,11 @@ async function ask(query, k, signal) {
     options.body.append("picture", query.picture);
     options.body.append("k", k);
     options.body.append("among", query.among);
+    options.body.append("filters", JSON.stringify(query.filters));
   } else {
     const { text, key } = query;
     options.headers = { "content-type": "application/json" };
-    options.body = JSON.stringify({ text, key, k, among: query.among });
+    options.body = JSON.stringify({ text, key, k, among: query.among, filters: query.filters });
   }
   const answer = await fetch("api/search", options);
   const content = await answer.json().catch(() => ({}));
@@ -70,7 +95,8 @@ async function search(query, { k = PAGE, remember = true } = {}) {
     const all = query.among === "images" ? state.info.images : state.info.captions;
     by("more").hidden = results.length < k || k >= Math.min(state.info.most_results, all);
     const what = { images: ["picture", "pictures"], captions: ["caption", "captions"] }[query.among][Number(results.length !== 1)];
-    say(results.length ? `${results.length} of ${all.toLocaleString("en")} ${what}, the best first` : "Nothing found.");
+    const of = Object.keys(query.filters).length ? "" : ` of ${all.toLocaleString("en")}`;
+    say(results.length ? `${results.length}${of} ${what}, the best first` : "Nothing found.");
     if (further && by("results").children[first]) by("results").children[first].querySelector("a").focus();
   } catch (error) {
     if (error.name === "AbortError") return;
@@ -154,7 +180,7 @@ function card(result) {
 function more(result) {
   if (!state.info.among.includes("images")) return;
   scrollTo({ top: 0 });
-  search({ key: result.key, thumbnail: result.thumbnail, among: "images" });
+  search({ key: result.key, thumbnail: result.thumbnail, among: "images", filters: filters() });
 }
 
 // The address of a query, so that it can be passed on and gone back to. A picture's is that of the page.
@@ -162,14 +188,27 @@ function address(query) {
   const parts = new URLSearchParams();
   if (query.picture) return "#";
   for (const name of ["text", "key", "among"]) if (query[name]) parts.set(name, query[name]);
+  for (const [name, value] of Object.entries(query.filters)) parts.set(`filters.${name}`, JSON.stringify(value));
   return `#${parts}`;
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return "";
+  }
 }
 
 function fromAddress() {
   const parts = new URLSearchParams(location.hash.slice(1));
   const [text, key] = [parts.get("text"), parts.get("key")];
   const kind = state.info.among.includes(parts.get("among")) ? parts.get("among") : state.info.among[0];
-  if (text || key) search({ [text ? "text" : "key"]: text || key, among: kind }, { remember: false });
+  for (const field of document.querySelectorAll("[data-column]")) {
+    const value = parts.get(`filters.${field.dataset.column}`) || "";
+    field.value = field.tagName === "SELECT" ? value : parsed(value);
+  }
+  if (text || key) search({ [text ? "text" : "key"]: text || key, among: kind, filters: filters() }, { remember: false });
   else reset();
 }
 
@@ -183,7 +222,7 @@ function reset() {
 }
 
 function searchPicture(file) {
-  if (file && state.info && state.info.pictures) search({ picture: file, among: among() });
+  if (file && state.info && state.info.pictures) search({ picture: file, among: among(), filters: filters() });
 }
 
 // A new query of the same kind after another choice, such as captions in place of pictures.
@@ -232,7 +271,7 @@ function listen() {
   by("form").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = by("text").value.trim();
-    if (text) search({ text, among: among() });
+    if (text) search({ text, among: among(), filters: filters() });
     else say("Type what to find first.");
   });
   by("pick").addEventListener("click", () => by("file").click());
@@ -283,6 +322,7 @@ async function start() {
   by("pick").hidden = by("with-picture").hidden = !state.info.pictures;
   by("among").hidden = state.info.among.length < 2;
   document.querySelector(`input[name="among"][value="${state.info.among[0]}"]`).checked = true;
+  by("options").append(...state.info.filters.map(filter));
   listen();
   fromAddress();
 }

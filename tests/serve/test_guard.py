@@ -46,7 +46,7 @@ def test_more_requests_than_allowed_are_told_to_come_back() -> None:
         waiting = [asyncio.create_task(request(guard)) for _ in range(2)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        status, headers, content = await request(guard)
+        status, headers, content = await asyncio.wait_for(request(guard), 5)
         assert status == 503 and headers[b"retry-after"] == b"1"
         assert content["detail"] == "2 requests are being answered: try again in a second"
         go.set()

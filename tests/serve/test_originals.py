@@ -145,6 +145,11 @@ def test_a_tar_file_with_many_files_is_not_kept(folder: Path, monkeypatch: pytes
     assert content(folder, Record("", str(folder / "inside" / "shard.tar"), "x.jpg")) is None
 
 
+def test_a_compressed_tar_file_has_no_places(folder: Path) -> None:
+    assert module._members(str(folder / "inside" / "small.tar.gz"), 0, 0) == {}
+    assert {*module._members(str(folder / "inside" / "shard.tar"), 0, 0)} == {"x.txt", "x.jpg", "deep/y.png"}
+
+
 def test_the_folder_itself_may_be_a_link(folder: Path) -> None:
     (folder / "here").symlink_to(folder / "inside")
     found = Originals([folder / "here"]).open(Record("deep/a.png"))

@@ -1,0 +1,102 @@
+"""Filters by metadata columns as SQL: what they find, and values that would be more than values."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+import pytest
+
+from coder_plugin.errors import CoderError
+from coder_plugin.serve.filters import MOST_VALUES, expression, offered
+
+COLUMNS = {"source": "string", "width": "int64", "weight": "float64", "safe": "bool"}
+ROWS = [
+    ("coco", 640, 0.5, 1),
+    ("it's", 320, 1e300, 0),
+    ("' OR 1 = 1 --", 0, -2.0, None),
+    ('"; DROP TABLE images', -(2**63) + 1, None, 1),
+    (None, None, 0.25, 0),
+    ("", 1, 1.0, 1),
+    ("猫\n\\", 2, 2.0, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def connection() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("CREATE TABLE images (source TEXT, width INTEGER, weight REAL, safe INTEGER)")
+    connection.executemany("INSERT INTO images VALUES (?, ?, ?, ?)", ROWS)
+    return connection
+
+
+def found(connection: sqlite3.Connection, filters: dict[str, Any]) -> list[int]:
+    where = expression(filters, COLUMNS)
+    return [row - 1 for (row,) in connection.execute(f"SELECT rowid FROM images WHERE ({where}\n)")]
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_each_value_finds_its_rows(connection: sqlite3.Connection, column: int) -> None:
+    name = list(COLUMNS)[column]
+    for row in ROWS:
+        value = bool(row[column]) if name == "safe" and row[column] is not None else row[column]
+        assert found(connection, {name: value}) == [n for n, each in enumerate(ROWS) if each[column] == row[column]]
+
+
+@pytest.mark.parametrize(
+    ("filters", "rows"),
+    [
+        ({"source": ["coco", "", "nobody's"]}, [0, 5]),
+        ({"source": ["coco", None]}, [0, 4]),
+        ({"source": [None]}, [4]),
+        ({"source": "coco", "width": 320}, []),
+        ({"safe": True, "width": [640, 1]}, [0, 5]),
+        ({"source": [None, "coco"], "safe": False}, [4]),
+        ({"source": "x') OR ('1' = '1"}, []),
+    ],
+)
+def test_filters_hold_together(connection: sqlite3.Connection, filters: dict[str, Any], rows: list[int]) -> None:
+    assert found(connection, filters) == rows
+
+
+def test_no_filters_are_no_expression() -> None:
+    assert expression({}, COLUMNS) is None
+
+
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [
+        ({"key": "x"}, "the index has no column 'key' to filter by, only source, width, weight, safe"),
+        ({"source\" = 'x' OR \"width": "x"}, "the index has no column"),
+        ({"source": []}, "the filter source has no values"),
+        ({"source": "a\0b"}, "the filter source has a value that no column has"),
+        ({"width": 2**63}, "the filter width has a value that no column has"),
+        ({"weight": float("nan")}, "the filter weight has a value that no column has"),
+        ({"weight": float("inf")}, "the filter weight has a value that no column has"),
+        ({"source": {"a": 1}}, "the filter source has a value that no column has"),
+        ({"source": ["x" * 200] * 50}, "the filters are too long: give fewer values"),
+    ],
+)
+def test_what_is_no_filter(filters: dict[str, Any], words: str) -> None:
+    with pytest.raises(CoderError) as error:
+        expression(filters, COLUMNS)
+    assert words in str(error.value)
+    with pytest.raises(CoderError, match="only none"):
+        expression({"source": "x"}, {})
+
+
+class Records:
+    def values(self, name: str, most: int) -> list[Any] | None:
+        assert most == MOST_VALUES
+        if name == "weight":
+            raise CoderError("it takes too long")
+        return {"source": ["a", "b"], "width": None, "safe": [False, True], "note": None, "nothing": []}[name]
+
+
+def test_what_the_page_offers() -> None:
+    columns = {**COLUMNS, "note": "string", "nothing": "string"}
+    assert offered(Records(), columns) == [
+        {"name": "source", "type": "string", "values": ["a", "b"]},
+        {"name": "safe", "type": "bool", "values": [False, True]},
+        {"name": "note", "type": "string", "values": None},
+    ]

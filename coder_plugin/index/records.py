@@ -107,6 +107,15 @@ class Records:
         segment, local = self._place("images", row)
         return self.files[segment].metadata(local)
 
+    def values(self, column: str, most: int) -> list[Any] | None:
+        """The different values of a metadata column, ascending; None where they are more than ``most``."""
+        found: set[Any] = set()
+        for file in self.files:
+            some = file.values(column, most)
+            if some is None or len(found := found | set(some)) > most:
+                return None
+        return sorted(found)
+
     def row_of(self, key: str) -> int | None:
         """The row of the first image with this key that was not removed; None where there is none."""
         return next((row for rows in self.rows_of([key]).values() for row in rows), None)

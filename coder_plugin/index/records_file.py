@@ -171,6 +171,14 @@ class RecordsFile:
         kinds = zip(self.columns.items(), values[1:], strict=True)
         return {name: bool(value) if kind == "bool" and value is not None else value for (name, kind), value in kinds}
 
+    def values(self, column: str, most: int) -> list[Any] | None:
+        """The different values of a metadata column, without null; None where they are more than ``most``."""
+        kind = self.columns[column]
+        found = self._query(f'SELECT DISTINCT "{column}" FROM images WHERE "{column}" IS NOT NULL LIMIT {most + 1}')
+        types = (int if kind == "bool" else COLUMN_TYPES[kind],)
+        values = [self._checked(each, types, "images", 0)[0] for each in found]
+        return None if len(values) > most else [bool(value) if kind == "bool" else value for value in values]
+
     def where(self, expression: str, kind: str = "images", *, seconds: float = SECONDS) -> np.ndarray:
         """Rows of the images, or of the captions of the images, for which an SQL expression is true; ascending int64."""
         condition = f"SELECT row FROM images WHERE ({expression}\n)"

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
 from coder_plugin import __version__
 from coder_plugin.errors import CoderError
 
@@ -151,7 +153,7 @@ def make_app(
                 return await asyncio.wrap_future(engine.picture(picture, wanted.k, **found))
 
     def recorded(row: int) -> Any:
-        if not 0 <= row < info.images:
+        if not 0 <= row < index.manifest["images"] or records.is_removed(np.array([row]))[0]:
             raise HTTPException(404, f"the index has no image {row}")
         return records.images([row])[0]
 
@@ -213,8 +215,8 @@ def _describe(engine: Engine, upload_bytes: int, pixels: int) -> Info:
     manifest = searcher.index.manifest
     return Info(
         name=searcher.index.folder.resolve().name,
-        images=manifest["images"],
-        captions=manifest["captions"],
+        images=manifest["images"] - manifest["removed"].get("images", 0),
+        captions=manifest["captions"] - manifest["removed"].get("captions", 0),
         model=PurePath(manifest["model"].get("name", "")).name,  # the server's folders are nobody's business
         objective=manifest["model"].get("objective", ""),
         among=[kind for kind in KINDS if kind in searcher.index.vectors],

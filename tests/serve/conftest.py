@@ -19,6 +19,7 @@ from tests.report.conftest import browser  # noqa: F401
 COUNT = 30
 #: What a page would run if it were not escaped.
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \" ' {{7*7}} </title>"
+SOURCE = "found <b>'there'</b>"
 NAME = "<img src=x onerror=alert(3)>.png"
 
 
@@ -31,10 +32,11 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Thirty scenes as PNG files; the keys are their absolute paths."""
+    """Thirty scenes as PNG files, every third from the source "drawn"; the keys are their absolute paths."""
     import coder_plugin
     from coder_plugin.cli import main
     from coder_plugin.data.scenes import open_scenes
+    from coder_plugin.index.build import build_from_embeddings
     from coder_plugin.pretrained.export import export_model
 
     folder = tmp_path_factory.mktemp("served")
@@ -43,16 +45,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     scenes = open_scenes("val")
     with open(pictures / "all.csv", "w", newline="") as file:
         table = csv.writer(file, delimiter="\t")
-        table.writerow(["filepath", "title"])
+        table.writerow(["filepath", "title", "source", "number", "note"])
         for number in range(COUNT):
             path = pictures / (NAME if number == 3 else f"{number:03d}.png")
             scenes[number].load().save(path)
             captions = [HOSTILE] if number == 3 else scenes[number].captions[:2]
-            table.writerows([[str(path), caption] for caption in captions])
+            source = "" if number == 5 else "drawn" if number % 3 == 0 else SOURCE
+            table.writerows([[str(path), caption, source, number, f"note {number}"] for caption in captions])
     torch.manual_seed(0)
     export_model(coder_plugin.create_model("coder-tiny", loss="dcl"), folder / "export")
-    flags = ["--data", str(pictures / "all.csv"), "--output", str(folder / "index"), "--workers", "0"]
-    assert main(["index", str(folder / "export"), *flags]) == 0
+    flags = ["--data", str(pictures / "all.csv"), "--output", str(folder / "embeddings"), "--workers", "0"]
+    assert main(["embed", str(folder / "export"), *flags, "--columns", "source", "number:int64", "note"]) == 0
+    build_from_embeddings(folder / "index", folder / "embeddings")
     return Made(folder / "index", pictures)
 
 

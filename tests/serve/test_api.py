@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -20,7 +21,7 @@ from coder_plugin.serve.app import make_app
 from coder_plugin.serve.engine import Engine
 from coder_plugin.serve.guard import LOCAL
 from coder_plugin.serve.originals import Originals
-from tests.serve.conftest import COUNT, HOSTILE, NAME, Made
+from tests.serve.conftest import COUNT, HOSTILE, NAME, SOURCE, Made
 
 testclient = pytest.importorskip("fastapi.testclient")
 URL = "http://127.0.0.1:8000"
@@ -102,6 +103,11 @@ JSON: dict[str, tuple[Any, int, str]] = {
     "k none": ({"text": "x", "k": 0}, 422, "k: Input should be greater than or equal to 1"),
     "k many": ({"text": "x", "k": 10**9}, 422, "k: Input should be less than or equal to 200"),
     "k huge": (b'{"text": "x", "k": 1e999}', 422, "k"),
+    "column": ({"text": "x", "filters": {"path": "x"}}, 422, "the index has no column 'path' to filter by, only"),
+    "filters": ({"text": "x", "filters": [1]}, 422, "filters: Input should be"),
+    "filter": ({"text": "x", "filters": {"source": {"a": 1}}}, 422, "filters.source"),
+    "long filter": ({"text": "x", "filters": {"source": "x" * 201}}, 422, "filters.source"),
+    "many filters": ({"text": "x", "filters": {"source": ["x" * 199] * 99}}, 422, "the filters are too long"),
     "among": ({"text": "x", "among": "videos"}, 422, "among: Input should be 'images' or 'captions'"),
     "unknown": ({"text": "x", "rerank": "all"}, 422, "rerank: Extra inputs are not permitted"),
     "key": ({"key": "nobody's"}, 404, 'the index has no image "nobody\'s"'),
@@ -143,6 +149,7 @@ UPLOADS: dict[str, tuple[dict[str, Any], int, str]] = {
     "k": ({"files": {"picture": png()}, "data": {"k": "many"}}, 422, "k: Input should be a valid integer"),
     "text too": ({"files": {"picture": png()}, "data": {"text": "x"}}, 422, "give a picture, or a text, or a key"),
     "unknown": ({"files": {"picture": png()}, "data": {"size": "9"}}, 422, "size: Extra inputs are not permitted"),
+    "filters": ({"files": {"picture": png()}, "data": {"filters": "{"}}, 422, "filters: Invalid JSON"),
     "no form": ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
     "kind": ({"content": png(), "headers": {"content-type": "image/png"}}, 415, "send JSON"),
     "no kind": ({"content": b"{}"}, 415, "send JSON"),
@@ -189,6 +196,40 @@ def test_pictures_and_thumbnails(client: Any, made: Made, searcher: Searcher) ->
         for row, status in (("30", 404), ("-1", 404), ("9" * 40, 404), ("x", 422), ("1.5", 422), ("..%2f..%2fetc", 404)):
             answer = client.get(f"/api/{path}/{row}")
             assert answer.status_code == status and isinstance(answer.json()["detail"], str), (path, row)
+
+
+def test_a_removed_picture_is_not_shown(client: Any, searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searcher.index.records, "removed", np.array([7]))
+    for path in ("image", "thumbnail"):
+        assert client.get(f"/api/{path}/7").status_code == 404 and client.get(f"/api/{path}/8").status_code == 200
+
+
+FILTERS: dict[str, tuple[dict[str, Any], set[int]]] = {
+    "one": ({"source": "drawn"}, {*range(0, COUNT, 3)}),
+    "quotes": ({"source": SOURCE, "number": [4, 5, 6, 7]}, {4, 7}),
+    "null": ({"source": [None, "drawn"], "number": [4, 5, 6, 7]}, {5, 6}),
+    "none": ({"source": "nobody's"}, set()),
+    "no filters": ({}, {*range(COUNT)}),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_results_have_the_values_of_filters(client: Any, made: Made, name: str) -> None:
+    filters, rows = FILTERS[name]
+    wanted = {"k": COUNT, "among": "images", "filters": filters}
+    assert {each["row"] for each in found(client.post("/api/search", json={"text": "a star", **wanted}))} == rows
+    by_key = {"key": str(made.pictures / "007.png"), **wanted}
+    assert {each["row"] for each in found(client.post("/api/search", json=by_key))} == rows
+    form = {**wanted, "filters": json.dumps(filters)}
+    assert {each["row"] for each in found(client.post("/api/search", files={"picture": png()}, data=form))} == rows
+    captions = found(client.post("/api/search", json={"text": "a star", **wanted, "k": 2 * COUNT, "among": "captions"}))
+    assert {each["row"] for each in captions} == rows
+
+
+def test_what_can_be_filtered_by(client: Any) -> None:
+    filters = {each["name"]: each for each in client.get("/api/info").json()["filters"]}
+    assert {*filters} == {"source", "number", "note"} and filters["source"]["values"] == ["drawn", SOURCE]
+    assert filters["number"] == {"name": "number", "type": "int64", "values": [*range(COUNT)]}
 
 
 def test_a_picture_outside_is_shown_by_its_thumbnail(engine: Engine, searcher: Searcher, tmp_path: Path) -> None:
@@ -271,7 +312,7 @@ def test_the_openapi_description(client: Any) -> None:
     search = described["paths"]["/api/search"]["post"]
     assert {*search["requestBody"]["content"]} == {"application/json", "multipart/form-data"}
     request = search["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert {*request} == {"text", "key", "k", "among"} and request["k"]["maximum"] == 200
+    assert {*request} == {"text", "key", "k", "among", "filters"} and request["k"]["maximum"] == 200
     result = described["components"]["schemas"]["Found"]["properties"]
     assert {*result} == {*found(client.post("/api/search", json={"text": "x", "k": 1}))[0]}
     assert {"200", "400", "404", "413", "422", "503"} <= {*search["responses"]}

@@ -98,6 +98,31 @@ def test_everything_is_shown_and_hostile_texts_are_texts(tab: Page, server: Live
     assert_tidy(tab, server)
 
 
+def test_results_are_filtered(tab: Page, server: Live) -> None:
+    load(tab, server, 390, mobile=True)
+    columns = "[...document.querySelectorAll('[data-column]')].map(each => each.dataset.column)"
+    assert tab.run(columns) == ["note", "number", "source"]
+    tab.type("a star")
+    tab.press("Enter")
+    tab.until(RESULTS.format(24))
+    choose = """(() => {
+      const field = document.querySelector('[data-column=source]');
+      field.value = JSON.stringify("drawn");
+      field.dispatchEvent(new Event('change'));
+    })()"""
+    tab.run(choose)
+    tab.until(RESULTS.format(10))
+    assert tab.run("document.getElementById('status').textContent") == "10 pictures, the best first"
+    address = tab.run("location.href")
+    tab.run("history.back()")
+    tab.until(RESULTS.format(24))
+    assert tab.run("document.querySelector('[data-column=source]').value") == ""
+    load(tab, server._replace(url=address), 1280)
+    tab.until(RESULTS.format(10))
+    assert tab.run("document.querySelector('[data-column=source]').value") == '"drawn"'
+    assert_tidy(tab, server)
+
+
 def test_a_picture_is_searched_by(tab: Page, server: Live) -> None:
     load(tab, server, 390, mobile=True)
     drop = """fetch('api/image/7').then(answer => answer.blob()).then(picture => {
@@ -123,7 +148,7 @@ def test_a_server_that_is_gone_is_said(tab: Page, server: Live) -> None:
     load(tab, server, 390)
     tab.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
     try:
-        tab.run("search({text: 'a dog', among: 'images'})")
+        tab.run("search({text: 'a dog', among: 'images', filters: {}})")
         assert tab.run("document.getElementById('status').textContent") == "The server does not answer: is it still running?"
     finally:
         tab.call("Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1)

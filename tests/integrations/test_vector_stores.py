@@ -476,3 +476,61 @@ def test_compressed_vectors_are_said_to_be_so(embeddings: dict[int, Path], tmp_p
     command = ["export", str(tmp_path / "pq"), "--to", "numpy", "--output", str(tmp_path / "arrays"), "--what", "captions"]
     assert main(command) == 2
     assert "has no vectors of captions, only of images" in capsys.readouterr().err
+
+
+def test_postgresql_is_sent_one_transaction_with_quoted_names(
+    embeddings: dict[int, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What psycopg is called with; the other tests need a server."""
+    import psycopg
+
+    sent: list[str] = []
+    written: list[list[Any]] = []
+
+    class Recorder:
+        """A connection, a transaction, a cursor and a COPY in one."""
+
+        def execute(self, command: Any, values: Any = None) -> Recorder:
+            sent.append(command if isinstance(command, str) else command.as_string(None))
+            return self
+
+        def transaction(self) -> Recorder:
+            sent.append("BEGIN")
+            return self
+
+        def copy(self, command: Any) -> Recorder:
+            return self.execute(command)
+
+        def cursor(self) -> Recorder:
+            return self
+
+        def __enter__(self) -> Recorder:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            sent.append("END")
+
+        def fetchone(self) -> list[bool]:
+            return [False]
+
+        def write_row(self, row: list[Any]) -> None:
+            written.append(row)
+
+        def close(self) -> None:
+            sent.append("close")
+
+    monkeypatch.setattr(psycopg, "connect", lambda where: Recorder())
+    address = "postgresql://me:secret@host/mine"
+    assert main(["export", str(embeddings[1]), "--to", "pgvector", "--output", address, "--table", "Mine"]) == 0
+    printed = capsys.readouterr()
+    assert "secret" not in printed.out + printed.err
+    columns = '"id", "key", "image_id", "captions", "path", "member", "source", "width", "quality", "good", "view_", "vector"'
+    created = next(each for each in sent if each.startswith("CREATE TABLE"))
+    assert created.startswith('CREATE TABLE "Mine" ("id" bigint, "key" text, "image_id" bigint, "captions" text[], ')
+    assert created.endswith('"good" boolean, "view_" bigint, "vector" vector(16) NOT NULL)')
+    assert sent[2:6] == ["END", "BEGIN", "CREATE EXTENSION IF NOT EXISTS vector", 'DROP TABLE IF EXISTS "Mine"']
+    assert sent[7] == f'COPY "Mine" ({columns}) FROM STDIN'
+    assert sent[-3:] == ['CREATE INDEX ON "Mine" (id)', "END", "close"] and sent.count("BEGIN") == 2
+    rows = rows_of(1, 0, COUNT)
+    assert [row[1] for row in written] == [key.replace("\0", "\ufffd") for key in rows.keys]
+    np.testing.assert_allclose([json.loads(row[-1]) for row in written], rows.images, rtol=1e-6)

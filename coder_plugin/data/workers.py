@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
 from types import FrameType
 
 
@@ -34,4 +35,9 @@ def start_worker(worker: int) -> None:
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if (main := parent_process()) is not None:
-        threading.Thread(target=lambda: (main.join(), os._exit(1)), daemon=True).start()
+        threading.Thread(target=_end_with, args=(main,), daemon=True).start()
+
+
+def _end_with(main: BaseProcess) -> None:
+    main.join()
+    os._exit(1)

@@ -135,11 +135,15 @@ class Embeddings:
         """
         chosen = self._chosen(columns)
         with self._open(unit) as file:
+            left = file.metadata.num_rows
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(rows, row_groups=[group], columns=chosen, use_threads=False):
                     batch = batch.select(chosen)
                     check_values(batch, self.header)
+                    left -= len(batch)
                     yield batch
+            if left:  # a damaged footer may make Arrow find no rows in a group
+                raise ValueError(f"{left:,} of its rows are missing")
 
     def tokens(self, unit: int) -> dict[str, np.ndarray]:
         """What re-ranking needs of a unit's images [n, ...] and captions [t, ...]; names begin with ``image_`` and ``text_``.

@@ -284,7 +284,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a folder": (lambda f: replaced(f).mkdir(), "is damaged"),
     "compressed": (lambda f: rewrite(f, compression="zstd"), "key is compressed"),
     "a dictionary": (lambda f: rewrite(f, use_dictionary=["key"]), "key is compressed or in a dictionary"),
-    "differences": (lambda f: rewrite(f, column_encoding={"key": "DELTA_BYTE_ARRAY"}), "key is compressed"),
+    "differences": (lambda f: rewrite(f, column_encoding={"key": "DELTA_BYTE_ARRAY"}), "key: a page is in a"),
     "no metadata": (lambda f: rewrite(f, content=None), "metadata are not those of coder-plugin embed"),
     "another unit": (lambda f: rewrite(f, content={"unit": 1}), "another unit than embed.json"),
     "another plan": (lambda f: rewrite(f, content={"plan": "0" * 64}), "another plan than embed.json"),
@@ -316,6 +316,12 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a negative id": (lambda f: rewrite(f, column("image_id", [1, -2, 3])), "image_id is negative"),
     "no JPEG": (lambda f: rewrite(f, column("thumbnail", [b"<svg>", None, None])), "thumbnail is not a JPEG"),
 }  # fmt: skip
+
+
+def test_rows_that_arrow_does_not_find_are_missed(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *arguments, **options: iter(()))
+    with pytest.raises(CoderError, match="3 of its rows are missing"):
+        Embeddings(good).read(0)
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -405,12 +411,13 @@ from coder_plugin.index.embeddings import Embeddings
 folder, count, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(0)
 path, before = folder / "00000000.parquet", Embeddings(folder).read(0)
 content, refused = path.read_bytes(), 0
+footer = 8 + int.from_bytes(content[-8:-4], "little")
 for _ in range(count):
     changed = bytearray(content)
-    changed[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    changed[rng.randrange(len(content) - footer)] ^= 1 << rng.randrange(8)
     path.write_bytes(changed)
     try:
-        assert Embeddings(folder).read(0).equals(before)  # a byte that nobody reads, such as the writer's version
+        assert Embeddings(folder).read(0).equals(before)  # a byte that nobody reads, such as a page's statistics
     except CoderError as error:
         assert str(path) in str(error)
         refused += 1

@@ -52,7 +52,7 @@ def honest_index(loss: str = "dcl") -> Path:
     export = honest_run(loss) / "export" / "last"
     flags = ["--data", str(folder / "all.csv"), "--workers", "0", "--output", str(folder / "index")]
     assert main(["index", str(export), *flags]) == 0
-    sql(f"UPDATE images SET key = substr(key, {len(str(folder)) + 2})")(folder / "index" / "records.sqlite")
+    sql(f"UPDATE images SET key = substr(key, {len(str(folder)) + 2})")(folder / "index" / FIRST / "records.sqlite")
     reseal(folder / "index")
     return folder / "index"
 
@@ -291,8 +291,8 @@ CASES = [
     manifest_case("views-text", sized("images", views="1"), UNSEALED),
     manifest_case("views-many", sized("images", views=3), "vectors of"),
     manifest_case("path-outside", lambda content: content["files"].update({"../outside/precious.txt": {}}), "do not match"),
-    manifest_case("no-checksum", lambda content: content["files"].update({"records.sqlite": None}), UNSEALED),
-    manifest_case("bytes-text", lambda content: content["files"]["records.sqlite"].update(bytes="1"), UNSEALED),
+    manifest_case("no-checksum", lambda content: content["files"].update({f"{FIRST}/records.sqlite": None}), UNSEALED),
+    manifest_case("bytes-text", lambda content: content["files"][f"{FIRST}/records.sqlite"].update(bytes="1"), UNSEALED),
     manifest_case(
         "deep", lambda content: content.update(x=functools.reduce(lambda inner, _: [inner], range(900), 0)), "", status=0
     ),

@@ -187,33 +187,23 @@ def index_command(arguments: argparse.Namespace) -> str:
     """Build the index that the flags describe; returns a summary."""
     from coder_plugin import distributed
     from coder_plugin.cli.flags import read_options
-    from coder_plugin.data.from_config import make_source, pictures_under_regions
-    from coder_plugin.data.pictures import Pictures, is_pictures
-    from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
+    from coder_plugin.index.build import EMBEDDINGS, build_from_job
+    from coder_plugin.index.job import EmbedJob
 
-    options = read_options(arguments)
-    spec = arguments.run_folder
-    data = saved_data_config(spec, {**options, "train_data": arguments.data, "val_data": arguments.data})
-    if data.dataset_type == "auto" and data.regions is None and is_pictures(arguments.data):
-        source: Any = Pictures(arguments.data, max_pixels=data.max_image_pixels)
-        pictures = None
-    else:
-        source, pictures = make_source(data, split=arguments.split), pictures_under_regions(data, arguments.split)
-    export = arguments.export or default_export(spec)
-    manifest = write_index(
-        arguments.output,
-        open_pretrained(spec, options, export=export, name=spec, reranker=arguments.reranker),
-        source,
-        model_from={"spec": spec, "export": export, "options": options},
-        data=data,
-        location=arguments.data,
+    folder = Path(arguments.output)
+    job = EmbedJob(
+        model=arguments.run_folder,
+        data=arguments.data,
+        output=str(folder / EMBEDDINGS),
+        options=read_options(arguments),
+        export=arguments.export,
         split=arguments.split,
         what=arguments.what,
-        factory=arguments.factory,
         thumbnails=arguments.thumbnails,
-        rerank=arguments.rerank_items,
-        pictures=pictures,
+        tokens=None if arguments.rerank_items else False,
+        reranker=arguments.reranker,
     )
+    manifest = build_from_job(folder, job, factory=arguments.factory, segment_size=arguments.segment_size)
     return _summary(arguments.output, manifest) if distributed.rank() == 0 else ""
 
 

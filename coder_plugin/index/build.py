@@ -14,7 +14,9 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +34,16 @@ from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import assembly, manifest, parts, vectors_file
 from coder_plugin.index.embeddings import Embeddings
+from coder_plugin.index.embeddings_header import Header
+from coder_plugin.index.job import EmbedJob
 from coder_plugin.index.lock import LOCK, write_lock
 from coder_plugin.locations import is_local
 from coder_plugin.progress import Progress
 from coder_plugin.terminal import echo
 
 PARTS = "parts"
+#: Folder of the embeddings that an index is built from, while :func:`build_from_job` makes them.
+EMBEDDINGS = "embeddings"
 #: Images of a part, about; after a kill at most so many are encoded again.
 PART_SIZE = 512
 WHAT = ("both", "images", "captions")
@@ -181,6 +187,56 @@ def build_from_embeddings(
         _start(folder, {**plan, "factory": factory})
         _run_on_all_ranks(lambda: _assemble(folder, embeddings, kinds, plan, factory) if distributed.rank() == 0 else None)
     return manifest.read_manifest(folder)
+
+
+def build_from_job(
+    folder: str | Path, job: EmbedJob, *, factory: str = "Flat", segment_size: int | None = None
+) -> dict[str, Any]:
+    """Embed a data set and build an index from the embeddings, which are removed at the end; or continue.
+
+    Each process embeds its share; the first builds. Arguments and errors as of :func:`build_from_embeddings`.
+
+    Args:
+        folder: the index.
+        job: model, data and options; its ``output`` must be ``folder / EMBEDDINGS``.
+        factory: FAISS index factory string.
+        segment_size: images of a segment.
+
+    Returns:
+        The manifest.
+    """
+    folder = Path(folder)
+    options = {"factory": factory, "segment size": segment_size}
+    with write_lock(folder):
+        if (folder / manifest.MANIFEST).is_file():
+            with tempfile.TemporaryDirectory() as scratch:
+                other = replace(job, output=scratch)
+                other.start()
+                plan = {**Header.read(Path(scratch)).plan, "segment size": segment_size}
+            content = _read_finished(folder, plan, factory)
+        else:
+            _start(folder, options)
+            _run_on_all_ranks(lambda: _embed(folder, job, factory))
+            if distributed.rank() == 0:
+                embeddings = Embeddings(folder / EMBEDDINGS)
+                rerank = assembly.has_tokens(embeddings)
+                plan = {**embeddings.header.plan, "re-ranking": rerank, "segment size": segment_size}
+                work = partial(_assemble, folder, embeddings, assembly.kinds_of(embeddings), plan, factory)
+            else:
+                work = partial(int)
+            _run_on_all_ranks(work)
+            content = manifest.read_manifest(folder)
+        if distributed.rank() == 0:
+            shutil.rmtree(folder / EMBEDDINGS, ignore_errors=True)
+        distributed.barrier()
+    return content
+
+
+def _embed(folder: Path, job: EmbedJob, factory: str) -> None:
+    job.start()
+    vectors_file.check_factory(factory, Header.read(folder / EMBEDDINGS).dimensions)
+    rank = distributed.rank()
+    job.run(index=rank, count=distributed.world_size(), wait=True, shown=rank == 0)
 
 
 def _assemble(folder: Path, embeddings: Embeddings, kinds: list[str], plan: Mapping[str, Any], factory: str) -> None:

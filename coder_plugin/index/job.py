@@ -46,7 +46,7 @@ class EmbedJob:
         what: whose vectors: "both", "images" or "captions".
         dtype: of the vectors: "float32" or "float16".
         thumbnails: longer side in pixels; 0: none.
-        tokens: also write what re-ranking needs, with ``reranker`` or a model that has a head for it.
+        tokens: also write what re-ranking needs, with ``reranker`` or a model that has a head for it; None: if it has one.
         reranker: as in :func:`~coder_plugin.pretrained.open.open_pretrained`; its tokens are written in any case.
         columns: further columns or fields of the data to keep, and the type of each: "string", "int64", "float64" or "bool".
         rows_per_file: images of a file where the data are not in shards.
@@ -72,7 +72,7 @@ class EmbedJob:
     what: str = "both"
     dtype: str = "float32"
     thumbnails: int = 128
-    tokens: bool = False
+    tokens: bool | None = False
     reranker: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     rows_per_file: int = ROWS_PER_FILE
@@ -135,7 +135,7 @@ class _Opened:
             encoder=encoder,
             units=Units(source, job.rows_per_file),
             thumbnails=job.thumbnails,
-            tokens=job.tokens or job.reranker is not None,
+            tokens=encoder.reranking is not None if job.tokens is None else job.tokens or job.reranker is not None,
             pictures=None if pictures is None else Units(pictures, job.rows_per_file),
         )
 

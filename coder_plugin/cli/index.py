@@ -201,7 +201,7 @@ def index_command(arguments: argparse.Namespace) -> str:
         what=arguments.what,
         thumbnails=arguments.thumbnails,
         tokens=None if arguments.rerank_items else False,
-        reranker=arguments.reranker,
+        reranker=arguments.reranker if arguments.rerank_items else None,
     )
     manifest = build_from_job(folder, job, factory=arguments.factory, segment_size=arguments.segment_size)
     return _summary(arguments.output, manifest) if distributed.rank() == 0 else ""

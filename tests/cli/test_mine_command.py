@@ -145,7 +145,7 @@ def test_another_model_or_other_data_are_refused(made: Path, data: Path, model: 
     assert "another --index" in error
     assert not output.exists()
     shutil.copytree(index, tmp_path / "cut")
-    (tmp_path / "cut" / "captions.faiss").write_bytes(b"")
+    next((tmp_path / "cut").rglob("captions.faiss")).write_bytes(b"")
     assert "captions.faiss is damaged" in refused(capsys, "--index", tmp_path / "cut", "--output", output)
     assert "is not an index: it has no manifest.json" in refused(capsys, "--index", other, "--output", output)
     pictures = ["--data", str(data / "other.csv"), "--what", "images", "--output", str(tmp_path / "pictures")]

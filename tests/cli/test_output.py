@@ -40,7 +40,7 @@ def test_help_of_train_fits_two_screens_and_help_all_has_every_option(capsys, mo
 
 
 def test_usage_names_what_must_be_given(capsys) -> None:
-    assert shown(capsys, "index", "--help").startswith("usage: coder-plugin index --data DATA --output INDEX [RUN] [options]\n")
+    assert shown(capsys, "index", "--help").startswith("usage: coder-plugin index --output INDEX [RUN] [options]\n")
     assert "usage: coder-plugin regions extract IMAGES OUTPUT [options]\n" in shown(capsys, "regions", "extract", "--help")
 
 

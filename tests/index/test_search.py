@@ -112,7 +112,7 @@ def test_the_table_and_the_page(index: Path, tmp_path: Path, capsys, monkeypatch
     html = page.read_text()
     assert "a &lt;b&gt;red&lt;/b&gt; circle" in html and "<b>red" not in html
     assert html.count("data:image/jpeg;base64,") == 4
-    assert not re.search(r"""(?:src|href)=["'](?!data:|#)|url\(|@import""", html)
+    assert not re.search(r"""(?:src|href)=["'](?!data:|file:|#)|url\(|@import""", html)
 
 
 def test_a_folder_of_pictures(pictures: Path, export: Path, tmp_path: Path, capsys) -> None:

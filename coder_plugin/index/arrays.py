@@ -45,8 +45,8 @@ class Arrays:
                 self._arrays[kind].append({name.removeprefix(prefix): array for name, array in arrays.items()})
         #: Names of the arrays, without a prefix, by kind; empty without any.
         self.names: dict[str, list[str]] = {}
-        for kind, arrays in self._arrays.items():
-            filled = [each.keys() for each, segment in zip(arrays, manifest["segments"], strict=True) if segment[kind]]
+        for kind, of_segments in self._arrays.items():
+            filled = [each.keys() for each, segment in zip(of_segments, manifest["segments"], strict=True) if segment[kind]]
             if any(each != filled[0] for each in filled):
                 raise CoderError(f"{folder / MANIFEST} lists other files for re-ranking in one segment than in another")
             if filled and filled[0]:

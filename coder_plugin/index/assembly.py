@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def train(folder: Path, embeddings: Embeddings, kind: str, factory: str) -> None
     if training.sample_size(factory, embeddings.dimensions) == 0:
         return
     views = embeddings.views if kind == "images" else 1
-    total = views * sum(embeddings.summary(unit)[1 + (kind == "captions")] for unit in embeddings.present)
+    summaries = map(embeddings.summary, embeddings.present)
+    total = views * sum(each.rows if kind == "images" else each.captions for each in summaries)
 
     def sample(size: int) -> np.ndarray:
         return segments.sample(embeddings, kind, training.sample_rows(total, size))
@@ -138,8 +140,8 @@ def write_segments(
         for number, piece in enumerate(planned, first):
             name = f"{number:05d}"
             path = folder / manifest.SEGMENTS / name
-            options = {"source": source, "empty": empty, "rerank": rerank, "columns": columns}
-            written.append((name, segments.write_segment(path, embeddings, piece, **options)))
+            write = partial(segments.write_segment, source=source, empty=empty, rerank=rerank, columns=columns)
+            written.append((name, write(path, embeddings, piece)))
             progress.update(piece.images)
     return written
 

@@ -217,19 +217,22 @@ def build_from_job(
         else:
             _start(folder, options)
             _run_on_all_ranks(lambda: _embed(folder, job, factory))
+            work: Callable[[], None] = _nothing
             if distributed.rank() == 0:
                 embeddings = Embeddings(folder / EMBEDDINGS)
                 rerank = assembly.has_tokens(embeddings)
                 plan = {**embeddings.header.plan, "re-ranking": rerank, "segment size": segment_size}
                 work = partial(_assemble, folder, embeddings, assembly.kinds_of(embeddings), plan, factory)
-            else:
-                work = partial(int)
             _run_on_all_ranks(work)
             content = manifest.read_manifest(folder)
         if distributed.rank() == 0:
             shutil.rmtree(folder / EMBEDDINGS, ignore_errors=True)
         distributed.barrier()
     return content
+
+
+def _nothing() -> None:
+    """What the other processes do while the first builds."""
 
 
 def _embed(folder: Path, job: EmbedJob, factory: str) -> None:
@@ -251,7 +254,8 @@ def _assemble(folder: Path, embeddings: Embeddings, kinds: list[str], plan: Mapp
     manifest.write_json(note, {"plan": begun["plan"], **{path.name: manifest.sums(folder, [path]) for path in trained}})
     options = {"kinds": kinds, "factory": factory, "size": plan["segment size"], "rerank": plan["re-ranking"]}
     notes = assembly.write_segments(folder, embeddings, columns=embeddings.columns, **options)
-    content = {"model": dict(embeddings.model), "plan": dict(plan), "factory": factory, "removed": {}, "made": assembly.today()}
+    model, plan = dict(embeddings.model), dict(plan)
+    content: dict[str, Any] = {"model": model, "plan": plan, "factory": factory, "removed": {}, "made": assembly.today()}
     content |= assembly.fields(embeddings, notes, kinds)
     content["files"] |= manifest.sums(folder, trained)
     manifest.write_manifest(folder, content)

@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,7 +236,7 @@ def assemble(folder: Path, paths: Sequence[Path], content: Mapping[str, Any], *,
     for kind, array in arrays.vectors.items():
         files.append(segment / f"{kind}.faiss")
         sizes[kind] = {"items": len(array), "views": array.shape[1], "dimensions": array.shape[2]}
-        empty = training.train(factory, array.shape[2], lambda size, array=array: _sample(array, size))
+        empty = training.train(factory, array.shape[2], partial(_sample, array))
         with atomic_path(files[-1]) as temporary:
             vectors_file.write(temporary, _chunks(array), empty)
     if arrays.items:

@@ -187,8 +187,9 @@ class RecordsFile:
             self._filter = self._open()
             self._filter.set_authorizer(self._authorize)
             if hasattr(self._filter, "setlimit"):  # from Python 3.11 on
-                self._filter.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_LENGTH)
-                self._filter.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)
+                limits: Any = sqlite3
+                self._filter.setlimit(limits.SQLITE_LIMIT_LENGTH, _MOST_LENGTH)
+                self._filter.setlimit(limits.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)
         try:
             found = self._run(self._filter, query, (), seconds)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:

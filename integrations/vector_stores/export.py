@@ -48,7 +48,8 @@ class _Counted(Iterator[_T]):
     """Batches, counted; keeps the error that reading them raised, which a store's library may raise as one of its own."""
 
     def __init__(self, batches: Iterable[_T], progress: Progress) -> None:
-        self._batches, self._progress = iter(batches), progress
+        self._batches: Iterator[_T] = iter(batches)
+        self._progress = progress
         self.items = 0
         self.error: CoderError | None = None
 

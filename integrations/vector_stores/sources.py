@@ -82,7 +82,6 @@ def table_of(source: Source, kind: str, name: str) -> Table:
 
     def batches() -> Iterator[pa.RecordBatch]:
         for rows in source.rows([kind], size):
-            assert (rows.images if kind == "images" else rows.texts) is not None
             for values in [_images(rows, dimensions)] if kind == "images" else _captions(rows, size):
                 values |= {f"{each}_" if each in _TAKEN else each: values.pop(each) for each in rows.columns}
                 yield record_batch(values, schema)
@@ -93,12 +92,14 @@ def table_of(source: Source, kind: str, name: str) -> Table:
 def _images(rows: Rows, dimensions: int) -> dict[str, Any]:
     ids = [stable_hash(key) for key in rows.keys]
     values = {"id": ids, "key": rows.keys, "image_id": ids, "captions": rows.captions, "path": rows.paths}
+    assert rows.images is not None
     vectors = vector_array(rows.images.reshape(len(ids), -1, dimensions))
     return {**values, "member": rows.members, **rows.columns, "vector": vectors}
 
 
 def _captions(rows: Rows, size: int) -> Iterator[dict[str, Any]]:
     """The captions of images, one a row."""
+    assert rows.texts is not None
     owners = [(row, number) for row, texts in enumerate(rows.captions) for number in range(len(texts))]
     for start in range(0, len(owners), size):
         some = owners[start : start + size]
@@ -117,7 +118,8 @@ class EmbeddingsSource:
 
     def __init__(self, folder: Path) -> None:
         self.embeddings = Embeddings(folder)
-        self.model, self.metadata, self.note = self.embeddings.model, self.embeddings.columns, None
+        self.model, self.metadata = self.embeddings.model, self.embeddings.columns
+        self.note: str | None = None
 
     def size(self, kind: str) -> tuple[int | None, int, int]:
         header = self.embeddings.header
@@ -146,10 +148,12 @@ class IndexSource:
 
     def __init__(self, folder: Path, *, verify: bool) -> None:
         self.index = Index(folder, verify=verify, gpu=False)
-        self.model = self.index.manifest["model"]
+        self.model: Mapping[str, Any] = self.index.manifest["model"]
         self.metadata: Mapping[str, str] = self.index.manifest["columns"]
         factory = self.index.manifest["factory"]
-        self.note = None if is_lossless(factory) else f"an index {factory} stores compressed vectors: scores are approximate"
+        self.note: str | None = None
+        if not is_lossless(factory):
+            self.note = f"an index {factory} stores compressed vectors: scores are approximate"
 
     def size(self, kind: str) -> tuple[int | None, int, int]:
         vectors = self.index.vectors.get(kind)

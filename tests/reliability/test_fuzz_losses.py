@@ -197,6 +197,15 @@ def _distill(fuzz: Fuzz) -> Tensor:
     return functional.distill(*features, kind=kind, **scales)
 
 
+def _maxsim(fuzz: Fuzz) -> Tensor:
+    n, m, length, t, d = (fuzz.integer(low, 5) for low in (0, 0, 1, 1, 1))
+    return functional.maxsim(
+        fuzz.values((n, length, d)), fuzz.mask(n, length), fuzz.values((m, t, d)), fuzz.mask(m, t),
+        direction=fuzz.choose(("text", "image", "both")), reduction=fuzz.choose(("mean", "sum")),
+        tile=fuzz.choose((1, 7, 1 << 22)),
+    )  # fmt: skip
+
+
 FUNCTIONS: dict[str, Callable[[Fuzz], Tensor]] = {
     name.removeprefix("_"): function
     for name, function in list(globals().items())

@@ -337,7 +337,8 @@ def run_mutations(tmp_path: Path, each: int, seed: int) -> Counter[str]:
             if pid == 0:
                 status = 9
                 try:
-                    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+                    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30),) * 2)
                     signal.alarm(10)
                     faiss.omp_set_num_threads(1)
                     opened = Vectors([path], [300], views=1, dimensions=16, flat=factory == "Flat", gpu=False)

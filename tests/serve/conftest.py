@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ def running(folder: Path, *flags: str) -> Iterator[Live]:
 
 
 def _serve(arguments: list[str], output: str, errors: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it begins in the background ignore it
     for number, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     import sys

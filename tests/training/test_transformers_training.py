@@ -139,7 +139,7 @@ def test_a_run_from_a_folder_to_a_search(folders: dict[str, str], tmp_path: Path
     assert main(["index", str(run), "--data", data, "--output", str(tmp_path / "index"), "--workers", "0"]) == 0
     capsys.readouterr()
     assert main(["search", str(tmp_path / "index"), "--text", "a red circle", "-k", "2", "--json"]) == 0
-    assert capsys.readouterr().out.count("scene-") == 2
+    assert capsys.readouterr().out.count('"key": "scene-') == 2
     again = ["--model", str(best), "--lock-image", "--name", "again", "--loss", "clip + dcl"]
     assert main(["train", *again, *options[:-2]]) == 0
     with_new = transformers.AutoModel.from_pretrained(tmp_path / "again" / "export" / "last").state_dict()

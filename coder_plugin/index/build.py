@@ -14,9 +14,7 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +32,6 @@ from coder_plugin.data.tars import local_path
 from coder_plugin.errors import CoderError
 from coder_plugin.index import assembly, manifest, parts, vectors_file
 from coder_plugin.index.embeddings import Embeddings
-from coder_plugin.index.embeddings_header import Header
 from coder_plugin.index.job import EmbedJob
 from coder_plugin.index.lock import LOCK, write_lock
 from coder_plugin.locations import is_local
@@ -205,27 +202,23 @@ def build_from_job(
     Returns:
         The manifest.
     """
-    folder = Path(folder)
-    options = {"factory": factory, "segment size": segment_size}
+    folder, rank, ranks = Path(folder), distributed.rank(), distributed.world_size()
+    vectors_file.check_factory(factory, job.dimensions)
     with write_lock(folder):
         if (folder / manifest.MANIFEST).is_file():
-            with tempfile.TemporaryDirectory() as scratch:
-                other = replace(job, output=scratch)
-                other.start()
-                plan = {**Header.read(Path(scratch)).plan, "segment size": segment_size}
-            content = _read_finished(folder, plan, factory)
+            content = _read_finished(folder, {**job.plan(), "segment size": segment_size}, factory)
         else:
-            _start(folder, options)
-            _run_on_all_ranks(lambda: _embed(folder, job, factory))
+            _start(folder, {"factory": factory, "segment size": segment_size})
+            _run_on_all_ranks(lambda: job.run(index=rank, count=ranks, wait=True, shown=rank == 0))
             work: Callable[[], None] = _nothing
-            if distributed.rank() == 0:
+            if rank == 0:
                 embeddings = Embeddings(folder / EMBEDDINGS)
                 rerank = assembly.has_tokens(embeddings)
                 plan = {**embeddings.header.plan, "re-ranking": rerank, "segment size": segment_size}
                 work = partial(_assemble, folder, embeddings, assembly.kinds_of(embeddings), plan, factory)
             _run_on_all_ranks(work)
             content = manifest.read_manifest(folder)
-        if distributed.rank() == 0:
+        if rank == 0:
             shutil.rmtree(folder / EMBEDDINGS, ignore_errors=True)
         distributed.barrier()
     return content
@@ -233,13 +226,6 @@ def build_from_job(
 
 def _nothing() -> None:
     """What the other processes do while the first builds."""
-
-
-def _embed(folder: Path, job: EmbedJob, factory: str) -> None:
-    job.start()
-    vectors_file.check_factory(factory, Header.read(folder / EMBEDDINGS).dimensions)
-    rank = distributed.rank()
-    job.run(index=rank, count=distributed.world_size(), wait=True, shown=rank == 0)
 
 
 def _assemble(folder: Path, embeddings: Embeddings, kinds: list[str], plan: Mapping[str, Any], factory: str) -> None:
@@ -319,7 +305,7 @@ def content_digest(source: Any) -> str | None:
     return digest.hexdigest()[:32]
 
 
-def _run_on_all_ranks(work: Callable[[], None]) -> None:
+def _run_on_all_ranks(work: Callable[[], object]) -> None:
     """Run ``work`` on each rank and wait for all; if one fails, all raise, because the others would wait for it for ever."""
     failure: Exception | None = None
     try:

@@ -6,6 +6,7 @@ Shape letters: N images, D dimensions, V vectors of an image.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -53,7 +54,14 @@ class Embedding:
     pictures: Units | None = None
 
     def __post_init__(self) -> None:
+        if self.thumbnails < 0:
+            raise CoderError(f"thumbnails must be 0 (none) or more pixels, got {self.thumbnails}")
         self.encoder.model.eval()
+
+    @functools.cached_property
+    def dimensions(self) -> int:
+        """D."""
+        return self.encoder.text(["a picture"])[0].shape[1]
 
     def blocks(self, numbers: Iterable[int], header: Header) -> Generator[Block, None, None]:
         """The decoded blocks of units."""
@@ -183,12 +191,38 @@ def begin(
     """
     columns, units = dict(columns or {}), embedding.units
     check_columns(columns)
-    whole_plan = {
+    whole_plan = plan_of(embedding, model=model, plan=plan, what=what, dtype=dtype, columns=columns)
+
+    def make_header() -> Header:
+        views = 1
+        if what != "captions":
+            example = units.first(first % len(units))
+            check(example)
+            vectors, _ = embedding.encoder.image([example])
+            views = vectors.shape[1] if vectors.ndim == 3 else 1
+        sizes = {"units": len(units), "dimensions": embedding.dimensions, "views": views}
+        return Header(model=dict(model), plan=whole_plan, **sizes, dtype=dtype, what=what, columns=columns)
+
+    return open_folder(Path(folder), whole_plan, make_header)
+
+
+def plan_of(
+    embedding: Embedding,
+    *,
+    model: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    what: str = "both",
+    dtype: str = "float32",
+    columns: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Everything that decides what is in the files, as JSON values; arguments as of :func:`begin`."""
+    units = embedding.units
+    return {
         "model": model["fingerprint"],
         **json.loads(json.dumps(plan)),
         "what": what,
         "dtype": dtype,
-        "columns": columns,
+        "columns": dict(columns or {}),
         "batch size": embedding.encoder.batch_size,
         "thumbnails": embedding.thumbnails,
         "tokens": embedding.tokens,
@@ -196,18 +230,6 @@ def begin(
         "rows per file": None if units.by_shards else units.rows,
         "files": len(units),
     }
-
-    def make_header() -> Header:
-        dimensions, views = embedding.encoder.text(["a picture"])[0].shape[1], 1
-        if what != "captions":
-            example = units.first(first % len(units))
-            check(example)
-            vectors, _ = embedding.encoder.image([example])
-            views = vectors.shape[1] if vectors.ndim == 3 else 1
-        sizes = {"units": len(units), "dimensions": dimensions, "views": views}
-        return Header(model=dict(model), plan=whole_plan, **sizes, dtype=dtype, what=what, columns=columns)
-
-    return open_folder(Path(folder), whole_plan, make_header)
 
 
 def embed_all(

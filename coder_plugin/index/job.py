@@ -20,7 +20,7 @@ from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tars import local_path
 from coder_plugin.data.units import Units
 from coder_plugin.errors import CoderError
-from coder_plugin.index.embed import Embedding, Finished, begin, embed_all, embed_unit
+from coder_plugin.index.embed import Embedding, Finished, begin, embed_all, embed_unit, plan_of
 from coder_plugin.index.embeddings_header import Header, check_columns
 from coder_plugin.index.unit_file import is_complete
 from coder_plugin.locations import is_local
@@ -88,6 +88,16 @@ class EmbedJob:
         """
         return self._open().header().units
 
+    @property
+    def dimensions(self) -> int:
+        """Of the vectors."""
+        return self._open().embedding.dimensions
+
+    def plan(self) -> dict[str, Any]:
+        """Everything that decides what is in the files, as ``embed.json`` says it; begins no folder."""
+        opened = self._open()
+        return plan_of(opened.embedding, **opened.described)
+
     def __call__(self, unit: int) -> dict[str, Any]:
         """Embed a unit, unless its file is complete. The process keeps model and data open for the next one.
 
@@ -139,21 +149,24 @@ class _Opened:
             pictures=None if pictures is None else Units(pictures, job.rows_per_file),
         )
 
+    @functools.cached_property
+    def described(self) -> dict[str, Any]:
+        """Model, data and options for the folder's header, with digests of the weights and the captions, so computed once."""
+        job = self.job
+        opened = {name: value for name, value in job.options.items() if name in OPENING}
+        return {
+            "model": model_record(self.model, job.model, export=job.export or default_export(job.model), options=opened),
+            "plan": reading_plan(self.embedding.units.source, self.data, job.data, job.split, self.model.config.precision),
+            "what": job.what,
+            "dtype": job.dtype,
+            "columns": job.columns,
+        }
+
     def header(self, first: int = 0) -> Header:
         """Of the folder, which is begun if it was not."""
-        job, units = self.job, self.embedding.units
-        opened = {name: value for name, value in job.options.items() if name in OPENING}
-        return begin(
-            job.output,
-            self.embedding,
-            model=model_record(self.model, job.model, export=job.export or default_export(job.model), options=opened),
-            plan=reading_plan(units.source, self.data, job.data, job.split, self.model.config.precision),
-            what=job.what,
-            dtype=job.dtype,
-            columns=job.columns,
-            check=partial(check_data, self.model.model, name=units.source.name, max_regions=self.model.config.max_regions),
-            first=first,
-        )
+        name, most = self.embedding.units.source.name, self.model.config.max_regions
+        check = partial(check_data, self.model.model, name=name, max_regions=most)
+        return begin(self.job.output, self.embedding, **self.described, check=check, first=first)
 
 
 @functools.lru_cache(maxsize=1)

@@ -256,6 +256,24 @@ def test_data_of_the_wrong_kind(export: Path, tmp_path: Path, capsys) -> None:
     assert "the data are regions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [("--factory", "Round"), ("--thumbnails", "-1"), ("--data", "nowhere")])
+def test_a_refused_command_leaves_the_folder_to_the_corrected_one(export: Path, tmp_path: Path, flags: Any, capsys) -> None:
+    command = ["index", str(export), "--data", "scenes", "--workers", "0", "--output", str(tmp_path / "index")]
+    assert main([*command, *flags]) == 2
+    capsys.readouterr()
+    assert not [each.name for each in tmp_path.glob("index/[!.]*")]
+
+
+def test_a_finished_index_is_made_of_the_same_data(index: Path, export: Path, pictures: Path, capsys) -> None:
+    """The same command does nothing; one with another option is refused, and neither leaves anything."""
+    before = sorted(each.name for each in index.iterdir())
+    flags = ["--data", str(pictures / "all.csv"), "--output", str(index), "--workers", "0", "--batch-size", "16"]
+    command = ["index", str(export), *flags]
+    assert main(command) == 0 and "nothing to do" in capsys.readouterr().err
+    assert main([*command, "--thumbnails", "5"]) == 2 and "thumbnails was 128, is 5" in capsys.readouterr().err
+    assert sorted(each.name for each in index.iterdir()) == before
+
+
 def test_a_query_of_several_vectors_counts_its_best(index: Path) -> None:
     searcher = open_searcher(index)
     both = torch.from_numpy(np.concatenate([searcher.index.vector(3), searcher.index.vector(17)]))

@@ -15,24 +15,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 from coder_plugin.index.embeddings_header import NAME, Header
-from coder_plugin.index.unit_file import (
-    UnitSummary,
-    check_layout,
-    check_page_headers,
-    check_values,
-    damaged,
-    open_parquet,
-)
+from coder_plugin.index.unit_file import UnitSummary, check_values, damaged, open_rows, open_unit
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from coder_plugin.index.parquet_footer import Footer
 
 _TOKEN_DTYPES = ("F16", "F32", "F64", "I64", "I32", "BOOL")
 
@@ -113,7 +107,7 @@ class Embeddings:
     def summary(self, unit: int) -> UnitSummary:
         """A unit's sizes and bad samples, from the end of its file, after the layout of the file has been checked."""
         if unit not in self._summaries:
-            with self._open(unit, pages=False):
+            with self._open(unit):
                 pass
         return self._summaries[unit]
 
@@ -134,7 +128,7 @@ class Embeddings:
             rows: at most so many in a batch.
         """
         chosen = self._chosen(columns)
-        with self._open(unit) as file:
+        with self._open(unit) as (opened, footer), open_rows(opened, footer) as file:
             left = file.metadata.num_rows
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(rows, row_groups=[group], columns=chosen, use_threads=False):
@@ -178,18 +172,13 @@ class Embeddings:
         return names if columns is None else list(columns)
 
     @contextmanager
-    def _open(self, unit: int, *, pages: bool = True) -> Iterator[pq.ParquetFile]:
-        """A unit's file, after its layout has been checked. Errors of Arrow within the context become ours."""
+    def _open(self, unit: int) -> Iterator[tuple[IO[bytes], Footer]]:
+        """A unit's file, after its footer has been checked. Errors of Arrow within the context become ours."""
         import pyarrow as pa
 
         path = self.path(unit)
         try:
-            with open_parquet(path) as (file, opened):
-                self._summaries[unit] = check_layout(file, path, self.header, unit)
-                if pages:
-                    check_page_headers(file, path, opened)
-                yield file
-        except CoderError:
-            raise
+            with open_unit(path, self.header, unit) as (opened, footer, self._summaries[unit]):
+                yield opened, footer
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise damaged(path, error) from error

@@ -22,6 +22,7 @@ from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_path, open_regular, sha256_file
 from coder_plugin.index.embeddings_header import FORMAT, NOTE, VERSION, Header
+from coder_plugin.index.parquet_footer import Footer, read_footer
 from coder_plugin.index.parquet_pages import check_pages
 from coder_plugin.index.records import storable
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _METADATA = b"coder_plugin"  # the key of our JSON among a file's metadata
 _GROUP_ROWS, _GROUP_BYTES = 1024, 1 << 25  # a row group is written when it has so many rows or bytes
-_MOST_GROUP_ROWS, _MOST_GROUP_BYTES = 1 << 16, 1 << 30  # and read if it has at most so many
-_MOST_FOOTER = 1 << 26
 _JPEG = b"\xff\xd8\xff"
 
 
@@ -241,81 +240,57 @@ def join_padded(batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.nda
 
 def is_complete(path: str | Path, header: Header, unit: int) -> UnitSummary | None:
     """What a unit's file holds, if it and that of its tokens are complete and have the header's plan; reads its end only."""
-    import pyarrow as pa
-
     path = Path(path)
     if not path.exists():
         return None
     try:
-        with open_parquet(path) as (file, _):
-            summary = check_layout(file, path, header, unit)
+        with open_unit(path, header, unit) as (_, _, summary):
+            pass
         if summary.tokens and os.path.getsize(path.with_name(header.tokens_file(unit))) != summary.tokens["bytes"]:
             return None
         return summary
-    except (CoderError, pa.ArrowException, OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return None
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[tuple[pq.ParquetFile, IO[bytes]]]:
-    """A Parquet file whose page checksums are verified and whose footer is of a bounded size; also as a file of bytes.
+def open_unit(path: Path, header: Header, unit: int) -> Iterator[tuple[IO[bytes], Footer, UnitSummary]]:
+    """A unit's file, with what its footer and our metadata in it say.
 
     Raises:
         OSError: no regular file.
-        CoderError: no Parquet file, or a footer beyond the limits.
-        pyarrow.ArrowException: a footer that Arrow refuses.
+        ValueError: they are not as :func:`write_unit` writes them.
+    """
+    with open_regular(path, "rb") as opened:
+        footer = read_footer(opened, header.schema())
+        try:
+            content = json.loads(footer.metadata[_METADATA])
+        except (KeyError, ValueError, RecursionError) as error:
+            raise ValueError("its metadata are not those of coder-plugin embed") from error
+        summary = _summary(content, header, unit)
+        if summary.rows != footer.rows:
+            raise ValueError(f"it has {footer.rows:,} rows, not {summary.rows:,}")
+        yield opened, footer, summary
+
+
+@contextmanager
+def open_rows(opened: IO[bytes], footer: Footer) -> Iterator[pq.ParquetFile]:
+    """The rows of a unit's file from :func:`open_unit`, after its pages have been checked; their checksums will be verified.
+
+    Raises:
+        ValueError: pages that are others than the footer says.
+        pyarrow.ArrowException: a file that Arrow refuses.
     """
     import pyarrow.parquet as pq
 
-    with open_regular(path, "rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        opened.seek(max(0, size - 8))
-        end = opened.read(8)
-        if size < 12 or end[4:] != b"PAR1":
-            raise damaged(path, "it has no end of a Parquet file")
-        if int.from_bytes(end[:4], "little") > min(size, _MOST_FOOTER):
-            raise damaged(path, "its footer is larger than the file, or than 64 MiB")
-        opened.seek(0)
-        with pq.ParquetFile(opened, page_checksum_verification=True, pre_buffer=False) as file:
-            yield file, opened
-
-
-def check_layout(file: pq.ParquetFile, path: Path, header: Header, unit: int) -> UnitSummary:
-    """Check all that the footer of a unit's file says: its columns, sizes and encodings, and our own metadata.
-
-    Values are stored plainly, without compression or dictionaries: what is read needs no more memory than the file has bytes.
-
-    Raises:
-        CoderError: anything is not as :func:`write_unit` writes it; names the file.
-    """
-    metadata = file.metadata
-    try:
-        content = json.loads((metadata.metadata or {})[_METADATA])
-        summary = _summary(content, header, unit)
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        reason = str(error) if type(error) is ValueError else "its metadata are not those of coder-plugin embed"
-        raise damaged(path, reason) from error
-    if not file.schema_arrow.equals(header.schema()):
-        raise damaged(path, f"its columns are others than {NOTE} says")
-    if summary.rows != metadata.num_rows:
-        raise damaged(path, f"it has {metadata.num_rows:,} rows, not {summary.rows:,}")
-    size, seen = os.path.getsize(path), 0
-    for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
-        seen += group.num_rows
-        if not 0 <= group.num_rows <= _MOST_GROUP_ROWS or not 0 <= group.total_byte_size <= min(size, _MOST_GROUP_BYTES):
-            raise damaged(path, "a row group is larger than any should be")
-        for chunk in (group.column(number) for number in range(group.num_columns)):
-            # not by chunk.compression and chunk.encodings: an unknown number there ends the process (Arrow 26)
-            plain = chunk.total_compressed_size == chunk.total_uncompressed_size
-            # of lists of any length each value takes four bytes or, of float16, two; an empty list takes one place
-            most = chunk.total_uncompressed_size // 2 + group.num_rows
-            if not plain or chunk.has_dictionary_page:
-                raise damaged(path, f"{chunk.path_in_schema[:60]} is compressed or in a dictionary")
-            if not 0 <= chunk.total_compressed_size <= size or not 0 <= chunk.num_values <= most:
-                raise damaged(path, f"{chunk.path_in_schema[:60]} has more values than the file has bytes")
-    if seen != metadata.num_rows:
-        raise damaged(path, f"its row groups have {seen:,} rows, not {metadata.num_rows:,}")
-    return summary
+    for chunk in footer.chunks:
+        try:
+            check_pages(opened, chunk.start, chunk.length, chunk.values)
+        except ValueError as error:
+            raise ValueError(f"{chunk.column}: {error}") from error
+    opened.seek(0)
+    with pq.ParquetFile(opened, page_checksum_verification=True, pre_buffer=False) as file:
+        yield file
 
 
 def _summary(content: Any, header: Header, unit: int) -> UnitSummary:
@@ -340,20 +315,6 @@ def _summary(content: Any, header: Header, unit: int) -> UnitSummary:
     ):
         raise ValueError("its tokens are named without their size and checksum")
     return UnitSummary(unit, rows, captions, [(kind, key) for kind, key in bad], tokens)
-
-
-def check_page_headers(file: pq.ParquetFile, path: Path, opened: IO[bytes]) -> None:
-    """Check the pages of each column chunk after :func:`check_layout`.
-
-    Raises:
-        CoderError: they are others than the footer says.
-    """
-    groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
-    for chunk in (group.column(number) for group in groups for number in range(group.num_columns)):
-        try:
-            check_pages(opened, chunk.data_page_offset, chunk.total_compressed_size, chunk.num_values)
-        except ValueError as error:
-            raise damaged(path, f"{chunk.path_in_schema[:60]}: {error}") from error
 
 
 def check_values(batch: pa.RecordBatch, header: Header) -> None:

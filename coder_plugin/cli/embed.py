@@ -13,8 +13,7 @@ _TYPES = ("string", "int64", "float64", "bool")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags, add_reranker
-    from coder_plugin.config import OPENING, READING
+    from coder_plugin.cli.encoding import add_encoding, add_reading
 
     parser = commands.add_parser(
         "embed",
@@ -24,27 +23,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "started together or not, share the work through the folder: accelerate launch -m coder_plugin.cli embed ..., a "
         "SLURM array with --task-index and --task-count, or the same command a second time.",
     )
-    parser.add_argument(
-        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
-    )
-    parser.add_argument("--data", required=True, metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write")
-    parser.add_argument(
-        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
-    )
-    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    parser.add_argument(
-        "--what", choices=("both", "images", "captions"), default="both",
-        help="which vectors to write; the captions' texts are kept in any case [both]"
-    )
+    add_encoding(parser, output="DIR", data_required=True)
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the vectors [float32]")
-    parser.add_argument(
-        "--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side of the thumbnails; 0: no thumbnails [128]"
-    )
     parser.add_argument(
         "--tokens", action="store_true", help="also write what the model's fusion head needs to re-rank; --reranker implies it"
     )
-    add_reranker(parser)
     parser.add_argument(
         "--columns", nargs="+", action="extend", default=[], metavar="NAME[:TYPE]",
         help="further columns of a table, or fields of json, to keep; TYPE is string, int64, float64 or bool [string]",
@@ -56,30 +39,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--task-index", type=int, metavar="N", help="number of this task, from 0, such as $SLURM_ARRAY_TASK_ID"
     )
     parser.add_argument("--task-count", type=int, metavar="N", help="number of tasks, such as $SLURM_ARRAY_TASK_COUNT")
-    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
+    add_reading(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_data, check_model, check_options, check_reranker
+    from coder_plugin.cli.encoding import check_encoding
     from coder_plugin.cli.flags import read_options
 
     options = read_options(arguments)
-    check_model(arguments.run_folder)
-    check_options(options, reads=["image_root"])
-    if arguments.run_folder is None and "model" not in options:
-        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
-    for name, least in (("rows_per_file", 1), ("thumbnails", 0)):
-        if getattr(arguments, name) < least:
-            raise CoderError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
-    check_reranker(arguments.reranker)
+    check_encoding(arguments, options)
+    if arguments.rows_per_file < 1:
+        raise CoderError(f"--rows-per-file must be at least 1, got {arguments.rows_per_file}")
     for name in ("tokens", "reranker"):
         if getattr(arguments, name) and arguments.what == "captions":
             raise CoderError(f"--{name} needs the images: leave out --what captions")
     columns = columns_of(arguments.columns)
     index, count = share_of(arguments.task_index, arguments.task_count)
-    kind = options.get("dataset_type", "auto")
-    check_data(arguments.data, flag="--data", kind="pictures" if os.path.isdir(arguments.data) else kind)
     try:
         echo(embed_command(arguments, options, columns, index, count))
     except KeyboardInterrupt:

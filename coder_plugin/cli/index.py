@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from coder_plugin.terminal import echo
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags, add_reranker
-    from coder_plugin.config import OPENING, READING
+    from coder_plugin.cli.encoding import add_encoding, add_reading
 
     parser = commands.add_parser(
         "index",
@@ -25,27 +23,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "accelerate launch -m coder_plugin.cli index ... To change a finished index: coder-plugin index add INDEX EMBEDDINGS, "
         "coder-plugin index remove INDEX --key KEY.",
     )
-    parser.add_argument(
-        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
-    )
-    parser.add_argument("--data", metavar="DATA", help="a folder of pictures, shards, a .csv, .json, scenes …")
+    add_encoding(parser, output="INDEX", data_required=False)
     parser.add_argument(
         "--embeddings", metavar="DIR", help="instead of RUN and --data: what coder-plugin embed wrote; nothing is encoded"
     )
-    parser.add_argument("--output", required=True, metavar="INDEX", help="the folder to write")
-    parser.add_argument(
-        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
-    )
-    parser.add_argument("--split", default="val", help="split of Karpathy files, precomp folders and scenes [val]")
-    parser.add_argument(
-        "--what", choices=("both", "images", "captions"), default="both",
-        help="which vectors to keep; the captions' texts are kept in any case [both]"
-    )
     parser.add_argument(
         "--factory", default="Flat", help="FAISS index factory string: Flat (exact), HNSW32, IVF1024,Flat, PQ64 … [Flat]"
-    )
-    parser.add_argument(
-        "--thumbnails", type=int, default=128, metavar="PIXELS", help="longer side of the thumbnails; 0: no thumbnails [128]"
     )
     parser.add_argument(
         "--rerank-items",
@@ -53,9 +36,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="keep what re-ranking needs, with --reranker or a model that has a fusion head [True]",
     )
-    add_reranker(parser)
     _add_segment_size(parser)
-    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
+    add_reading(parser)
     parser.set_defaults(run=run)
     _add_changes(parser)
 
@@ -136,7 +118,7 @@ def _check_segment_size(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from coder_plugin.cli.checks import check_data, check_model, check_options, check_reranker
+    from coder_plugin.cli.encoding import check_encoding
     from coder_plugin.cli.flags import read_options
 
     options = read_options(arguments)
@@ -145,15 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_embeddings(arguments, options)
     if arguments.data is None:
         raise CoderError("say what to index: --data and the model that encodes it, or --embeddings")
-    check_model(arguments.run_folder)
-    check_options(options, reads=["image_root"])
-    check_reranker(arguments.reranker)
-    if arguments.run_folder is None and "model" not in options:
-        raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
-    kind = options.get("dataset_type", "auto")
-    check_data(arguments.data, flag="--data", kind="pictures" if os.path.isdir(arguments.data) else kind)
+    check_encoding(arguments, options)
     try:
-        if summary := index_command(arguments):
+        if summary := index_command(arguments, options):
             echo(summary)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what was encoded is kept in {arguments.output}; the same command continues") from None
@@ -183,10 +159,9 @@ def _run_embeddings(arguments: argparse.Namespace, options: Mapping[str, Any]) -
     return 0
 
 
-def index_command(arguments: argparse.Namespace) -> str:
+def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> str:
     """Build the index that the flags describe; returns a summary."""
     from coder_plugin import distributed
-    from coder_plugin.cli.flags import read_options
     from coder_plugin.index.build import EMBEDDINGS, build_from_job
     from coder_plugin.index.job import EmbedJob
 
@@ -195,7 +170,7 @@ def index_command(arguments: argparse.Namespace) -> str:
         model=arguments.run_folder,
         data=arguments.data,
         output=str(folder / EMBEDDINGS),
-        options=read_options(arguments),
+        options=options,
         export=arguments.export,
         split=arguments.split,
         what=arguments.what,
@@ -216,61 +191,3 @@ def _summary(folder: str, manifest: Mapping[str, Any]) -> str:
     lost = f"; {manifest['unreadable']:,} samples skipped ({kinds})" if manifest["unreadable"] else ""
     sizes_text = f"{manifest['images']:,} images, {manifest['captions']:,} captions"
     return f"index {folder}: {sizes_text}; vectors of {vectors}{lost}"
-
-
-def write_index(
-    folder: str | Path,
-    model: Any,
-    source: Any,
-    *,
-    model_from: Mapping[str, Any],
-    data: Any,
-    location: str,
-    split: str,
-    **options: Any,
-) -> dict[str, Any]:
-    """Encode a data set into an index, after a check that the model reads it.
-
-    Args:
-        folder: to write.
-        model: :class:`~coder_plugin.pretrained.open.PretrainedModel`.
-        source: the data.
-        model_from: what the model was opened with: ``spec``, ``export``, and ``options`` by flat name.
-        data: how the data are read, a :class:`~coder_plugin.config.DataConfig`.
-        location: their name or path.
-        split: of them.
-        **options: of :func:`~coder_plugin.index.build.build_index`.
-
-    Returns:
-        The manifest.
-    """
-    from coder_plugin.backbones.base import Backbone
-    from coder_plugin.config import OPENING, READING
-    from coder_plugin.index.build import absolute, build_index, model_record
-    from coder_plugin.pretrained.build import check_data, first_image
-
-    if options.get("what") != "captions":
-        example = first_image(source, reads_regions=isinstance(model.model, Backbone))
-        check_data(model.model, example, source.name, max_regions=model.config.max_regions)
-    opened = {name: value for name, value in model_from["options"].items() if name in OPENING}
-    return build_index(
-        folder,
-        model.encoder(),
-        source,
-        model=model_record(model, model_from["spec"], export=model_from["export"], options=opened),
-        data={
-            "data": absolute_data(location),
-            "split": split,
-            "precision": model.config.precision,
-            **{name: absolute(getattr(data, name)) for name in READING},
-        },
-        **options,
-    )
-
-
-def absolute_data(data: str) -> str:
-    """The data's name, the same from whichever working directory; commands and addresses stay as they are."""
-    from coder_plugin.data import HUB
-
-    unchanged = data == "scenes" or "::" in data or "://" in data or data.startswith(("pipe:", *HUB))
-    return data if unchanged else os.path.abspath(data)

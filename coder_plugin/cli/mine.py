@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ _SHOWN = 50
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from coder_plugin.cli.flags import add_flags
-    from coder_plugin.config import OPENING, READING
+    from coder_plugin.cli.encoding import add_model, add_reading
 
     parser = commands.add_parser(
         "mine",
@@ -27,18 +26,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Write a table of hard negatives: for each image, captions of other images that a model scores highly, a "
         "margin below the image's own. They are found in an index of the training set, which is made if there is none.",
     )
-    parser.add_argument(
-        "run_folder", nargs="?", metavar="RUN", help="folder of a run, an export or a shared model; or name one with --model"
-    )
+    add_model(parser)
     parser.add_argument("--output", required=True, metavar="TABLE", help="the table to write, such as negatives.tsv")
     parser.add_argument("--data", metavar="DATA", help="the training set: shards, a .csv, .json, scenes … [the run's]")
     parser.add_argument("--split", default="train", help="split of Karpathy files, precomp folders and scenes [train]")
     parser.add_argument(
         "--index", metavar="INDEX",
         help="index of that training set by that model; it is made if there is none, and kept [TABLE.index]",
-    )
-    parser.add_argument(
-        "--export", choices=("best", "last"), help="which export of the run [best; last if no validation was run]"
     )
     parser.add_argument("--html", metavar="FILE", help=f"also write a page with {_SHOWN} of the images and their negatives")
     parser.add_argument(
@@ -77,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="of the captions that pass, take those of the highest scores, or draw [top]",
     )
     group.add_argument("--seed", type=int, default=default.seed, metavar="N", help=f"seed of random sampling [{default.seed}]")
-    add_flags(parser, only=[*OPENING, *READING, "batch_size", "workers", "max_bad_samples", "max_image_pixels"])
+    add_reading(parser)
     parser.set_defaults(run=run)
 
 
@@ -126,18 +120,17 @@ def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mini
 
     folder = _index_folder(arguments)
     existing = _has_index(arguments)
-    model = _open_model(arguments, options) if _names_model(arguments, options) else None
-    if model is not None and not existing:
+    if not existing and _names_model(arguments, options):
         try:
-            _make_index(folder, model, arguments, options)
+            _make_index(folder, arguments, options)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what was encoded is kept in {folder}; the same command continues") from None
     if distributed.rank() != 0:
         return ""
     index = Index(folder, gpu=arguments.gpu)
     if existing:
-        if model is not None:
-            index.check_model(model)
+        if _names_model(arguments, options):
+            index.check_model(_open_model(arguments, options))
         if arguments.data is not None:
             _check_same_data(index, arguments, options)
     try:
@@ -158,37 +151,32 @@ def _open_model(arguments: argparse.Namespace, options: Mapping[str, Any]) -> An
     return open_pretrained(arguments.run_folder, options, export=export, name=arguments.run_folder)
 
 
-def _open_data(arguments: argparse.Namespace, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """How the training set is read, and its images with their captions."""
-    from coder_plugin.data.from_config import make_source
+def _data_config(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Any:
+    """How the training set is read."""
     from coder_plugin.pretrained.open import saved_data_config
 
     named = {} if arguments.data is None else {"train_data": arguments.data, "val_data": arguments.data}
     data = saved_data_config(arguments.run_folder, {**options, **named})
     if data.train is not None and data.train.startswith("<"):
         raise CoderError(f"the run's training set ({data.train}) is not opened from its configuration: name it with --data")
-    data = replace(data, val=data.train, dataset_resampled=False, hard_negatives=0)  # each image once, with its captions alone
-    return data, make_source(data, split=arguments.split)
+    return data
 
 
-def _make_index(folder: Path, model: Any, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    from coder_plugin.cli.index import write_index
-    from coder_plugin.data.from_config import pictures_under_regions
-    from coder_plugin.pretrained.open import default_export
+def _make_index(folder: Path, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    from coder_plugin.config import READING
+    from coder_plugin.index.build import EMBEDDINGS, build_from_job
+    from coder_plugin.index.job import EmbedJob
 
-    data, source = _open_data(arguments, options)
-    spec = arguments.run_folder
-    write_index(
-        folder,
-        model,
-        source,
-        model_from={"spec": spec, "export": arguments.export or default_export(spec), "options": options},
-        data=data,
-        location=data.train or "scenes",
+    data = _data_config(arguments, options)
+    job = EmbedJob(
+        model=arguments.run_folder,
+        data=data.train or "scenes",
+        output=str(folder / EMBEDDINGS),
+        options={**options, **{name: getattr(data, name) for name in READING}},  # a run's own, if it names the data
+        export=arguments.export,
         split=arguments.split,
-        rerank=False,  # the search is by vectors only
-        pictures=pictures_under_regions(data, arguments.split),
     )
+    build_from_job(folder, job)
 
 
 def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
@@ -197,10 +185,9 @@ def _check_same_data(index: Any, arguments: argparse.Namespace, options: Mapping
     Raises:
         CoderError: the index was made from other data.
     """
-    from coder_plugin.cli.index import absolute_data
-    from coder_plugin.index.build import content_digest
+    from coder_plugin.index.job import absolute_data, content_digest, open_data
 
-    _, source = _open_data(arguments, options)
+    source, _ = open_data(_data_config(arguments, options), arguments.data, arguments.split)
     plan, digest = index.manifest["plan"], content_digest(source)
     same = plan.get("content") == digest if digest is not None else plan.get("data") == absolute_data(arguments.data)
     if not same:

@@ -99,7 +99,6 @@ class BadSamples:
     Args:
         name: of the data.
         rate: allowed fraction of the samples read, from 0 to 1.
-        keep: whether to keep kind and key of every bad sample, in ``kept``.
 
     Raises:
         CoderError: a rate out of range; too many bad samples.
@@ -111,11 +110,10 @@ class BadSamples:
         (1, '1 of 64 samples skipped (caption 1)')
     """
 
-    def __init__(self, name: str, rate: float = DEFAULT_RATE, *, keep: bool = False) -> None:
+    def __init__(self, name: str, rate: float = DEFAULT_RATE) -> None:
         self.name, self.rate = name, check_rate(rate)
         self.read = 0
         self.kinds: Counter[str] = Counter()
-        self.kept: list[tuple[str, str]] | None = [] if keep else None
         self._named: dict[str, set[str]] = {}
 
     def __len__(self) -> int:
@@ -135,8 +133,6 @@ class BadSamples:
         self.read += read
         for kind, key, reason in bad:
             self.kinds[kind] += 1
-            if self.kept is not None:
-                self.kept.append((kind, key))
             self._log(kind, key, reason)
             limit = allowed(self.rate, self.read)
             if len(self) > limit + 4 * math.sqrt(limit):

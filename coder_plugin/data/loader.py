@@ -386,8 +386,7 @@ def evaluation_batches(
     """Batches of every image once over all ranks, in order on each rank (but where its workers read different shards:
     :func:`~coder_plugin.data.source.by_shards`).
 
-    A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists), and
-    the list ``blocks``: the numbers of the blocks read since the last batch, its own and those without a usable sample.
+    A batch has ``image``, ``image_id``, ``index`` int64 [B] (positions in the data set), ``keys`` and ``captions`` (lists).
     Bad samples are left out and counted in ``bad``, whose rate is judged while reading; the caller judges the whole pass
     (:meth:`~coder_plugin.data.bad_samples.BadSamples.finish`). None: they are counted by the default rate, and judged here.
 
@@ -398,13 +397,10 @@ def evaluation_batches(
     if workers > 1:
         prepare(source)
     stream = _EvaluationStream(source, rank, world_size, batch_size, transform)
-    blocks: list[int] = []
     for chunk in _load(stream, workers, False):
         counted.add(len(chunk) + len(chunk.bad), chunk.bad)
-        blocks.append(chunk.block)
         if len(chunk):
-            yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys, "blocks": blocks}
-            blocks = []
+            yield {**chunk.tensors, "captions": chunk.captions, "keys": chunk.keys}
     if bad is None:
         counted.finish()
         if len(counted):
@@ -504,10 +500,9 @@ class _EvaluationStream(_Stream):
     def chunks(self, worker: int, workers: int) -> Iterator[Chunk]:
         part, parts = worker * self.world_size + self.rank, self.world_size * workers
         indexed = self.source.items(part, parts, block=self.batch_size)
-        for block, pairs in groupby(indexed, key=lambda pair: block_of(pair[0], self.batch_size)):
+        for _, pairs in groupby(indexed, key=lambda pair: block_of(pair[0], self.batch_size)):
             index, items = zip(*pairs, strict=True)
             chunk, good = decode(list(items), self.transform, worker=worker)
-            chunk = replace(chunk, block=block)
             if good:
                 chunk.tensors["index"] = torch.tensor([index[number] for number in good])
                 chunk.captions.extend(items[number].captions for number in good)

@@ -321,7 +321,6 @@ class Chunk:
     good: list[int] = field(default_factory=list)  # which items the rows were made of, by their place in the chunk
     captions: list[tuple[str, ...]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    block: int = -1  # its number in an evaluation (block_of)
     positives: Counter[str] = field(default_factory=Counter)  # rows by the kind of their positive
     negatives: Counter[str] = field(default_factory=Counter)  # places of hard negatives, "filled" and "empty"
     learned: Any = None  # what tagging computed (loader.TagWords.take), if captions are tagged

@@ -26,7 +26,7 @@ class Units:
         rows: images of a unit where the data are not in shards, from 1.
 
     Raises:
-        CoderError: the number of images is not known, so that they cannot be divided.
+        CoderError: there are none, or their number is not known, so that they cannot be divided.
 
     Example:
         >>> from coder_plugin.data import open_source
@@ -47,6 +47,8 @@ class Units:
             raise CoderError(f"{source.name}: the number of its images is not known, so they cannot be divided into files")
         else:
             self._count = -(-images // rows)
+        if not self._count:
+            raise CoderError(f"{source.name}: no images")
         self._begun: dict[int, tuple[list[Handle], Iterator[Handle]]] = {}  # units that :meth:`first` has read from
 
     def __len__(self) -> int:

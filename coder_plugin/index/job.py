@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,7 @@ def open_data(data: DataConfig, location: str, split: str, *, metadata: Sequence
         if metadata:
             raise CoderError(f"--columns {metadata[0]}: {location} is a folder of pictures, which has no columns")
         return Pictures(location, max_pixels=data.max_image_pixels), None
+    data = replace(data, dataset_resampled=False, hard_negatives=0)  # each image once, with its captions alone
     return make_source(data, split=split, metadata=metadata), pictures_under_regions(data, split)
 
 

@@ -177,12 +177,10 @@ class _Decoder(Dataset):
 
     def _thumbnail(self, handle: Handle, key: str) -> bytes:
         assert self.pictures is not None
-        item = self.pictures.picture(handle)
-        if item.key != key:
-            return b""
         try:
-            return thumbnail(item.load(), side=self.thumbnails)
-        except (OSError, ValueError):
+            item = self.pictures.picture(handle)
+            return thumbnail(item.load(), side=self.thumbnails) if item.key == key else b""
+        except (OSError, ValueError, IndexError):  # the last one: fewer pictures
             return b""
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from coder_plugin import distributed
-from coder_plugin.data.bad_samples import DEFAULT_RATE, WRONG_PATHS, BadSamples, describe, total
+from coder_plugin.data.bad_samples import DEFAULT_RATE, WRONG_PATHS, BadSamples, total
 from coder_plugin.data.loader import evaluation_batches
-from coder_plugin.data.source import block_of, map_tensors
+from coder_plugin.data.source import map_tensors
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.capabilities import Reranks, heads_with
 from coder_plugin.progress import Progress
@@ -51,31 +50,6 @@ class Encoded(NamedTuple):
     captions: Sequence[str]  # T
     items: Any = None  # Items of a model that re-ranks, on the first rank only; None for other models
     skipped: Mapping[str, int] = {}  # samples that were left out, by kind of fault
-
-
-class Batch(NamedTuple):
-    """Images of a data set and their captions, encoded; on the CPU."""
-
-    positions: Tensor  # [b] in the data
-    image_ids: Tensor  # [b]
-    keys: list[str]  # b
-    captions: list[tuple[str, ...]]  # b
-    images: Tensor  # [b, D] or [b, V, D]
-    texts: list[Tensor]  # the captions of all images one after the other, in pieces [up to the batch size, D]
-    image_item: Item | None  # what the re-ranking head needs
-    text_items: list[Item]
-    extra: list[Any]  # b results of ``extra``; empty without it
-    blocks: list[int]  # numbers of the blocks of images read since the last batch, its own included
-
-
-class _TransformWithExtra:
-    """The transform, and a second function of the decoded image, in the data loading process."""
-
-    def __init__(self, transform: Callable[..., Any], extra: Callable[[Any], Any]) -> None:
-        self.transform, self.extra = transform, extra
-
-    def __call__(self, loaded: Any) -> dict[str, Any]:
-        return {"image": self.transform(loaded), "extra": self.extra(loaded)}
 
 
 class Encoder:
@@ -192,17 +166,31 @@ class Encoder:
         captions: list[str] = []
         ranks = distributed.world_size()
         progress = Progress(getattr(source, "num_images", None), what="images", shown=distributed.rank() == 0)
-        for batch in self.batches(source, head, bad=bad):
+        loaded = evaluation_batches(
+            source,
+            batch_size=self.batch_size,
+            transform=self.transform,
+            workers=self.workers,
+            rank=distributed.rank(),
+            world_size=ranks,
+            bad=bad,
+        )
+        for batch in loaded:
+            vectors, image_item = self.transformed(batch["image"], head)
+            own_captions = [caption for each in batch["captions"] for caption in each]
             progress.advance(bad.read * ranks)
-            images.append(batch.images)
-            texts += batch.texts
-            index.append(batch.positions)
-            ids.append(batch.image_ids)
-            counts.extend(len(each) for each in batch.captions)
-            captions.extend(caption for each in batch.captions for caption in each)
-            if batch.image_item is not None:
-                image_items.append(batch.image_item)
-            text_items += batch.text_items
+            images.append(vectors)
+            index.append(batch["index"])
+            ids.append(batch["image_id"])
+            counts.extend(map(len, batch["captions"]))
+            captions += own_captions
+            if image_item is not None:
+                image_items.append(image_item)
+            for start in range(0, len(own_captions), self.batch_size):
+                vectors, text_item = self.text(own_captions[start : start + self.batch_size], head)
+                texts.append(vectors)
+                if text_item is not None:
+                    text_items.append(text_item)
         progress.close()
         if not images:
             return None
@@ -214,88 +202,6 @@ class Encoder:
             "counts": torch.tensor(counts),
             "captions": captions,
         }
-
-    @torch.no_grad()
-    def batches(
-        self,
-        source: Any,
-        head: Any = None,
-        *,
-        texts: bool = True,
-        bad: BadSamples | None = None,
-        extra: Callable[[Any], bytes | str] | None = None,
-        workers: int | None = None,
-    ) -> Iterator[Batch]:
-        """Encode this rank's share of the data, batch by batch as loaded; the model must be in eval mode.
-
-        Args:
-            source: the data.
-            head: the re-ranking head, to also get its items.
-            texts: whether to encode captions.
-            bad: counts the samples that are left out; the caller judges the whole pass (``bad.finish()``). None: it is judged
-                here, on this rank's share.
-            extra: a second function of a decoded image, such as one that makes a thumbnail; it runs where the image is loaded.
-            workers: data loading processes; None: as many as the encoder has.
-        """
-        counted = BadSamples(source.name, self.max_bad_samples) if bad is None else bad
-        loaded = evaluation_batches(
-            source,
-            batch_size=self.batch_size,
-            transform=self.transform if extra is None else _TransformWithExtra(self.transform, extra),
-            workers=self.workers if workers is None else workers,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            bad=counted,
-        )
-        for batch in loaded:
-            image, extras = batch["image"], []
-            if extra is not None:
-                image, extras = image["image"], image["extra"]
-            vectors, item = self._image(image, head)
-            captions = [caption for each in batch["captions"] for caption in each] if texts else []
-            pieces = [self.text(part, head) for part in self._split(captions)]
-            yield Batch(
-                torch.as_tensor(batch["index"]),
-                batch["image_id"],
-                batch["keys"],
-                batch["captions"],
-                vectors,
-                [vector for vector, _ in pieces],
-                item,
-                [item for _, item in pieces if item is not None],
-                extras,
-                batch["blocks"],
-            )
-        if bad is None:
-            counted.finish()
-
-    @torch.no_grad()
-    def caption_batches(self, source: Any, *, bad: BadSamples) -> Iterator[Batch]:
-        """Like :meth:`batches` for captions only: no image is loaded, and ``images`` is [b, 0]."""
-        share = source.items(distributed.rank(), distributed.world_size(), block=self.batch_size)
-        blocks: list[int] = []
-        for block, pairs in groupby(share, key=lambda pair: block_of(pair[0], self.batch_size)):
-            listed = list(pairs)
-            blocks.append(block)
-            bad.add(len(listed), [describe(item.key, item.fault) for _, item in listed if item.fault is not None])
-            positions, items = [n for n, item in listed if item.fault is None], [i for _, i in listed if i.fault is None]
-            if not items:
-                continue
-            captions = [caption for item in items for caption in item.captions]
-            pieces = [self.text(part)[0] for part in self._split(captions)]
-            yield Batch(
-                torch.tensor(positions),
-                torch.tensor([item.image_id for item in items]),
-                [item.key for item in items],
-                [item.captions for item in items],
-                torch.zeros(len(items), 0),
-                pieces,
-                None,
-                [],
-                [],
-                blocks,
-            )
-            blocks = []
 
     @torch.no_grad()
     def text(self, captions: list[str], head: Any = None) -> tuple[Tensor, Item | None]:
@@ -310,21 +216,15 @@ class Encoder:
     def image(self, loaded: Sequence[Any], head: Any = None) -> tuple[Tensor, Item | None]:
         """Vectors [n, D] or [n, V, D] of n pictures or regions, float32 on the CPU, and what ``head`` needs of them; the model
         must be in eval mode."""
-        return self._image(default_collate([self.transform(each) for each in loaded]), head)
+        return self.transformed(default_collate([self.transform(each) for each in loaded]), head)
 
     @torch.no_grad()
     def transformed(self, batch: Any, head: Any = None) -> tuple[Tensor, Item | None]:
         """As :meth:`image` for a batch of what the transform gives: a tensor [n, ...], or a dict of them."""
-        return self._image(batch, head)
-
-    def _image(self, batch: Any, head: Any) -> tuple[Tensor, Item | None]:
         with self.autocast():
             features = self.model.describe_image(map_tensors(lambda each: each.to(self.device), batch))
             vectors = self.model.coder.embed("image", features).float().cpu()
             return vectors, None if head is None else _to_half(head.image_item(features))
-
-    def _split(self, captions: list[str]) -> list[list[str]]:
-        return [captions[start : start + self.batch_size] for start in range(0, len(captions), self.batch_size)]
 
 
 def _inverse(order: Tensor) -> Tensor:

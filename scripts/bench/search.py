@@ -19,9 +19,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import faiss
@@ -29,33 +28,28 @@ import numpy as np
 import torch
 from common import Results, add_options
 
-from coder_plugin.data.item import stable_hash
-from coder_plugin.index.build import build_index
+from coder_plugin.index.build import build_from_embeddings
+from coder_plugin.index.embeddings_header import Header
 from coder_plugin.index.search import Index, Query, Searcher
-from coder_plugin.pretrained.encode import Batch
+from coder_plugin.index.unit_file import Rows, write_unit
 
 
-class RandomEncoder:
-    """An encoder that returns random image vectors."""
+def random_index(folder: Path, items: int, dimensions: int, model: Mapping[str, Any]) -> None:
+    """Write an index of random image vectors of unit length, with five captions of each image as text."""
+    generator = torch.Generator().manual_seed(0)
 
-    batch_size, max_bad_samples, reranking, model = 512, 0, None, torch.nn.Identity()
-
-    def __init__(self, items: int, dimensions: int) -> None:
-        self.items, self.dimensions = items, dimensions
-
-    def text(self, texts: list[str], head: Any = None) -> tuple[torch.Tensor, None]:
-        return torch.zeros(len(texts), self.dimensions), None
-
-    def batches(self, *_: Any, **__: Any) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(0)
-        for start in range(0, self.items, self.batch_size):
-            positions = torch.arange(start, min(start + self.batch_size, self.items))
-            keys = [f"picture_{number:08d}.jpg" for number in positions.tolist()]
-            vectors = torch.randn(len(positions), self.dimensions, generator=generator)
-            ids = torch.tensor([stable_hash(key) for key in keys])
+    def rows() -> Iterator[Rows]:
+        for start in range(0, items, 512):
+            keys = [f"picture_{number:08d}.jpg" for number in range(start, min(start + 512, items))]
             captions = [tuple(f"caption {n} of {key} describes the picture" for n in range(5)) for key in keys]
-            vectors = torch.nn.functional.normalize(vectors, dim=-1)
-            yield Batch(positions, ids, keys, captions, vectors, [], None, [], [], [start // self.batch_size])
+            vectors = torch.nn.functional.normalize(torch.randn(len(keys), dimensions, generator=generator), dim=-1)
+            yield Rows(keys, captions, vectors.numpy(), None, [None] * len(keys), [None] * len(keys))
+
+    header = Header(model=dict(model), plan={}, units=1, dimensions=dimensions, what="images")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as embeddings:
+        header.write(Path(embeddings))
+        write_unit(Path(embeddings) / header.file(0), header, 0, rows())
+        build_from_embeddings(folder, embeddings)
 
 
 def main() -> None:
@@ -73,9 +67,7 @@ def main() -> None:
 
 
 def measure(items: int, folder: Path, options: argparse.Namespace, results: Results) -> None:
-    source: Any = SimpleNamespace(name="random", num_images=items)
-    encoder = RandomEncoder(items, options.dimensions)
-    build_index(folder, encoder, source, model={"fingerprint": ""}, what="images", thumbnails=0)
+    random_index(folder, items, options.dimensions, {"fingerprint": ""})
     index = Index(folder)
     searcher = Searcher(index, None)
     plain = faiss.IndexFlatIP(options.dimensions)

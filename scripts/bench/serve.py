@@ -34,7 +34,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,10 +41,10 @@ import faiss
 import numpy as np
 import torch
 from common import Results, add_options
-from search import RandomEncoder
+from search import random_index
 
 import coder_plugin
-from coder_plugin.index.build import build_index, model_record
+from coder_plugin.index.job import model_record
 from coder_plugin.index.search import Searcher, open_searcher
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import open_pretrained
@@ -77,10 +76,8 @@ def made(folder: Path, options: argparse.Namespace) -> Path:
     export_model(coder_plugin.create_model(options.model, loss="dcl"), folder / "export")
     pretrained = open_pretrained(str(folder / "export"))
     dimensions = pretrained.encoder().text(["a picture"])[0].shape[1]
-    source: Any = SimpleNamespace(name="random", num_images=options.items)
     record = model_record(pretrained, str(folder / "export"), export="best")
-    encoder: Any = RandomEncoder(options.items, dimensions)
-    build_index(folder / "index", encoder, source, model=record, what="images", thumbnails=0)
+    random_index(folder / "index", options.items, dimensions, record)
     return folder / "index"
 
 

@@ -129,7 +129,7 @@ def test_an_index_of_coder_plugin_index_is_read(made: Path, data: Path, model: P
     table, index = str(data / "train.csv"), tmp_path / "train.index"
     flags = ["--max-bad-samples", "0.5", "--workers", "0"]
     assert main(["index", str(model), "--data", table, "--output", str(index), *flags, "--batch-size", "5"]) == 0
-    monkeypatch.setattr(Encoder, "batches", lambda *_, **__: pytest.fail("it was encoded again"))
+    monkeypatch.setattr(Encoder, "transformed", lambda *_, **__: pytest.fail("it was encoded again"))
     command = ["--index", index, "--data", table, "--output", tmp_path / "negatives.tsv", *LOOSE]
     assert main(["mine", *map(str, [model, *command])]) == 0
     pairs = [[(row["key"], row["negative"]) for row in rows_of(path / "negatives.tsv")] for path in (tmp_path, made)]
@@ -180,11 +180,14 @@ def test_training_reads_the_table(made: Path, data: Path, tiny_model: str, tmp_p
 
 
 def test_a_run_names_its_training_set(data: Path, tiny_model: str, tmp_path: Path, capsys) -> None:
-    train = ["train", "--model", tiny_model, "--logs", str(tmp_path), "--name", "run", "--train-data", str(data / "other.csv")]
+    """And how it is read: here its columns."""
+    (tmp_path / "other.csv").write_text((data / "other.csv").read_text().replace("filepath\ttitle", "picture\ttext"))
+    train = ["train", "--model", tiny_model, "--logs", str(tmp_path), "--name", "run"]
+    train += ["--train-data", str(tmp_path / "other.csv"), "--csv-img-key", "picture", "--csv-caption-key", "text"]
     assert main([*train, "--epochs", "1", *QUICK, "--no-report", "--loss", "clip"]) == 0
     assert main(["mine", str(tmp_path / "run"), "--output", str(tmp_path / "negatives.tsv"), *LOOSE, *QUICK]) == 0
     plan = read_json(tmp_path / "negatives.tsv.index" / "manifest.json")["plan"]
-    assert plan["data"] == str(data / "other.csv") and plan["split"] == "train" and not plan["re-ranking"]
+    assert plan["data"] == str(tmp_path / "other.csv") and plan["split"] == "train" and not plan["re-ranking"]
     assert "of 20 images; 20 have" in capsys.readouterr().out
     config = tmp_path / "run" / "config.json"
     content = read_json(config)

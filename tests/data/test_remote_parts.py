@@ -20,12 +20,14 @@ from torch.multiprocessing import start_processes
 from coder_plugin import distributed
 from coder_plugin.data import open_source
 from coder_plugin.data.loader import evaluation_batches
+from coder_plugin.data.regions import open_regions
 from coder_plugin.data.regions.base import Record
+from coder_plugin.data.regions.join import RegionSource
 from coder_plugin.data.regions.shards import write_shard
 from coder_plugin.data.source import SHARD
 from coder_plugin.detectors.extract import Job, extract
 from coder_plugin.errors import CoderError
-from coder_plugin.index import build, parts
+from coder_plugin.index import build, embed
 from coder_plugin.index.build import build_index
 from coder_plugin.index.search import Index
 from tests import fresh, gloo
@@ -137,10 +139,8 @@ def whole(regions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sums(folder: Path) -> dict[str, str]:
-    """Of all files but the records, whose rows are written in the order in which processes encoded them."""
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    return {name: value for name, value in files.items() if not name.endswith("records.sqlite")}
+def sums(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())["files"]
 
 
 def test_workers_of_an_index_fetch_every_shard_once_and_keep_the_order(regions, whole, tmp_path):
@@ -169,35 +169,32 @@ class Killed(BaseException):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("done", [0, 2, 4])
 def test_a_stopped_index_of_remote_shards_continues(regions, whole, tmp_path, monkeypatch, workers, done):
-    monkeypatch.setattr(build, "PART_SIZE", 6)  # three batches of at most two
-    real, written = parts.write, []
+    """Also with another number of workers; shards that were encoded are neither fetched nor encoded again."""
+    real, written = embed.write_unit, []
 
-    def stopping(path: Path, part: parts.Part) -> None:
+    def stopping(*args: Any, **options: Any) -> Any:
         if len(written) == done:
             raise Killed
-        written.append(part.positions.tolist())
-        real(path, part)
+        written.append(args)
+        return real(*args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(parts, "write", stopping)
+        patch.setattr(embed, "write_unit", stopping)
         build_index(tmp_path / "index", encoder_of(regions, workers), open_source(spec(regions, 5)), model=MODEL)
-    with pytest.raises(CoderError, match=f"workers was {workers}, is 3"):
-        build_index(tmp_path / "index", encoder_of(regions, 3), open_source(spec(regions, 5)), model=MODEL)
-    encoder, seen = encoder_of(regions, workers), []
-    real_batches = encoder.batches
-    monkeypatch.setattr(
-        encoder, "batches", lambda *a, **o: (seen.extend(b.positions.tolist()) or b for b in real_batches(*a, **o))
-    )
+    fetched(regions)
+    encoder, sizes = encoder_of(regions, 2 - workers), []
+    transformed = encoder.transformed
+    monkeypatch.setattr(encoder, "transformed", lambda *args: (sizes.append(1), transformed(*args))[1])
     made = build_index(tmp_path / "index", encoder, open_source(spec(regions, 5)), model=MODEL)
     assert sums(tmp_path / "index") == sums(whole) and read(tmp_path / "index") == read(whole)
-    assert sorted([*seen, *itertools.chain(*written)]) == [n // 5 * SHARD + n % 5 for n in range(24)]  # nothing twice
+    assert fetched(regions) == Counter(range(done, 5)) and len(sizes) == 14 - 3 * done  # of two images, and the rest
     assert made["images"] == 24
 
 
-def test_a_rank_whose_parts_are_complete_fetches_nothing_again(regions, tmp_path, monkeypatch):
+def test_an_index_whose_shards_are_encoded_fetches_nothing_again(regions, tmp_path, monkeypatch):
     fetched(regions)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(parts, "assemble", lambda *a, **o: (_ for _ in ()).throw(Killed))
+        patch.setattr(build, "_assemble", lambda *a, **o: (_ for _ in ()).throw(Killed))
         build_index(tmp_path / "index", encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)
     assert fetched(regions) == Counter(range(5))
     assert build_index(tmp_path / "index", encoder_of(regions), open_source(spec(regions, 5)), model=MODEL)["images"] == 24
@@ -205,25 +202,31 @@ def test_a_rank_whose_parts_are_complete_fetches_nothing_again(regions, tmp_path
 
 
 def test_thumbnails_of_pictures_in_remote_shards_under_regions(regions, tmp_path):
-    """Picture n is red of strength 10 n. That of image 6 is an empty file, and the last shard names other images."""
+    """Picture n is red of strength 10 n. That of image 6 is an empty file."""
     keys = [item.key for _, item in open_source(str(regions / "s{0..4}.tar")).items()]
     for shard in range(5):
         with tarfile.open(tmp_path / f"s{shard}.tar", "w") as tar:
             for n in range(shard * 5, min(24, shard * 5 + 5)):
                 picture = io.BytesIO()
                 Image.new("RGB", (8, 8), (10 * n, 0, 0)).save(picture, "PNG")
-                note = json.dumps({"image_id": keys[n] if shard < 4 else "other", "captions": ["a"]})
+                note = json.dumps({"image_id": keys[n], "captions": ["a"]})
                 for ending, content in (("png", picture.getvalue()), ("json", note.encode())):
                     info = tarfile.TarInfo(f"{n:03d}.{ending}")
                     info.size = len(content) if (n, ending) != (6, "png") else 0
                     tar.addfile(info, io.BytesIO(content))
-    options: Any = {"model": MODEL, "pictures": open_source(spec(tmp_path, 5))}
-    build_index(tmp_path / "index", encoder_of(regions, workers=2), open_source(spec(regions, 5)), **options)
-    thumbnails = [Index(tmp_path / "index").records.thumbnail(row) for row in range(24)]
-    assert [file is not None for file in thumbnails] == [n != 6 and n < 20 for n in range(24)]
-    reds = [Image.open(io.BytesIO(file)).getpixel((4, 4))[0] for file in thumbnails if file]
-    assert reds == pytest.approx([10 * n for n in range(20) if n != 6], abs=3)
+    pictures = open_source(spec(tmp_path, 5))
+    source = RegionSource(pictures, open_regions(str(regions / "s{0..4}.tar")), max_missing=0)
+    fetched(tmp_path)
+    build_index(tmp_path / "index", encoder_of(regions, workers=2), source, model=MODEL, pictures=pictures)
     assert fetched(tmp_path) == Counter(range(5))
+    thumbnails = [Index(tmp_path / "index").records.thumbnail(row) for row in range(24)]
+    assert [file is not None for file in thumbnails] == [n != 6 for n in range(24)]
+    reds = [Image.open(io.BytesIO(file)).getpixel((4, 4))[0] for file in thumbnails if file]
+    assert reds == pytest.approx([10 * n for n in range(24) if n != 6], abs=3)
+    regions_alone = open_source(spec(regions, 5))
+    with pytest.raises(CoderError, match="thumbnails need the pictures in the same shards: join the regions to them"):
+        build_index(tmp_path / "other", encoder_of(regions), regions_alone, model=MODEL, pictures=pictures)
+    assert not (tmp_path / "other").exists()
 
 
 # an extraction

@@ -23,7 +23,7 @@ from coder_plugin import distributed, files, progress
 from coder_plugin.data.item import Item
 from coder_plugin.data.source import ItemSource
 from coder_plugin.errors import CoderError
-from coder_plugin.index import build, manifest, parts, records_file, vectors_file
+from coder_plugin.index import build, embed, manifest, records_file, vectors_file
 from coder_plugin.index.build import build_index
 from coder_plugin.index.search import Index
 from tests import gloo
@@ -39,9 +39,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return region_data.write_precomp(tmp_path_factory.mktemp("made"))
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "PART_SIZE", 5)  # of 24 images, a batch to a part
+@pytest.fixture(autouse=True, scope="module")
+def small_files() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "ROWS_PER_FILE", 5)  # of 24 images, a batch to a file
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -83,25 +85,32 @@ def test_an_index_holds_what_the_encoder_gives(data: str, whole: Path) -> None:
     torch.testing.assert_close(kept["tokens"], encoded.items.images["tokens"][[3, 1]], rtol=0, atol=0)
     texts = index.items("captions", np.array([77]))
     torch.testing.assert_close(texts["tokens"], encoded.items.texts["tokens"][[77]], rtol=0, atol=0)
-    assert not {"parts", "building.json"} & {path.name for path in whole.iterdir()}
+    assert {path.name for path in whole.iterdir()} == {".lock", "manifest.json", "segments"}
 
 
 class Killed(BaseException):
     pass
 
 
-#: What is called while an index is made; a kill before any of these calls must lose nothing.
-STAGES = {
-    "the first part": (parts, "write", 0),
-    "the third part": (parts, "write", 2),
-    "a part's rename": (files, "atomic_replace", 4),  # the first is that of building.json
+#: What is called while an index is made, and after how many calls, or before which file's: a kill there must lose nothing.
+STAGES: dict[str, tuple[Any, str, int | str]] = {
+    "the first file": (embed, "write_unit", 0),
+    "the third file": (embed, "write_unit", 2),
+    "a file's rename": (os, "replace", "00000003.parquet"),
     "the records": (records_file, "finish", 0),
-    "the records' rename": (files, "atomic_replace", 6),
     "the first vectors": (vectors_file, "write", 0),
-    "the second vectors' rename": (files, "atomic_replace", 8),
+    "the second vectors": (vectors_file, "write", 1),
+    "the segment's rename": (os, "replace", "00000"),
     "the manifest": (manifest, "write_manifest", 0),
-    "the manifest's rename": (files, "atomic_replace", 9),
+    "the manifest's rename": (os, "replace", "manifest.json"),
 }
+
+
+def count_batches(encoder: Any) -> list[int]:
+    """Lets an encoder write the sizes of the batches of images that it encodes into the list."""
+    sizes, real = [], encoder.transformed
+    encoder.transformed = lambda batch, head: (sizes.append(1), real(batch, head))[1]
+    return sizes
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -109,11 +118,11 @@ def test_a_stop_anywhere_changes_nothing(data: str, whole: Path, tmp_path: Path,
     module, name, after = STAGES[stage]
     real, calls = getattr(module, name), []
 
-    def stopping(*args: Any) -> Any:
-        if len(calls) == after:
+    def stopping(*args: Any, **options: Any) -> Any:
+        if after in (len(calls), Path(args[-1]).name if module is os else None):
             raise Killed
         calls.append(name)
-        return real(*args)
+        return real(*args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(module, name, stopping)
@@ -121,29 +130,27 @@ def test_a_stop_anywhere_changes_nothing(data: str, whole: Path, tmp_path: Path,
     with pytest.raises(CoderError, match="index that is not finished"):
         Index(tmp_path / "index")
     encoder, source = make_encoder(data)
-    seen: list[int] = []
-    real_batches = encoder.batches
-    monkeypatch.setattr(encoder, "batches", lambda *a, **o: (seen.append(1) or each for each in real_batches(*a, **o)))
+    encoded = count_batches(encoder)
     build_index(tmp_path / "index", encoder, source, model=MODEL)
     assert sums(tmp_path / "index") == sums(whole)
-    done = {"the first part": 0, "the third part": 2, "a part's rename": 3}.get(stage, 5)
-    assert len(seen) == 5 - done  # and nothing that was done is encoded again
+    done = {"the first file": 0, "the third file": 2, "a file's rename": 3}.get(stage, 5)
+    assert len(encoded) == 5 - done  # and nothing that was done is encoded again
 
 
 CHILD = """
 import sys
-from coder_plugin.index import build
-from coder_plugin.index import parts
+from coder_plugin.index import build, embed
 from tests.evaluation.test_evaluate import make_encoder
-build.PART_SIZE = 5
-real, calls = parts.write, []
-def write(*args):
-    real(*args)
+build.ROWS_PER_FILE = 5
+real, calls = embed.write_unit, []
+def write(*args, **options):
+    summary = real(*args, **options)
     calls.append(1)
     if len(calls) == 2:
         print("two", flush=True)
         sys.stdin.read()
-parts.write = write
+    return summary
+embed.write_unit = write
 build.build_index(sys.argv[2], *make_encoder(sys.argv[1]), model={"name": "x", "fingerprint": "f" * 64})
 """
 
@@ -159,7 +166,7 @@ def test_two_writers_and_a_killed_one(data: str, whole: Path, tmp_path: Path) ->
         with pytest.raises(CoderError, match="index is being written by another process"):
             build_index(folder, *make_encoder(data), model=MODEL)
         assert time.monotonic() - started < 30
-        assert len(list((folder / "parts").glob("part-*"))) == 2
+        assert len(list((folder / "embeddings").glob("*.parquet"))) == 2
         child.send_signal(signal.SIGKILL)
         child.wait()
         build_index(folder, *make_encoder(data), model=MODEL)
@@ -172,24 +179,18 @@ def test_two_writers_and_a_killed_one(data: str, whole: Path, tmp_path: Path) ->
 
 
 def on_a_rank(data: str, folder: str) -> int:
-    build.PART_SIZE = 5
+    build.ROWS_PER_FILE = 5
     build_index(folder, *make_encoder(data), model=MODEL)
     return distributed.rank()
 
 
 def test_ranks_share_the_work(data: str, whole: Path, tmp_path: Path) -> None:
     assert gloo.run(on_a_rank, data, str(tmp_path / "index")) == [0, 1]
-    two, one = sums(tmp_path / "index"), sums(whole)
-    assert {name: sum for name, sum in two.items() if "records.sqlite" not in name} == {
-        name: sum for name, sum in one.items() if "records.sqlite" not in name
-    }
-    found = [Index(folder).records for folder in (tmp_path / "index", whole)]  # their rows came in another order
-    assert found[0].images(range(24)) == found[1].images(range(24))
-    assert found[0].captions(range(120)) == found[1].captions(range(120))
+    assert sums(tmp_path / "index") == sums(whole)
 
 
 def test_images_that_cannot_be_read_are_left_out(data: str, tmp_path: Path, monkeypatch) -> None:
-    """Of the 24, a whole part and some others; and a stop between them."""
+    """Of the 24, all of a file and some others; and a stop between them."""
     encoder, source = make_encoder(data)
     lost = {0, 5, 6, 7, 8, 9, 23}
 
@@ -197,15 +198,15 @@ def test_images_that_cannot_be_read_are_left_out(data: str, tmp_path: Path, monk
         raise ValueError("broken")
 
     items = [Item(i.key, i.captions, broken if n in lost else i.load) for n, i in source.items()]
-    real, left = parts.write, [0]
+    real, left = embed.write_unit, [0]
 
-    def stopping(*args: Any) -> None:
+    def stopping(*args: Any, **options: Any) -> Any:
         if not left[0]:
             raise Killed
         left[0] -= 1
-        real(*args)
+        return real(*args, **options)
 
-    monkeypatch.setattr(parts, "write", stopping)
+    monkeypatch.setattr(embed, "write_unit", stopping)
     for folder in ("once", "twice"):
         if folder == "twice":
             left[0] = 3
@@ -275,11 +276,11 @@ def test_foreign_folders_are_refused(whole: Path, tmp_path: Path, data: str) -> 
 
 
 def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monkeypatch) -> None:
-    def begun(*_: Any) -> None:
+    def begun(*_: Any, **__: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(parts, "write", begun)
+        patch.setattr(embed, "write_unit", begun)
         build_index(tmp_path / "index", *make_encoder(data), model=MODEL)
     other = {**MODEL, "fingerprint": "a" * 64}
     for folder, word in ((tmp_path / "index", "was begun with"), (whole, "is a finished index with")):
@@ -297,6 +298,10 @@ def test_other_options_are_refused(whole: Path, tmp_path: Path, data: str, monke
     assert build_index(tmp_path / "index", *make_encoder(data), model=MODEL)["images"] == 24  # nothing was lost by it
     with pytest.raises(CoderError, match="what must be one of both, images, captions, got 'sounds'"):
         build_index(tmp_path / "new", *make_encoder(data), model=MODEL, what="sounds")
+    with pytest.raises(CoderError, match=r"thumbnails must be 0 \(none\) or more pixels, got -1"):
+        build_index(tmp_path / "new", *make_encoder(data), model=MODEL, thumbnails=-1)
+    with pytest.raises(CoderError, match="knows no index factory 'Round'"):
+        build_index(tmp_path / "new", *make_encoder(data), model=MODEL, factory="Round")
     assert not (tmp_path / "new").exists()
 
 
@@ -319,19 +324,17 @@ def test_progress_without_a_terminal_is_printed(capsys, monkeypatch) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_removed_part_is_made_again(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
-    """As the message about a damaged one tells a person to do."""
+def test_a_torn_file_of_a_stopped_build_is_made_again(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "index"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(records_file, "finish", lambda *_: (_ for _ in ()).throw(Killed))
         build_index(folder, *make_encoder(data), model=MODEL)
-    part = folder / "parts" / "part-0000-00000001.safetensors"
-    part.write_bytes(part.read_bytes()[:-20])
-    with pytest.raises(CoderError, match=r"part-0000-00000001.safetensors is damaged .*: remove it"):
-        build_index(folder, *make_encoder(data), model=MODEL)
-    part.unlink()
-    build_index(folder, *make_encoder(data), model=MODEL)
-    assert sums(folder) == sums(whole)
+    torn = folder / "embeddings" / "00000001.parquet"
+    torn.write_bytes(torn.read_bytes()[:-20])
+    encoder, source = make_encoder(data)
+    encoded = count_batches(encoder)
+    build_index(folder, encoder, source, model=MODEL)
+    assert sums(folder) == sums(whole) and len(encoded) == 1
 
 
 def test_data_that_have_changed_are_refused(data: str, whole: Path, tmp_path: Path) -> None:
@@ -350,48 +353,47 @@ def test_data_that_have_changed_are_refused(data: str, whole: Path, tmp_path: Pa
 
 
 def test_nothing_is_left_behind(data: str, whole: Path, tmp_path: Path, monkeypatch) -> None:
-    """Of a stop before the first note, between its parts, while arrays are laid out, and after the manifest."""
+    """Of a stop before the first note, in the middle, and after the manifest."""
     folder = tmp_path / "index"
     folder.mkdir()
     (folder / ".building.json.1.writing").write_text("{")  # a kill in the middle of the first file
-    for module, name in ((files, "atomic_replace"), (vectors_file, "write"), (build, "_remove_parts")):
+    for module, name in ((files, "atomic_replace"), (vectors_file, "write"), (build, "_remove_leftovers")):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(Killed))
             build_index(folder, *make_encoder(data), model=MODEL)
-    assert (folder / "parts").is_dir() and (folder / "manifest.json").is_file()
+    assert (folder / "embeddings").is_dir() and (folder / "manifest.json").is_file()
     build_index(folder, *make_encoder(data), model=MODEL)
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
     assert sums(folder) == sums(whole)
 
 
-def test_captions_that_are_not_there(data: str, tmp_path: Path) -> None:
+def test_captions_or_images_that_are_not_there(data: str, tmp_path: Path) -> None:
     encoder, source = make_encoder(data)
     items = [Item(i.key, (), i.load) for _, i in source.items()]
     bare = SimpleNamespace(name="bare", num_images=24, items=lambda *_, **__: enumerate(items))
     with pytest.raises(CoderError, match="the data have no captions, and only captions were to be indexed"):
         build_index(tmp_path / "index", encoder, bare, model=MODEL, what="captions")
+    bare.num_images = 0
+    with pytest.raises(CoderError, match="bare: no images"):
+        build_index(tmp_path / "none", encoder, bare, model=MODEL, what="captions")
 
 
 def failing_on_a_rank(data: str, folder: str) -> str:
-    build.PART_SIZE = 5
-    encoder, source = make_encoder(data)
+    def failing(*_: Any, **__: Any) -> None:
+        raise CoderError("the disk is full")
+
     if distributed.rank() == 1:
-        encoder.max_bad_samples, broken = 0, [Item(i.key, i.captions, _broken) for _, i in source.items()]
-        source = ItemSource(broken, name=source.name)
+        build.embed_all = failing
     try:
-        build_index(folder, encoder, source, model=MODEL)
+        build_index(folder, *make_encoder(data), model=MODEL)
     except CoderError as error:
         return str(error)
     return "made"
 
 
-def _broken() -> Any:
-    raise ValueError("broken")
-
-
 def test_an_error_on_one_rank_is_raised_on_all(data: str, tmp_path: Path) -> None:
-    first, second = gloo.run(failing_on_a_rank, data, str(tmp_path / "index"))
-    assert first.startswith("another process failed: ") and "1 of 5 samples skipped" in second and second in first
+    errors = gloo.run(failing_on_a_rank, data, str(tmp_path / "index"))
+    assert errors == ["another process failed: the disk is full", "the disk is full"]
 
 
 SUM = {"bytes": 1, "sha256": "0" * 64}

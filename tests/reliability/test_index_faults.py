@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import resource
@@ -19,11 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index import build, parts, records_file, training, vectors_file
+from coder_plugin.index import build, records_file, training, vectors_file
 from coder_plugin.index.build import build_index
 from coder_plugin.index.manifest import KINDS
 from coder_plugin.index.records_file import RecordsFile
@@ -41,17 +38,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return region_data.write_precomp(tmp_path_factory.mktemp("made"))
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "PART_SIZE", 5)  # of 24 images, a batch to a part
+@pytest.fixture(autouse=True, scope="module")
+def small_files() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "ROWS_PER_FILE", 5)  # of 24 images, a batch to a file
+        yield
 
 
 @pytest.fixture(scope="module")
 def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "index"
-    before, build.PART_SIZE = build.PART_SIZE, 5
     build_index(folder, *make_encoder(data), model=MODEL)
-    build.PART_SIZE = before
     return folder
 
 
@@ -185,10 +182,10 @@ def flip(path: Path, draw: random.Random, *, first: int | None = None) -> None:
 
 
 def run_flips(whole: Path, tmp_path: Path, draws: int, seed: int) -> Counter[str]:
-    """One bit of one file of a finished index: refused by the file's name."""
+    """One bit of one file of a finished index, but of the notes that only a build reads: refused by the file's name."""
     results: Counter[str] = Counter()
     draw = random.Random(seed)
-    names = sorted([*contents(whole), "manifest.json"])
+    names = sorted(name for name in [*contents(whole), "manifest.json"] if Path(name).name != "segment.json")
     for number in range(draws):
         folder = tmp_path / "index"
         shutil.copytree(whole, folder)
@@ -206,13 +203,14 @@ def run_flips(whole: Path, tmp_path: Path, draws: int, seed: int) -> Counter[str
     return results
 
 
-def run_part_flips(data: str, whole: Path, tmp_path: Path, draws: int, seed: int) -> Counter[str]:
+def run_unfinished_flips(data: str, whole: Path, tmp_path: Path, draws: int, seed: int) -> Counter[str]:
     """One bit of a file of an unfinished build: the command names the file; without it the build ends as one never stopped."""
     encoder, source = make_encoder(data)
     begun = tmp_path / "begun"
     at = in_child(tmp_path / "count", lambda: build_index(tmp_path / "count", encoder, source, model=MODEL), None) // 2
     in_child(begun, lambda: build_index(begun, encoder, source, model=MODEL), at)
-    files = sorted(path.relative_to(begun) for path in begun.rglob("*.*") if path.suffix in (".safetensors", ".json"))
+    endings = (".parquet", ".safetensors", ".json")
+    files = sorted(path.relative_to(begun) for path in begun.rglob("*.*") if path.suffix in endings)
     assert len(files) > 2
     results: Counter[str] = Counter()
     draw = random.Random(seed)
@@ -239,13 +237,13 @@ def run_part_flips(data: str, whole: Path, tmp_path: Path, draws: int, seed: int
 
 def test_flipped_bits_are_named(data: str, whole: Path, tmp_path: Path) -> None:
     assert run_flips(whole, tmp_path, 16, seed=0).total() == 16
-    assert run_part_flips(data, whole, tmp_path, 4, seed=0).total() == 4
+    assert run_unfinished_flips(data, whole, tmp_path, 4, seed=0).total() == 4
 
 
 @pytest.mark.slow
 def test_many_flipped_bits_are_named(data: str, whole: Path, tmp_path: Path) -> None:
     print("finished:", dict(run_flips(whole, tmp_path, 200, seed=1)))
-    print("unfinished:", dict(run_part_flips(data, whole, tmp_path, 40, seed=1)))
+    print("unfinished:", dict(run_unfinished_flips(data, whole, tmp_path, 40, seed=1)))
 
 
 def test_no_verification_still_reads_nothing_wrong(whole: Path, tmp_path: Path) -> None:
@@ -269,40 +267,6 @@ def test_no_verification_still_reads_nothing_wrong(whole: Path, tmp_path: Path) 
             refused += 1
         shutil.rmtree(folder)
     assert refused
-
-
-PARTS: dict[str, tuple[dict[str, Any], str]] = {
-    "keys that are numbers": ({"names": {"keys": [1, 2], "captions": [[], []], "bad": []}}, "its names are not texts"),
-    "captions that are texts": ({"names": {"keys": ["a", "b"], "captions": ["x", "y"], "bad": []}}, "its names are not lists"),
-    "no keys": ({"names": {"captions": [[], []], "bad": []}}, "keys"),
-    "more keys": ({"names": {"keys": ["a"], "captions": [[]], "bad": []}}, "has the shape .2., not 1 rows"),
-    "captions of fewer images": ({"names": {"keys": ["a", "b"], "captions": [[]], "bad": []}}, "captions of 1 images"),
-    "positions of another type": ({"positions": torch.zeros(2)}, "positions is torch.float32"),
-    "positions of two dimensions": ({"positions": torch.zeros(2, 2, dtype=torch.int64)}, "positions is torch.int64 of"),
-    "vectors of fewer images": ({"images": torch.zeros(1, 4)}, r"images has the shape \[1, 4\], not 2 rows"),
-    "no positions": ({"positions": None}, "positions"),
-}
-
-
-@pytest.mark.parametrize("case", PARTS)
-def test_parts_of_other_types(tmp_path: Path, case: str) -> None:
-    """Written by somebody else, with the digest of what they wrote."""
-    changes, text = PARTS[case]
-    path = tmp_path / "part.safetensors"
-    two = torch.arange(2)
-    names = {"keys": ["a", "b"], "captions": [["x"], []], "bad": []}
-    none = torch.zeros(0, dtype=torch.uint8)
-    tensors = {"positions": two, "image_ids": two, "thumbnail_sizes": 0 * two, "thumbnails": none, "images": torch.zeros(2, 4)}
-    tensors = {name: value for name, value in {**tensors, **changes, "names": None}.items() if value is not None}
-    text_bytes = json.dumps(changes.get("names", names)).encode()
-    tensors["names"] = torch.tensor(list(text_bytes), dtype=torch.uint8)
-    tensors = {name: value.clone() for name, value in tensors.items()}
-    save_file(tensors, path, {"digest": parts._digest(tensors)})
-    with pytest.raises(CoderError, match=f"part.safetensors is damaged .*{text}.*: remove it"):
-        parts.read(path)
-    if "images" not in changes:
-        with pytest.raises(CoderError, match="part.safetensors is damaged"):
-            parts.summary(path)
 
 
 # -- what rests on FAISS: the files of indexes that are not flat ---------------------------------------------------------------

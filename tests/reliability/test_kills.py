@@ -233,7 +233,7 @@ def index(made: Any, folder: Path, fatal: int | None = None) -> int:
 
 def check_index_kills(made: Any, folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Kill a build at ``count`` points, evenly, and let the same command end it: the same files as without a kill."""
-    monkeypatch.setattr("coder_plugin.index.build.PART_SIZE", 4)
+    monkeypatch.setattr("coder_plugin.index.build.ROWS_PER_FILE", 4)
 
     def enumerate_() -> None:
         points = Points(folder / "whole")

@@ -250,8 +250,11 @@ class RecordsFile:
             return connection.execute(query, values).fetchall()
 
     def _rows(self, found: Sequence[tuple[int]], table: str) -> np.ndarray:
-        rows = [self._checked(values, (int,), table, 0)[0] for values in found]
-        return np.unique(np.array(rows, dtype=np.int64))
+        for values in found:
+            if type(values[0]) is not int:  # fast: a filter may find millions
+                self._checked(values, (int,), table, 0)
+        rows = np.sort(np.fromiter((row for (row,) in found), np.int64, len(found)), kind="stable")
+        return rows[np.diff(rows, prepend=rows[:1] - 1) != 0]
 
     def _checked(self, values: tuple, types: tuple, table: str, row: int) -> tuple:
         """SQLite stores any type in any column. A type in a tuple: null is allowed too."""

@@ -19,6 +19,7 @@ from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
 from coder_plugin.heads.rerankers import parse_reranker
 from coder_plugin.index.arrays import Arrays
+from coder_plugin.index.filter_cache import FilterCache
 from coder_plugin.index.manifest import KINDS, MANIFEST, RECORDS, RERANK, SEGMENTS, read_manifest
 from coder_plugin.index.records import Image, Records
 from coder_plugin.index.records_file import RecordsFile
@@ -173,7 +174,7 @@ class Searcher:
     def __init__(self, index: Index, pretrained: Any) -> None:
         self.index, self.pretrained, self.head = index, pretrained, None
         self.shortlist: int | None = None  # candidates that are re-ranked; None: all
-        self._last_filter: tuple[str, str, np.ndarray] | None = None
+        self._filters = FilterCache(index.records)
         if pretrained is None:
             return
         index.check_model(pretrained)
@@ -262,7 +263,7 @@ class Searcher:
         among = among or self._other_kind(query.kind)
         if among not in KINDS:
             raise CoderError(f"among must be {' or '.join(KINDS)}, got {among!r}")
-        allowed = None if where is None else self._filtered(where, among)
+        allowed = None if where is None else self._filters.where(where, among)
         depth = self._rerank_depth(rerank, query, among, k)
         if allowed is not None:
             depth = min(depth, len(allowed))
@@ -305,12 +306,6 @@ class Searcher:
                 )
             raise CoderError(f"--rerank {rerank}: re-ranking compares an image with a text, and both are {among} here")
         return self.index.manifest["vectors"][among]["items"] if rerank == "all" else int(rerank)
-
-    def _filtered(self, where: str, among: str) -> np.ndarray:
-        """Rows that a filter allows; those of the last one are kept, because many queries share it."""
-        if self._last_filter is None or self._last_filter[:2] != (where, among):
-            self._last_filter = where, among, self.index.records.where(where, kind=among)
-        return self._last_filter[2]
 
     def _nearest(self, vectors: Tensor, k: int, among: str, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Scores [k] and rows [k] among those ``allowed``; the best over a query's vectors [V, D]."""

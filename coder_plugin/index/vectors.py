@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +134,11 @@ class Vectors:
 
     def _selections(self, rows: np.ndarray | None) -> list[Selection]:
         """What each segment may find: ``rows`` (None: all), without those that were removed."""
-        selections = []
-        rows = None if rows is None else np.unique(rows)
-        for first, file in zip(self.first, self.files, strict=False):
-            allowed = np.full(file.items, rows is None)
-            if rows is not None:
-                allowed[_within(rows, first, file.items)] = True
-            allowed[_within(self.removed, first, file.items)] = False
-            selections.append(Selection.of(allowed, self.views))
-        return selections
+        allowed = np.full(self.items, rows is None)
+        if rows is not None:
+            allowed[rows] = True
+        allowed[self.removed] = False
+        return [Selection.of(allowed[first:last], self.views) for first, last in pairwise(self.first)]
 
     def _merged(
         self, queries: np.ndarray, k: int, selections: Sequence[Selection | None], *, exhaustive: bool = False
@@ -167,9 +163,3 @@ class Vectors:
         every_score, every_row = np.concatenate(scores, 1), np.concatenate(rows, 1)
         order = np.lexsort((every_row, -every_score))[:, :k]
         return np.take_along_axis(every_score, order, 1), np.take_along_axis(every_row, order, 1)
-
-
-def _within(rows: np.ndarray, first: int, count: int) -> np.ndarray:
-    """Those of ascending rows that lie in a segment, as rows of the segment."""
-    start, end = np.searchsorted(rows, (first, first + count))
-    return rows[start:end] - first

@@ -1,9 +1,10 @@
 """Latency, errors and memory of `coder-plugin serve` under several clients, against FAISS and the same model without a server.
 
     python scripts/bench/serve.py [--items 100000] [--model coder-tiny] [--clients 8] [--seconds 60] [-k 10] [--rounds 4]
-    python scripts/bench/serve.py --index INDEX [--clients 8] [--seconds 600] [--url URL]
+    python scripts/bench/serve.py --index INDEX [--clients 8] [--seconds 600] [--url URL] [--filters JSON [JSON …]]
 
-With --url a server that runs already is asked, and its memory is not measured.
+With --url a server that runs already is asked, and its memory is not measured. With --filters the server's queries have these
+filters in turn, such as '{"source": "coco"}'; the peer searches all images.
 
 Without --index the vectors are random, the model has random weights, and five captions belong to an image. Each client asks
 for one text after the other, each text once, over a connection that stays open, and checks the status of every answer.
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of serving, over all rounds [60]")
     parser.add_argument("--rounds", type=int, default=4, help="in which server and peer take turns [4]")
     parser.add_argument("-k", type=int, default=10, help="results per query [10]")
+    parser.add_argument("--filters", type=json.loads, nargs="+", default=[None], help="of the server's queries, in turn [none]")
     add_options(parser, repeats=1, threads=1, without=("repeats", "limit", "clock", "device"))
     options = parser.parse_args()
     results = Results("serve", options, ["faiss-cpu", "fastapi", "uvicorn"])
@@ -91,7 +93,7 @@ def measure(index: Path, folder: Path, options: argparse.Namespace, results: Res
         errors = 0
         share = options.seconds / options.rounds
         for _ in range(options.rounds):
-            times, seconds, wrong = run(options.clients, share, lambda: client(urlsplit(url).netloc, options.k, texts))
+            times, seconds, wrong = run(options.clients, share, lambda: client(urlsplit(url).netloc, options, texts))
             rounds["serve"].append((times, seconds))
             errors += wrong
             times, seconds, _ = run(options.clients, min(share, 20.0), lambda: lambda: search(next(texts)))
@@ -130,14 +132,14 @@ def unique_texts() -> Any:
     return Texts()
 
 
-def client(netloc: str, k: int, texts: Any) -> Callable[[], bool]:
+def client(netloc: str, options: argparse.Namespace, texts: Any) -> Callable[[], bool]:
     """A function that asks for one text; its value is whether the answer was right."""
     connection = http.client.HTTPConnection(netloc, timeout=60)
-    count = itertools.count()
+    count, filters = itertools.count(), itertools.cycle(options.filters)
 
     def ask() -> bool:
         try:
-            body = json.dumps({"text": next(texts), "k": k})
+            body = json.dumps({"text": next(texts), "k": options.k, "filters": next(filters) or {}})
             connection.request("POST", "/api/search", body, {"content-type": "application/json"})
             answer = connection.getresponse()
             content = answer.read()
@@ -145,7 +147,7 @@ def client(netloc: str, k: int, texts: Any) -> Callable[[], bool]:
             connection.close()
             return False
         # parsing each one would take the server's processor time
-        return answer.status == 200 and (next(count) % 50 != 1 or len(json.loads(content)["results"]) == k)
+        return answer.status == 200 and (next(count) % 50 != 1 or len(json.loads(content)["results"]) == options.k)
 
     return ask
 

@@ -280,6 +280,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a large footer": (
         lambda f: (f / "00000000.parquet").write_bytes(b"PAR1" + b"\xff\xff\xff\x7fPAR1"), "footer is larger"
     ),
+    "a footer as long as the file": (
+        lambda f: (f / "00000000.parquet").write_bytes(b"PAR1" + bytes(8) + b"\x11\0\0\0PAR1"), "footer is larger"
+    ),
     "a footer of noise": (
         lambda f: (f / "00000000.parquet").write_bytes(b"PAR1" + b"\x99" * 64 + b"\x40\0\0\0PAR1"), "is damaged"
     ),

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,12 +98,13 @@ def test_the_shortlist_is_filtered_too(searcher: Searcher) -> None:
 def test_queries_share_a_filter(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     records = searcher.index.records
-    monkeypatch.setattr(type(records), "where", lambda self, *given, kind: asked.append((given, kind)) or [0, 1])
+    monkeypatch.setattr(type(records), "where", lambda self, *given, kind: asked.append((given, kind)) or np.arange(2))
     monkeypatch.setattr(searcher.index, "search", lambda vectors, k, *, kind, rows: pytest.fail("k") if k > 2 else NOTHING)
     for query in searcher.text(["one", "two", "three"]):
         searcher.search(query, 2, where="width > 1", rerank="all")
     searcher.search(query, 2, where="width > 1", among="captions", rerank=0)
     searcher.search(query, 2, where="width > 2", rerank=0)
+    searcher.search(query, 2, where="width > 1", rerank=0)
     assert asked == [(("width > 1",), "images"), (("width > 1",), "captions"), (("width > 2",), "images")]
 
 

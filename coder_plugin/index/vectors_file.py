@@ -272,7 +272,7 @@ class VectorsFile:
         resources: of the GPU to search on, if FAISS supports this kind of index on it; None: the CPU.
 
     Raises:
-        CoderError: the file is not a FAISS index, or not of so many vectors; unknown parameters.
+        CoderError: the file is not a FAISS index, or not of so many vectors; parameters that are unknown or out of range.
     """
 
     def __init__(
@@ -317,6 +317,8 @@ class VectorsFile:
                 log.warning("%s is searched on the CPU: FAISS does not support it on a GPU: %s", path.name, short(error))
         self.path, self.faiss, self.items, self.views, self.dimensions = path, index, items, views, dimensions
         self.transforms, self.inner = _parts(self.cpu_index)
+        if (lists := getattr(self.inner, "nprobe", 1)) < 1:
+            raise CoderError(f"{path}: a search looks at nprobe={lists} lists, and it must be at least one")
         self.read_ahead = _read_ahead(self.cpu_index)
 
     def search(

@@ -199,6 +199,8 @@ def test_refused_queries_and_files(tmp_path: Path) -> None:
         Vectors([path], [5], views=1, dimensions=8)
     with pytest.raises(CoderError, match="'nprobe=3' is not valid for this index"):
         Vectors([path], [4], views=1, dimensions=8, parameters="nprobe=3")
+    with pytest.raises(CoderError, match="nprobe=0 lists, and it must be at least one"):
+        made(tmp_path / "z.faiss", np.eye(8, dtype=np.float32)[:, None], "IVF1,Flat", parameters="nprobe=0")
     (tmp_path / "y.faiss").write_bytes(b"no index at all")
     with pytest.raises(CoderError, match="y.faiss is not a FAISS index"):
         Vectors([tmp_path / "y.faiss"], [4], views=1, dimensions=8)

@@ -71,7 +71,7 @@ def build_index(
         encoder=encoder,
         units=units,
         thumbnails=thumbnails,
-        tokens=rerank and what != "captions" and encoder.reranking is not None,
+        tokens=rerank and encoder.reranking is not None,
         pictures=None if pictures is None else Units(pictures, ROWS_PER_FILE),
     )
     vectors_file.check_factory(factory, embedding.dimensions)

@@ -99,7 +99,7 @@ def build_from_embeddings(
 ) -> dict[str, Any]:
     """Build an index from what ``coder-plugin embed`` wrote, or continue a build that was stopped; the same files result.
 
-    Memory: of a flat index some thousand vectors, of others a segment's vectors, up to twice.
+    Memory: for a flat index a few thousand vectors, for others up to twice the vectors of a segment.
 
     Args:
         folder: the index: a new or an empty folder, or one where a build with the same embeddings and options was started.

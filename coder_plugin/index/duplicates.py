@@ -70,8 +70,8 @@ def find_duplicates(
         index: with vectors of images.
         threshold: a cosine, above 0 and at most 1.
         exact: True: compare all pairs, N²·V·D / 2 multiplications. False: compare each image with the neighbours that the index
-            finds, by its inner products and with the parameters that it was opened with. None: all pairs of a flat index, and
-            where the vectors are of different lengths, so that inner products do not order them as cosines.
+            finds, by its inner products and with the parameters that it was opened with. None: all pairs if the index is flat,
+            or if its vectors are not all of one length: the neighbours by inner product are then not those by cosine.
         gpu: compare all pairs on the first GPU, if there is one.
 
     Raises:

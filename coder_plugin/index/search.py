@@ -248,8 +248,8 @@ class Searcher:
             k: results, 1 or more.
             among: "images" or "captions"; None: images for a text, captions for an image, as far as the index has them.
             rerank: how many candidates are re-ranked, or "all"; 0: none. None: as many as in the model's evaluation (32, or
-                all where no term has trained the towers' own features), at least k; none without a re-ranker, or if the query
-                is of the kind that is searched.
+                all where no term has trained the towers' own features), at least k; none without a re-ranker, for an image
+                among images, or for a text among captions.
             where: only images for which this is true, and their captions, are searched and re-ranked: an expression of
                 ``index.records.where``, such as ``source = 'coco'``; None: all.
 

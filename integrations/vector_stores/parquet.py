@@ -24,7 +24,7 @@ def write_embeddings(
     """Write a folder of embeddings as a whole.
 
     Args:
-        source: that ``rows`` are of.
+        source: the index that ``rows`` were read from.
         folder: a new one, or an empty one.
         what: "images", "captions" or "both".
         kinds: of vectors that ``what`` names.

@@ -25,7 +25,7 @@ COUNT = 30
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty scenes in three segments, with two columns and tokens; every third is of the source "coco"."""
+    """Thirty scenes in three segments, with two columns and tokens; in every third the column source is "coco"."""
     folder = tmp_path_factory.mktemp("filters")
     scenes = open_scenes("val")
     (folder / "my pictures").mkdir()

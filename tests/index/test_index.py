@@ -187,7 +187,7 @@ def on_a_rank(data: str, folder: str) -> int:
 
 
 def test_ranks_share_the_work(data: str, whole: Path, tmp_path: Path) -> None:
-    assert sum(gloo.run(on_a_rank, data, str(tmp_path / "index"))) == 6  # five files, none twice, and the first image for the header
+    assert sum(gloo.run(on_a_rank, data, str(tmp_path / "index"))) == 6  # five files and, for the header, one image
     assert sums(tmp_path / "index") == sums(whole)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import coder_plugin
 from coder_plugin import functional, register, registry
 from coder_plugin.cli import main
 from coder_plugin.data import open_source
@@ -23,33 +21,21 @@ from coder_plugin.heads.maxsim import MaxSim
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.manifest import read_manifest
 from coder_plugin.index.search import Index, Searcher, open_searcher
-from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import open_pretrained
 from coder_plugin.pretrained.saved_model import check_saved_reranker
+from tests.index.made_pictures import write_model, write_pictures
 
 COUNT = 24
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    scenes = open_scenes("val")
-    with open(folder / "all.csv", "w", newline="") as file:
-        table = csv.writer(file, delimiter="\t")
-        table.writerow(["filepath", "title"])
-        for number in range(COUNT):
-            item = scenes[number]
-            item.load().save(folder / f"{number:03d}.png")
-            table.writerows([[str(folder / f"{number:03d}.png"), caption] for caption in item.captions[:2]])
-    return folder / "all.csv"
+    return write_pictures(tmp_path_factory.mktemp("pictures"), COUNT)
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("export")
-    export_model(coder_plugin.create_model("coder-tiny", loss="clip"), folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("export"), "clip", seed=1)
 
 
 def build(export: Path, data: Path, folder: Path, *flags: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import re
@@ -20,10 +19,10 @@ from coder_plugin.backbones.tokenizers import build_vocabulary
 from coder_plugin.cli import main
 from coder_plugin.data import open_source
 from coder_plugin.data.regions.arrays import npz_bytes
-from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
 from coder_plugin.index.search import Index, Query, open_searcher
 from coder_plugin.pretrained.export import export_model
+from tests.index.made_pictures import write_model, write_pictures
 from tests.training import region_data
 
 COUNT = 40
@@ -32,30 +31,14 @@ COUNT = 40
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty scenes as PNG files, and a table of their captions."""
-    folder = tmp_path_factory.mktemp("pictures")
-    scenes = open_scenes("val")
-    with open(folder / "all.csv", "w", newline="") as file:
-        table = csv.writer(file, delimiter="\t")
-        table.writerow(["filepath", "title"])
-        for number in range(COUNT):
-            item = scenes[number]
-            item.load().save(folder / f"{number:03d}.png")
-            table.writerows([[str(folder / f"{number:03d}.png"), caption] for caption in item.captions[:2]])
-    return folder
-
-
-def made(folder: Path, objective: str, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    model = coder_plugin.create_model("coder-tiny", loss=objective)
-    export_model(model, folder)
-    return folder
+    return write_pictures(tmp_path_factory.mktemp("pictures"), COUNT).parent
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose score has two levels."""
     objective = coder_plugin.objective.Objective.parse("dcl + concept_dcl").with_options({"concepts.vocabulary": "scenes"})
-    return made(tmp_path_factory.mktemp("export"), objective)
+    return write_model(tmp_path_factory.mktemp("export"), objective)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +126,7 @@ def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, cap
     moved = tmp_path / "moved"
     shutil.copytree(export, moved)
     assert main(["search", str(index), "--text", "x", "--model", str(moved)]) == 0  # the same, elsewhere
-    other = made(tmp_path / "other", "dcl", seed=1)
+    other = write_model(tmp_path / "other", "dcl", seed=1)
     capsys.readouterr()
     assert main(["search", str(index), "--text", "x", "--model", str(other)]) == 2
     error = capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import io
 import json
@@ -37,18 +36,11 @@ CAPTION = (
 def honest_index(loss: str = "dcl") -> Path:
     """An index of six built-in scenes with two captions each; copy it, do not change it."""
     from coder_plugin.cli import main
-    from coder_plugin.data.scenes import open_scenes
+    from tests.index.made_pictures import write_pictures
 
     folder = _honest() / f"index-{len(list(_honest().iterdir()))}"
     folder.mkdir()
-    scenes = open_scenes("val")
-    with open(folder / "all.csv", "w", newline="") as file:
-        table = csv.writer(file, delimiter="\t")
-        table.writerow(["filepath", "title"])
-        for number in range(COUNT):
-            item = scenes[number]
-            item.load().save(folder / f"{number}.png")
-            table.writerows([[str(folder / f"{number}.png"), caption] for caption in item.captions[:2]])
+    write_pictures(folder, COUNT, name="{}.png")
     export = honest_run(loss) / "export" / "last"
     flags = ["--data", str(folder / "all.csv"), "--workers", "0", "--output", str(folder / "index")]
     assert main(["index", str(export), *flags]) == 0

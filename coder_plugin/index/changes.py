@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coder_plugin import files
 from coder_plugin.errors import CoderError
 from coder_plugin.index import assembly, manifest
 from coder_plugin.index.embeddings import Embeddings
@@ -58,6 +59,7 @@ def add(
     folder = Path(folder)
     manifest.read_manifest(folder)
     with write_lock(folder):
+        _remove_leftovers(folder)
         index = Index(folder, gpu=False)
         try:
             embeddings = embeddings if isinstance(embeddings, Embeddings) else Embeddings(embeddings)
@@ -115,6 +117,7 @@ def remove(folder: str | Path, keys: Iterable[str]) -> Removed:
         raise CoderError("no keys of images to remove were given")
     manifest.read_manifest(folder)
     with write_lock(folder):
+        _remove_leftovers(folder)
         index = Index(folder, gpu=False)
         try:
             found = index.records.rows_of(keys)
@@ -124,6 +127,12 @@ def remove(folder: str | Path, keys: Iterable[str]) -> Removed:
             return Removed(len(rows), [key for key in keys if key not in found])
         finally:
             index.close()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of a change that was killed."""
+    for each in (folder, folder / manifest.SEGMENTS):
+        files.remove_all_leftovers(each)
 
 
 def _commit(index: Index, content: dict[str, Any], removed: np.ndarray) -> None:

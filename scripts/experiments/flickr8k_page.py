@@ -1,0 +1,208 @@
+"""Tables, figures and numbers of flickr8k.py's runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Resamples of the images for an interval.
+RESAMPLES = 10_000
+WAYS = {"i2t": "i2t R@1", "t2i": "t2i R@1"}
+
+
+def write_page(work: Any, page: Path) -> None:
+    """Write a page's tables between their markers, ``<!-- begin a regions-bigru -->`` and ``<!-- end -->``, and the figures and
+    the numbers beside it.
+
+    Args:
+        work: :class:`flickr8k.Work`.
+        page: the Markdown file.
+    """
+    settings = {name: rows for name in work.plan.settings if (rows := finished_rows(work, name))}
+    numbers = {name: {row: summary(runs) for row, runs in rows.items()} for name, rows in settings.items()}
+    for name, rows in numbers.items():
+        peers = [row for row in rows if work.plan.rows[row].get("peer")]
+        best = max(peers, key=lambda row: rows[row]["held_out"], default=None)
+        for row, each in rows.items():
+            each["title"] = work.plan.rows[row]["title"]
+            if best is not None and row != best:
+                each["above_best_peer"] = difference(settings[name][row], settings[name][best])
+                each["best_peer"] = best
+
+    def block(match: re.Match[str]) -> str:
+        table, setting = match["table"], match["setting"]
+        rows = {row: each for row, each in numbers.get(setting, {}).items() if table in work.plan.rows[row]["tables"]}
+        if not rows:
+            return match[0]
+        name = f"{page.stem}-{table}-{setting}.svg"
+        draw = draw_curves if table == "i" else draw_bars
+        (page.parent / "figures").mkdir(exist_ok=True)
+        draw(page.parent / "figures" / name, rows)
+        content = "" if table == "i" else f"{format_table(rows)}\n\n"
+        return f"{match['begin']}\n{content}![{work.plan.settings[setting]['title']}](figures/{name})\n<!-- end -->"
+
+    pattern = r"(?P<begin><!-- begin (?P<table>\w+) (?P<setting>[\w-]+) -->)\n.*?<!-- end -->"
+    page.write_text(re.sub(pattern, block, page.read_text(), flags=re.DOTALL))
+    page.with_suffix(".json").write_text(json.dumps({"size": work.plan.size, "settings": numbers}, indent=1) + "\n")
+
+
+def finished_rows(work: Any, setting: str) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each row's chosen point, as far as they are trained and evaluated."""
+    rows = {}
+    for row in work.plan.rows_of(setting):
+        try:
+            point = work.chosen(setting, row)
+        except LookupError:
+            continue
+        points = [replace(point, seed=seed) for seed in work.plan.seeds(setting)]
+        runs = []
+        for each in points:
+            result, folder = work.result(each), work.run_folder(each)
+            if result is not None and (folder / "val.json").is_file():
+                paths = [path for name in ("val", "test") if (path := folder / f"{name}.json").is_file()]
+                runs.append({**result, **{path.stem: json.loads(path.read_text()) for path in paths}})
+        if runs:
+            grid = work.plan.grid(setting, row, functools.partial(work.chosen, setting))
+            tried = [(each, work.result(each)) for each in grid]
+            runs[0]["tried"] = [
+                {"lr": each.lr, "options": dict(each.options), "held_out": max(result["held_out"])} for each, result in tried
+            ]
+            rows[row] = runs
+    return rows
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row's numbers over its seeds."""
+    first = runs[0]
+    splits = [split for split in ("val", "test") if all(split in run for run in runs)]
+    return {
+        **{name: first[name] for name in ("command", "lr", "options", "tried")},
+        "seeds": [run["seed"] for run in runs],
+        "held_out": float(np.mean([max(run["held_out"]) for run in runs])),
+        "held_out_by_epoch": [run["held_out"] for run in runs],
+        "best_epochs": [run["best_epoch"] for run in runs],
+        "seconds_per_epoch": seconds_per_epoch(runs),
+        "memory_mb": max(run["memory_mb"] for run in runs),
+        "last_step": [run["last_step"] for run in runs],
+        **{split: {name: [run[split][name] for run in runs] for name in figures(first[split])} for split in splits},
+    }
+
+
+def figures(split: dict[str, Any]) -> list[str]:
+    """Names of the plain numbers of an evaluation."""
+    return [name for name, value in split.items() if isinstance(value, (int, float))]
+
+
+def seconds_per_epoch(runs: list[dict[str, Any]]) -> float | None:
+    """Of the runs that were not interrupted, with the evaluation of the held-out images."""
+    timed = [run["seconds"] / len(run["held_out"]) for run in runs if run["seconds"]]
+    return round(float(np.median(timed)), 1) if timed else None
+
+
+def score_by_image(run: dict[str, Any]) -> np.ndarray:
+    """What each image adds to R@sum, in points: its own hits, and those of its captions; [N], and their mean is R@sum.
+
+    Every image must have as many captions as the others, in the order of the images.
+    """
+    ranks = run["val"]["ranks"]
+    images = np.array(ranks["i2t"])
+    captions = np.array(ranks["t2i"]).reshape(len(images), -1)
+    return 100 * sum((images < k) + (captions < k).mean(1) for k in (1, 5, 10))
+
+
+def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean difference of R@sum, and its 95 % interval: images and seeds are drawn anew, the images for both rows alike."""
+    generator = np.random.default_rng(0)
+    scores, other_scores = (np.stack([score_by_image(run) for run in each]) for each in (runs, others))
+    images = scores.shape[1]
+    drawn = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
+        seeds, other_seeds = (generator.integers(len(each), size=len(each)) for each in (scores, other_scores))
+        rows = generator.integers(images, size=images)
+        drawn[number] = (scores[seeds].mean(0) - other_scores[other_seeds].mean(0))[rows].mean()
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return {"mean": float(scores.mean() - other_scores.mean()), "low": float(low), "high": float(high)}
+
+
+def format_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Markdown; a row for each method."""
+    levels = any("concept level" in each["val"] for each in rows.values())
+    test = any("test" in each for each in rows.values())
+    heads = ["row", "rate and options", "held out", "val R@sum", *WAYS.values()]
+    heads += [*(["instance / concept level"] if levels else []), "above the best peer [95 %]"]
+    heads += [*(["test R@sum"] if test else []), "s an epoch", "MB"]
+    lines = [heads, ["---"] * len(heads)]
+    for each in rows.values():
+        val, above = each["val"], each.get("above_best_peer")
+        options = ", ".join([f"{each['lr']:g}", *(f"{name} {value}" for name, value in each["options"].items())])
+        cells = [each["title"], options, f"{each['held_out']:.1f}", spread(val["rsum"])]
+        cells += [f"{np.mean(val[f'{way}_r1']):.1f}" for way in WAYS]
+        if levels:
+            both = [val.get(f"{name} level") for name in ("instance", "concept")]
+            cells.append(" / ".join(f"{np.mean(each):.1f}" for each in both) if all(both) else "")
+        cells.append("the best peer" if above is None else f"{above['mean']:+.1f} [{above['low']:+.1f}, {above['high']:+.1f}]")
+        cells += [spread(each["test"]["rsum"]) if "test" in each else ""] if test else []
+        lines.append([*cells, f"{each['seconds_per_epoch'] or '–'}", f"{each['memory_mb']:,}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(values: list[float]) -> str:
+    """Mean, and the standard deviation of several."""
+    return f"{np.mean(values):.1f}" + (f" ± {np.std(values, ddof=1):.1f} ({len(values)})" if len(values) > 1 else " (1)")
+
+
+def draw_bars(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """R@sum of each row on the validation split: mean, and a point for each seed."""
+    plot, figure, axes = canvas(0.6 + 0.32 * len(rows))
+    for place, each in enumerate(rows.values()):
+        scores = each["val"]["rsum"]
+        axes.barh(place, np.mean(scores), color="C0" if "above_best_peer" in each else "C7", height=0.7)
+        axes.plot(scores, [place] * len(scores), "k.", markersize=4)
+    axes.set_yticks(range(len(rows)), [plain(each["title"]) for each in rows.values()])
+    axes.invert_yaxis()
+    least = min(min(each["val"]["rsum"]) for each in rows.values())
+    axes.set_xlim(max(0, least - 20), None)
+    axes.set_xlabel("R@sum, validation split")
+    save(plot, figure, path)
+
+
+def draw_curves(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """R@sum on the held-out images against wall time: mean over seeds, with a band from the least to the greatest."""
+    plot, figure, axes = canvas(3.6)
+    for each in rows.values():
+        curves = np.array(each["held_out_by_epoch"])
+        minutes = (1 + np.arange(curves.shape[1])) * (each["seconds_per_epoch"] or 60) / 60
+        axes.plot(minutes, curves.mean(0), label=plain(each["title"]))
+        axes.fill_between(minutes, curves.min(0), curves.max(0), alpha=0.2)
+    axes.set_xlabel("minutes")
+    axes.set_ylabel("R@sum, held-out images")
+    axes.legend(fontsize=7)
+    save(plot, figure, path)
+
+
+def canvas(height: float) -> tuple[Any, Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "flickr8k"  # the same file for the same numbers
+    import matplotlib.pyplot as plot
+
+    figure, axes = plot.subplots(figsize=(7.5, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    return plot, figure, axes
+
+
+def plain(title: str) -> str:
+    """A row's title without Markdown."""
+    return title.replace("`", "")
+
+
+def save(plot: Any, figure: Any, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None})
+    plot.close(figure)

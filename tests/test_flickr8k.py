@@ -1,0 +1,204 @@
+"""scripts/experiments/flickr8k.py: what it trains, how it chooses, and what its tables say."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coder_plugin.cli import build_parser
+from coder_plugin.evaluation import recall
+from coder_plugin.expression import parse_value
+from coder_plugin.objective import Objective
+from tests.training import region_data
+
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "scripts" / "experiments"
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+
+
+def points_of(plan: Any, setting: str) -> list[Any]:
+    """All points, where each row's first is the chosen one."""
+
+    def first(row: str) -> Any:
+        return plan.grid(setting, row, first)[0]
+
+    return [point for row in plan.rows_of(setting) for point in plan.grid(setting, row, first)]
+
+
+def cases() -> list[tuple[str, str]]:
+    return [("cpu", "regions-bigru"), ("gpu", "regions-bigru"), ("cpu", "regions-bert"), ("smoke", "regions-bigru")]
+
+
+@pytest.mark.parametrize(("size", "setting"), cases())
+def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
+    from flickr8k import Plan
+
+    pytest.importorskip("pytorch_metric_learning")
+    points = points_of(Plan(size), setting)
+    assert len({point.name for point in points}) == len(points) > 14
+    for point in points:
+        command = Plan(size).command(point)
+        flags = vars(build_parser().parse_args(command[1:]))
+        assert (flags["seed"], flags["lr"], flags["name"]) == (0, point.lr, point.name)
+        options = dict(option.split("=") for option in flags.get("set") or [])
+        assert options == {name: str(value) for name, value in point.options}
+        Objective.parse(flags["loss"]).with_options({name: parse_value(value) for name, value in options.items()})
+
+
+def test_rows_take_the_options_of_the_row_that_they_are_like() -> None:
+    from flickr8k import Plan, Point
+
+    plan = Plan("cpu", ["regions-bigru"])
+    dcl = Point("regions-bigru", "dcl", 3e-3, (("dcl.mu", 0.05), ("dcl.gamma", 0.5)), 0)
+    points = plan.grid("regions-bigru", "m_dcl", {"dcl": dcl}.__getitem__)
+    assert [point.lr for point in points] == plan.settings["regions-bigru"]["lr"]
+    assert dict(points[0].options) == {"dcl.mu": 0.05, "dcl.gamma": 0.5, "m_dcl.mu": 0.05, "m_dcl.gamma": 0.5}
+    plan.rows["other"] = {"like": "dcl", "same_rate": True, "grid": [{"dcl.mu": 0.1}], "loss": "dcl"}
+    [point] = plan.grid("regions-bigru", "other", {"dcl": dcl}.__getitem__)
+    assert (point.lr, dict(point.options)) == (3e-3, {"dcl.mu": 0.1, "dcl.gamma": 0.5})
+
+
+def test_an_unknown_row_is_named() -> None:
+    from flickr8k import Plan
+
+    with pytest.raises(SystemExit, match="no row clop in flickr8k.toml: one of clip, "):
+        Plan("cpu", rows=["clop"])
+
+
+def random_ranks(seed: int, images: int = 40) -> tuple[dict[str, Any], float]:
+    """Ranks of random scores, and their R@sum."""
+    import torch
+
+    similarity = torch.rand(images, 5 * images, generator=torch.Generator().manual_seed(seed))
+    owner = torch.arange(images).repeat_interleave(5)
+    similarity[owner, torch.arange(5 * images)] += 0.5
+    figures = recall(similarity, owner)
+    return {way: figures[f"{way}_ranks"].tolist() for way in ("i2t", "t2i")}, figures["rsum"]
+
+
+def test_the_mean_of_the_images_scores_is_their_rsum() -> None:
+    from flickr8k_page import score_by_image
+
+    ranks, rsum = random_ranks(0)
+    assert score_by_image({"val": {"ranks": ranks}}).mean() == pytest.approx(rsum)
+
+
+def test_intervals_of_differences() -> None:
+    from flickr8k_page import difference
+
+    runs = [{"val": {"ranks": random_ranks(seed)[0]}} for seed in range(3)]
+    one = difference(runs[:1], runs[:1])
+    assert one == {"mean": 0.0, "low": 0.0, "high": 0.0}  # paired: the same images are drawn for both
+    none = difference(runs, runs)  # the seeds are drawn for each row
+    assert none["mean"] == 0 and none["low"] < 0 < none["high"]
+    perfect = {way: [0] * len(each) for way, each in runs[0]["val"]["ranks"].items()}
+    above = difference([{"val": {"ranks": perfect}}], runs)
+    expected = 600 - np.mean([random_ranks(seed)[1] for seed in range(3)])
+    assert above["mean"] == pytest.approx(expected) and 0 < above["low"] < above["mean"] < above["high"]
+
+
+class MadeWork:
+    """The folder of a run in which every point of two rows is trained, without training."""
+
+    def __init__(self, folder: Path) -> None:
+        from flickr8k import Plan, Work
+
+        plan = Plan("smoke", ["regions-bigru"], ["clip", "dcl"])
+        self.work = Work(folder, plan, 1)
+        for number, point in enumerate(points_of(plan, "regions-bigru")):
+            self.finish(point, held_out=[10.0, 20.0 + number, 15.0])
+
+    def finish(self, point: Any, held_out: list[float], seconds: int | None = 9) -> None:
+        """Write what training writes."""
+        folder = self.work.run_folder(point)
+        folder.mkdir(parents=True)
+        result = {"command": shlex.join(self.work.plan.command(point)), "seed": point.seed, "lr": point.lr, "seconds": seconds}
+        result |= {"options": dict(point.options), "memory_mb": 1234, "last_step": {"loss": 1.0}}
+        (folder / "result.json").write_text(json.dumps({**result, "held_out": held_out, "best_epoch": 2}))
+
+    def evaluate(self, point: Any, seed: int) -> None:
+        """Write what evaluating writes."""
+        ranks, rsum = random_ranks(seed)
+        content = {"rsum": rsum, "i2t_r1": 1.0, "t2i_r1": 2.0, "ranks": ranks}
+        (self.work.run_folder(point) / "val.json").write_text(json.dumps(content))
+
+
+def test_the_point_with_the_best_held_out_epoch_is_chosen(tmp_path: Path) -> None:
+    made = MadeWork(tmp_path)
+    points = [point for point in points_of(made.work.plan, "regions-bigru") if point.row == "dcl"]
+    assert made.work.chosen("regions-bigru", "dcl") == points[-1]
+    (made.work.run_folder(points[0]) / "result.json").write_text(json.dumps({"held_out": [99.0, 1.0]}))
+    assert made.work.chosen("regions-bigru", "dcl") == points[0]
+    (made.work.run_folder(points[1]) / "result.json").unlink()
+    with pytest.raises(LookupError, match="is not trained yet"):
+        made.work.chosen("regions-bigru", "dcl")
+
+
+def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from flickr8k_page import write_page
+
+    pytest.importorskip("matplotlib")
+    made, page = MadeWork(tmp_path / "work"), tmp_path / "docs" / "results.md"
+    chosen = {row: made.work.chosen("regions-bigru", row) for row in ("clip", "dcl")}
+    for row, number in (("clip", 0), ("dcl", 1)):
+        made.evaluate(chosen[row], number)
+    made.finish(replace(chosen["dcl"], seed=1), [30.0, 40.0, 35.0], seconds=None)
+    made.evaluate(replace(chosen["dcl"], seed=1), 2)
+    page.parent.mkdir()
+    kept = "Between.\n<!-- begin a regions-bert -->\nkept\n<!-- end -->\n"
+    page.write_text(f"Before.\n<!-- begin a regions-bigru -->\nold\n<!-- end -->\n{kept}")
+    write_page(made.work, page)
+    written = page.read_text()
+    assert written.startswith("Before.\n<!-- begin a regions-bigru -->\n| row |") and "old" not in written
+    assert written.endswith(kept)
+    lines = [line for line in written.splitlines() if line.startswith("| ")]
+    scores = [random_ranks(number)[1] for number in (0, 1, 2)]
+    assert len(lines) == 4 and f"| {scores[0]:.1f} (1) |" in lines[2] and "| the best peer |" in lines[2]
+    assert f"| {np.mean(scores[1:]):.1f} ± {np.std(scores[1:], ddof=1):.1f} (2) |" in lines[3]
+    assert f"| {np.mean(scores[1:]) - scores[0]:+.1f} [" in lines[3] and "| 3.0 | 1,234 |" in lines[3]
+    numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
+    assert numbers["dcl"]["seeds"] == [0, 1] and numbers["dcl"]["best_peer"] == "clip" and len(numbers["dcl"]["tried"]) == 2
+    assert "--seed 0" in numbers["dcl"]["command"] and numbers["clip"]["val"]["rsum"] == [pytest.approx(scores[0])]
+    figure = page.parent / "figures" / "results-a-regions-bigru.svg"
+    assert "figures/results-a-regions-bigru.svg" in written and figure.read_bytes().startswith(b"<?xml")
+    before = figure.read_bytes(), page.read_text()
+    write_page(made.work, page)
+    assert (figure.read_bytes(), page.read_text()) == before  # the same file from the same numbers
+
+
+@pytest.mark.slow
+def test_the_smallest_size_from_training_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flickr8k
+
+    work, page = tmp_path / "work", tmp_path / "page.md"
+    for name in ("regions", "regions-val", "regions-test"):
+        region_data.write_precomp(work / name)
+    region_data.write_vocabulary(work / "concepts.safetensors")
+    page.write_text("<!-- begin a regions-bigru -->\n<!-- end -->\n<!-- begin i regions-bigru -->\n<!-- end -->\n")
+
+    def call(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["flickr8k.py", *arguments])
+        flickr8k.main()
+
+    rows = ["clip", "dcl", "m_dcl", "coder-paper"]
+    call("run", str(work), "--size", "smoke", "--rows", *rows, "--jobs", "2")
+    runs = sorted(work.glob("runs/smoke/regions-bigru/*/result.json"))
+    before = {path: path.stat().st_mtime_ns for path in runs}
+    call("run", str(work), "--size", "smoke", "--rows", *rows)  # nothing to do
+    assert {path: path.stat().st_mtime_ns for path in runs} == before and len(runs) > 8
+    call("page", str(work), str(page), "--size", "smoke")
+    numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
+    assert list(numbers) == rows
+    assert all(len(each["val"]["rsum"]) == len(each["test"]["rsum"]) == 2 for each in numbers.values())
+    assert page.read_text().count("figures/page-") == 2 and "instance / concept level" in page.read_text()

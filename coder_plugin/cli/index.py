@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
 from coder_plugin.terminal import echo
+
+#: The other ranks wait that long, at most, while the first builds the index.
+BUILD_TIMEOUT = timedelta(days=7)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -164,7 +168,9 @@ def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> 
     from coder_plugin import distributed
     from coder_plugin.index.build import EMBEDDINGS, build_from_job
     from coder_plugin.index.job import EmbedJob
+    from coder_plugin.pretrained.device import default_device
 
+    default_device(timeout=BUILD_TIMEOUT)
     folder = Path(arguments.output)
     job = EmbedJob(
         model=arguments.run_folder,

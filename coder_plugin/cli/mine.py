@@ -115,9 +115,12 @@ def _has_index(arguments: argparse.Namespace) -> bool:
 def mine_command(arguments: argparse.Namespace, options: Mapping[str, Any], mining: MiningOptions) -> str:
     """Write the table, and the page that ``--html`` names; returns a summary."""
     from coder_plugin import distributed
+    from coder_plugin.cli.index import BUILD_TIMEOUT
     from coder_plugin.index.mine import mine_negatives
     from coder_plugin.index.search import Index
+    from coder_plugin.pretrained.device import default_device
 
+    default_device(timeout=BUILD_TIMEOUT)
     folder = _index_folder(arguments)
     existing = _has_index(arguments)
     if not existing and _names_model(arguments, options):

@@ -165,7 +165,7 @@ def build_from_job(
         The manifest.
     """
     folder, rank, ranks = Path(folder), distributed.rank(), distributed.world_size()
-    vectors_file.check_factory(factory, job.dimensions)
+    _run_on_all_ranks(lambda: vectors_file.check_factory(factory, job.dimensions))
 
     def embed() -> None:
         job.run(index=rank, count=ranks, wait=True, shown=rank == 0)

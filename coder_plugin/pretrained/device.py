@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,17 @@ from coder_plugin.errors import CoderError
 from coder_plugin.launchers import ranks_from_slurm
 
 
-def default_device() -> torch.device:
+def default_device(timeout: timedelta | None = None) -> torch.device:
     """This process's GPU (number ``LOCAL_RANK`` under a launcher), or the CPU where there is none.
 
     Under torchrun, ``accelerate launch`` or SLURM's ``srun`` it also joins the process group, unless that has been done.
+
+    Args:
+        timeout: how long one rank of that group waits for another; None: torch's own.
     """
     device = local_device()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and dist.is_available() and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         atexit.register(_leave_group)
     return device
 

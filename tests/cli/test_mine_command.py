@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from coder_plugin.index.miner import Miner
 from coder_plugin.index.mining_options import COLUMNS
 from coder_plugin.pretrained.encode import Encoder
 from coder_plugin.pretrained.export import export_model
+from tests.reliability import ranks
 
 COUNT = 20
 QUICK = ["--workers", "0", "--batch-size", "8"]
@@ -103,6 +105,25 @@ def test_a_table_and_a_page(made: Path, data: Path, tmp_path: Path, capsys) -> N
     html = page.read_text()
     assert html.count('<section class="query">') == 19 and html.count("data:image/jpeg;base64,") == 19 + 95
     assert not re.search(r"""(?:src|href)=["'](?!data:|#)|url\(|@import""", html)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have imported torch")
+@pytest.mark.parametrize("command", ["index", "mine"])
+def test_processes_of_a_launcher_build_one_index(command: str, made: Path, data: Path, model: Path, tmp_path: Path) -> None:
+    output, whole = tmp_path / "negatives.tsv", made / "negatives.tsv"
+    index = tmp_path / "negatives.tsv.index"
+    flags = ["--data", str(data / "train.csv"), "--max-bad-samples", "0.5", *QUICK]
+    flags += ["--split", "train", "--output", str(index)] if command == "index" else ["--output", str(output), *LOOSE]
+
+    def run(_: Path) -> None:
+        sys.exit(main([command, str(model), *flags]))
+
+    endings = ranks.run(run, tmp_path)
+    assert [ending.status for ending in endings] == [0, 0], endings
+    printed = ["19 images, 38 captions" in ending.output or "95 negatives" in ending.output for ending in endings]
+    assert printed == [True, False], endings
+    assert read_json(index / "manifest.json")["images"] == 19
+    assert command == "index" or output.read_bytes() == whole.read_bytes()
 
 
 def test_the_summary_says_what_was_left_out_and_what_to_change(made: Path, tmp_path: Path, capsys) -> None:

@@ -23,9 +23,9 @@ _LISTED = 100
 
 
 def source_digest(embeddings: Embeddings) -> str:
-    """A digest of what an embeddings folder holds: its model, its plan, and the sizes of its units."""
-    counts = [embeddings.summary(unit)[:3] for unit in embeddings.present]
-    return sha256_json([embeddings.model["fingerprint"], embeddings.header.plan_sha256, counts])
+    """A digest of what an embeddings folder holds: its model, its plan, and its units, by their sizes and checksums."""
+    units = [embeddings.summary(unit) for unit in embeddings.present]
+    return sha256_json([embeddings.model["fingerprint"], embeddings.header.plan_sha256, units])
 
 
 def kinds_of(embeddings: Embeddings, what: str = "both") -> list[str]:

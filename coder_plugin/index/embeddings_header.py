@@ -17,7 +17,7 @@ from coder_plugin.files import atomic_write, sha256_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT, VERSION = "coder-plugin embeddings", 1
+FORMAT, VERSION = "coder-plugin embeddings", 2
 NOTE = "embed.json"
 WHAT = ("both", "images", "captions")
 DTYPES = ("float32", "float16")

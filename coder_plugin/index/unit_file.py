@@ -6,6 +6,7 @@ Shape letters: n images, t captions, D dimensions, V vectors of an image.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -59,6 +60,7 @@ class UnitSummary(NamedTuple):
     captions: int  # t
     bad: list[tuple[str, str]]  # kind of fault and key of each sample that was left out
     tokens: dict[str, Any] | None  # ``bytes`` and ``sha256`` of the file of tokens; None without one
+    content: str  # SHA-256 of the rows
 
 
 def write_unit(
@@ -93,7 +95,7 @@ def write_unit(
     """
     import pyarrow.parquet as pq
 
-    path, schema = Path(path), header.schema()
+    path, schema, digest = Path(path), header.schema(), hashlib.sha256()
     images = texts = 0
     image_tokens: list[Mapping[str, np.ndarray]] = []
     text_tokens: list[Mapping[str, np.ndarray]] = []
@@ -118,8 +120,11 @@ def write_unit(
         ) as writer:
             for table in _groups(counted(rows)):
                 writer.write_table(table, row_group_size=_GROUP_ROWS)
+                for batch in table.to_batches():
+                    digest.update(batch.serialize())
             tokens = _write_tokens(path.with_name(header.tokens_file(unit)), image_tokens, text_tokens)
-            summary = UnitSummary(unit, images, texts, [(kind, shorten(storable(key))) for kind, key in bad], tokens)
+            own_bad = [(kind, shorten(storable(key))) for kind, key in bad]
+            summary = UnitSummary(unit, images, texts, own_bad, tokens, digest.hexdigest())
             content = {**_expected(header, unit), **summary._asdict()}
             writer.add_key_value_metadata({_METADATA.decode(): json.dumps(content)})
     return summary
@@ -296,12 +301,12 @@ def open_rows(opened: IO[bytes], footer: Footer) -> Iterator[pq.ParquetFile]:
 def _summary(content: Any, header: Header, unit: int) -> UnitSummary:
     """ValueError unless our metadata have the types and values that the header says."""
     expected = _expected(header, unit)
-    if not isinstance(content, dict) or {*content} != {*expected, "rows", "captions", "bad", "tokens"}:
+    if not isinstance(content, dict) or {*content} != {*expected, *UnitSummary._fields}:
         raise ValueError("its metadata are not those of coder-plugin embed")
     for name, value in expected.items():
         if content[name] != value or type(content[name]) is not type(value):
             raise ValueError(f"it has another {name} than {NOTE}")
-    rows, captions, bad, tokens = (content[name] for name in ("rows", "captions", "bad", "tokens"))
+    _, rows, captions, bad, tokens, digest = (content[name] for name in UnitSummary._fields)
     if any(type(each) is not int or each < 0 for each in (rows, captions)) or not isinstance(bad, list):
         raise ValueError("its metadata have other types")
     if not all(isinstance(each, list) and len(each) == 2 and all(isinstance(text, str) for text in each) for each in bad):
@@ -314,7 +319,9 @@ def _summary(content: Any, header: Header, unit: int) -> UnitSummary:
         or not _SHA256.fullmatch(tokens["sha256"])
     ):
         raise ValueError("its tokens are named without their size and checksum")
-    return UnitSummary(unit, rows, captions, [(kind, key) for kind, key in bad], tokens)
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise ValueError("its rows have no checksum")
+    return UnitSummary(unit, rows, captions, [(kind, key) for kind, key in bad], tokens, digest)
 
 
 def check_values(batch: pa.RecordBatch, header: Header) -> None:

@@ -582,7 +582,7 @@ def test_progress_counts_the_files_of_all(tmp_path: Path, monkeypatch: pytest.Mo
     unknown.advance(10)
     assert (unknown.bar.done, unknown.bar.total) == (10, None)
     write_unit(tmp_path / header.file(0), header, 0, [])
-    unknown.finish(UnitSummary(0, 9, 0, [("picture", "x")], None))
+    unknown.finish(UnitSummary(0, 9, 0, [("picture", "x")], None, ""))
     assert (unknown.bar.total, unknown.bar.begun) == (40, 10)
     unknown.advance(4)
     assert unknown.bar.done == 24  # two of four files, and four images

@@ -19,11 +19,12 @@ from coder_plugin.errors import CoderError
 from coder_plugin.index import manifest, records_file, segments, training, vectors_file
 from coder_plugin.index.build import build_from_embeddings
 from coder_plugin.index.changes import add, remove
+from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.embeddings_header import Header
 from coder_plugin.index.search import Index
 from coder_plugin.index.thrift import BINARY, LIST
 from coder_plugin.index.unit_file import Rows, write_unit
-from tests.index.made_embeddings import ROWS, embed
+from tests.index.made_embeddings import COLUMNS, ROWS, embed
 from tests.index.test_parquet_footer import change_footer
 
 FACTORY = "IVF4,Flat"
@@ -221,6 +222,22 @@ def test_tokens_of_several_types_are_kept_in_full(tmp_path: Path) -> None:
     build_from_embeddings(tmp_path / "index", tmp_path / "embeddings")
     tokens = Index(tmp_path / "index").items("images", np.array([0, 1]))["tokens"]
     assert tokens[:, 0, 0].tolist() == [float(np.float16(1 / 3)), float(np.float32(1 / 3))]
+
+
+def test_other_vectors_in_the_same_rows_are_other_embeddings(tmp_path: Path) -> None:
+    embed(tmp_path / "e")
+    first = build_from_embeddings(tmp_path / "index", tmp_path / "e")
+    folder = Embeddings(tmp_path / "e")
+    values = folder.read(3).to_pydict()
+    captions, columns = values["captions"], {name: values[name] for name in COLUMNS}
+    images, texts = np.ones((ROWS, 8)), np.ones((sum(map(len, captions)), 8))
+    rows = Rows(values["key"], captions, images, texts, values["path"], values["member"], columns=columns)
+    write_unit(folder.path(3), folder.header, 3, [rows])
+    with pytest.raises(CoderError, match="with other options \\(embeddings was"):
+        build_from_embeddings(tmp_path / "index", tmp_path / "e")
+    other = build_from_embeddings(tmp_path / "other", tmp_path / "e")
+    assert other["images"] == first["images"]
+    assert Index(tmp_path / "other").vectors["images"].gather([3 * ROWS]).max() == 1
 
 
 def test_builds_that_are_refused(made: Any, whole: Path, tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ class Units:
             raise CoderError(f"{source.name}: no images")
         self._begun: dict[int, tuple[list[Handle], Iterator[Handle]]] = {}  # units that :meth:`first` has read from
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what :meth:`first` has begun to read: generators cannot be sent to another process."""
+        return {**self.__dict__, "_begun": {}}
+
     def __len__(self) -> int:
         return self._count
 

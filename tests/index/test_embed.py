@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import tarfile
 import threading
@@ -452,6 +453,14 @@ def test_the_first_image_is_not_read_twice(tmp_path: Path) -> None:
     units.first(1)
     assert reads == {"2.png": 1}
     assert [list(units.handles(unit)) for unit in (1, 1, 0)] == [[2], [2], [0, 1]]
+
+
+def test_units_are_sent_to_processes_after_the_first_image_was_read(tmp_path: Path) -> None:
+    for n in range(3):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{n}.png")
+    units = Units(Pictures(str(tmp_path)), 2)
+    units.first(0)
+    assert [list(each.handles(0)) for each in (pickle.loads(pickle.dumps(units)), units)] == [[0, 1], [0, 1]]
 
 
 # data that cannot be used

@@ -104,8 +104,10 @@ class Vectors:
         else:
             k = min(k, sum(each.items for each in selections))
             found = self._merged(queries, k, selections)
-            if np.count_nonzero(found[1] < 0):
-                found = self._merged(queries, k, selections, exhaustive=True)
+            few = np.flatnonzero((found[1] < 0).any(1))
+            if len(few):
+                for values, others in zip(found, self._merged(queries[few], k, selections, exhaustive=True), strict=True):
+                    values[few] = others
         return found
 
     def gather(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -200,7 +200,7 @@ def test_refused_queries_and_files(tmp_path: Path) -> None:
         Vectors([path], [5], views=1, dimensions=8)
     with pytest.raises(CoderError, match="'nprobe=3' is not valid for this index"):
         Vectors([path], [4], views=1, dimensions=8, parameters="nprobe=3")
-    with pytest.raises(CoderError, match="nprobe=0 lists, and it must be at least one"):
+    with pytest.raises(CoderError, match="nprobe must be 1 or more, got 0"):
         made(tmp_path / "z.faiss", np.eye(8, dtype=np.float32)[:, None], "IVF1,Flat", parameters="nprobe=0")
     (tmp_path / "y.faiss").write_bytes(b"no index at all")
     with pytest.raises(CoderError, match="y.faiss is not a FAISS index"):
@@ -273,6 +273,18 @@ def test_removed_and_filtered_rows(tmp_path: Path, factory: str, views: int) -> 
         _, expected = brute_force(array[most], asked, 20)
         shared = np.isin(index.search(asked, 20, rows=most)[1], most[expected]).mean()
         assert shared == 1 if factory == "Flat" else shared > 0.8
+
+
+def test_results_depend_on_no_other_query(tmp_path: Path) -> None:
+    """A query that finds too few is searched again, without the others."""
+    rng = np.random.default_rng(7)
+    array, asked = rng.standard_normal((2000, 1, 8), dtype=np.float32), rng.standard_normal((64, 8), dtype=np.float32)
+    index = made(tmp_path / "x.faiss", array, "IVF32,Flat", removed=np.array([5]))
+    scores, rows = index.search(asked, 50)
+    alone = [index.search(query, 50) for query in asked[:, None]]
+    np.testing.assert_array_equal(rows, np.concatenate([each for _, each in alone]))
+    np.testing.assert_allclose(scores, np.concatenate([each for each, _ in alone]), rtol=1e-5)
+    assert (rows >= 0).all() and (rows != brute_force(array, asked, 50)[1]).any()
 
 
 def test_lists_of_one_training_are_chosen_once(tmp_path: Path, monkeypatch) -> None:

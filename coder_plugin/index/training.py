@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ import numpy as np
 from coder_plugin.errors import CoderError
 from coder_plugin.index.vectors_file import check_factory, import_faiss, short
 
+log = logging.getLogger(__name__)
+#: Vectors for each centroid that FAISS advises.
+_ADVISED = 39
 #: Vectors for each list of an inverted file: at least, and at most.
 LEAST, MOST = 64, 256
 #: Lists that an index without lists counts as: PQ and others learn from 65,536 to 262,144 vectors.
@@ -62,9 +67,44 @@ def train(factory: str, dimensions: int, sample: Callable[[int], np.ndarray]) ->
         return index
     vectors = sample(size)
     try:
-        index.train(vectors)
+        with _one_warning(index, factory, len(vectors)):
+            index.train(vectors)
     except RuntimeError as error:
         raise CoderError(
             f"FAISS cannot train {factory!r} on {len(vectors)} vectors: use fewer lists, or Flat: {short(error)}"
         ) from error
     return index
+
+
+@contextmanager
+def _one_warning(index: Any, factory: str, vectors: int) -> Iterator[None]:
+    """While an index is trained on few vectors: one warning, where FAISS prints a line for each of its clusterings."""
+    faiss = import_faiss()
+    inner = faiss.downcast_index(index)
+    quantizers, rotations = [], []
+    while isinstance(inner, (faiss.IndexPreTransform, faiss.IndexRefine)):
+        if isinstance(inner, faiss.IndexPreTransform):
+            transforms = (faiss.downcast_VectorTransform(inner.chain.at(number)) for number in range(inner.chain.size()))
+            rotations += [each for each in transforms if isinstance(each, faiss.OPQMatrix)]
+            inner = faiss.downcast_index(inner.index)
+        else:
+            inner = faiss.downcast_index(inner.base_index)
+    for each in rotations:
+        each.pq = quantizer = faiss.ProductQuantizer(each.d_out, each.M, 8)  # as FAISS itself makes, but for the warnings
+        quantizers.append(quantizer)
+    quantizers += [inner.pq] if hasattr(inner, "pq") else []
+    centroids = [each.ksub for each in quantizers]
+    parameters = [each.cp for each in quantizers]
+    if isinstance(inner, faiss.IndexIVF):
+        centroids.append(inner.nlist)
+        parameters.append(inner.cp)
+    for each in parameters:
+        each.min_points_per_centroid = 1
+    if vectors < (advised := _ADVISED * max(centroids, default=0)):
+        log.warning("%s is trained on %s vectors, where FAISS advises %s or more: Flat may be better", factory,
+                    f"{vectors:,}", f"{advised:,}")
+    try:
+        yield
+    finally:
+        for each in rotations:
+            each.pq = None

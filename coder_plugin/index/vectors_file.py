@@ -97,8 +97,16 @@ def is_lossless(factory: str) -> bool:
 
 
 def short(error: BaseException) -> str:
-    """FAISS's message without the source line that it begins with."""
-    return " ".join(str(error).split()).rpartition("failed: ")[2][:200]
+    """FAISS's message without the source line that it begins with.
+
+    Example:
+        >>> short(RuntimeError("Error in void f(int) at /a/b.cpp:12: Error: 'd > 0' failed: d must be positive"))
+        'd must be positive'
+        >>> short(RuntimeError("Error in void f(int) at /a/b.cpp:12: could not parse"))
+        'could not parse'
+    """
+    message = re.sub(r"^Error in .*? at \S+:\d+: ", "", " ".join(str(error).split()))
+    return message.rpartition("failed: ")[2][:200]
 
 
 def write(path: Path, batches: Iterable[np.ndarray], empty: Any) -> int:
@@ -159,8 +167,10 @@ def read(path: Path, *, mapped: bool = True) -> Any:
     size = path.stat().st_size
     limits = ("deserialization_vector_byte_limit", "deserialization_loop_limit")
     before = {name: getattr(faiss, f"get_{name}")() for name in limits if hasattr(faiss, f"set_{name}")}
-    # lists that lie in another file are looked for in the index's folder only, and nothing is written to
+    # lists that lie in another file are looked for in the index's folder only, and nothing is written to; the table that is
+    # left out may be larger than the file, and is of use for distances only, not for inner products
     flags = faiss.IO_FLAG_READ_ONLY | (faiss.IO_FLAG_MMAP if mapped else faiss.IO_FLAG_ONDISK_SAME_DIR)
+    flags |= faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
     try:
         for name in before:
             getattr(faiss, f"set_{name}")(max(size, _LEAST_LIMIT))
@@ -308,7 +318,11 @@ class VectorsFile:
             try:
                 faiss.ParameterSpace().set_index_parameters(index, parameters)  # type: ignore[arg-type]
             except RuntimeError as error:
-                raise CoderError(f"{parameters!r} is not valid for this index ({path.name}): {short(error)}") from error
+                kind = type(faiss.downcast_index(index)).__name__
+                raise CoderError(
+                    f"{parameters!r} is not valid for this index ({path.name} is {kind}): "
+                    "IVF takes nprobe=16 and HNSW efSearch=64, for example; Flat takes none"
+                ) from error
         if (inverted := faiss.try_extract_index_ivf(index)) is not None:
             if inverted.nprobe < 1:
                 raise CoderError(f"{path} would be searched in no list: nprobe must be 1 or more, got {inverted.nprobe}")

@@ -139,6 +139,22 @@ def test_a_hundred_thousand_of_2048_dimensions_are_brute_force(tmp_path: Path) -
         np.testing.assert_array_equal(rows, expected[some])
 
 
+@pytest.mark.parametrize("factory", ["OPQ16,IVF64,PQ16", "PQ16,RFlat"])
+def test_few_vectors_are_trained_on_with_one_warning(tmp_path: Path, capfd, caplog, factory: str) -> None:
+    array = np.random.default_rng(2).standard_normal((300, 1, 32), dtype=np.float32)
+    index = made(tmp_path / "x.faiss", array, factory)  # a table of 64 x 16 x 256 floats would be larger than the file
+    assert faiss.read_index(str(index.files[0].path)).ntotal == index.search(array[:1, 0], 300)[1].size == 300
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{factory} is trained on 300 vectors, where FAISS advises 9,984 or more: Flat may be better"
+    ]
+    assert "WARNING" not in capfd.readouterr().err.replace(caplog.text, "")
+    if "IVF" in factory:  # as trained by FAISS alone
+        theirs = faiss.index_factory(32, factory, faiss.METRIC_INNER_PRODUCT)
+        theirs.train(array[:, 0])
+        theirs.add(array[:, 0])
+        assert index.files[0].path.read_bytes() == faiss.serialize_index(theirs).tobytes()
+
+
 @pytest.mark.parametrize("factory, parameters", [("HNSW16", "efSearch=200"), ("IVF8,Flat", "nprobe=8"), ("PQ8x4", None)])
 def test_approximate_indexes_find_most(tmp_path: Path, factory: str, parameters: str | None) -> None:
     rng = np.random.default_rng(1)
@@ -168,7 +184,7 @@ def test_a_vector_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "factory, text",
-    [("Flatt", "knows no index factory 'Flatt' for 8 dimensions"),
+    [("Flatt", "knows no index factory 'Flatt' for 8 dimensions; .*, for example: could not parse index string Flatt$"),
      ("IVF500,Flat", "cannot train 'IVF500,Flat' on 20 vectors"),
      ("PQ3", "PQ3")],
 )
@@ -198,7 +214,7 @@ def test_refused_queries_and_files(tmp_path: Path) -> None:
             index.gather(np.array(rows))
     with pytest.raises(CoderError, match="holds 4 vectors of 8 dimensions, expected 5 of 8"):
         Vectors([path], [5], views=1, dimensions=8)
-    with pytest.raises(CoderError, match="'nprobe=3' is not valid for this index"):
+    with pytest.raises(CoderError, match=r"'nprobe=3' is not valid for this index \(0-x.faiss is IndexFlatIP\): IVF takes"):
         Vectors([path], [4], views=1, dimensions=8, parameters="nprobe=3")
     with pytest.raises(CoderError, match="nprobe must be 1 or more, got 0"):
         made(tmp_path / "z.faiss", np.eye(8, dtype=np.float32)[:, None], "IVF1,Flat", parameters="nprobe=0")

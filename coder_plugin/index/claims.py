@@ -46,6 +46,7 @@ class Claims:
         #: Units that another process was embedding when they were looked at last.
         self.busy: set[int] = set()
         self._locks: dict[int, int] = {}  # descriptors
+        self._warned = False  # that there are no locks
 
     def __iter__(self) -> Iterator[int]:
         own = range(self.index, self.header.units, self.count)
@@ -89,7 +90,10 @@ class Claims:
         except OSError as error:
             if unit % self.count != self.index:
                 return False
-            log.warning("%s: files cannot be locked there (%s): each process embeds its own share alone", self.folder, error)
+            if not self._warned:
+                text = "%s: files cannot be locked there (%s): each process embeds its own share alone"
+                log.warning(text, self.folder, error)
+            self._warned = True
             return True
         if descriptor is None:
             self.busy.add(unit)

@@ -351,8 +351,11 @@ def test_without_locks_each_process_makes_its_own_share(regions: str, tmp_path: 
 
     monkeypatch.setattr(claims.fcntl, "flock", unsupported)
     assert [make(tmp_path / "e", embedding_of(regions), index=n, count=2).made for n in range(2)] == [2, 1]
-    assert "files cannot be locked there ([Errno 37] No locks available): each process embeds its own share" in caplog.text
+    text = "files cannot be locked there ([Errno 37] No locks available): each process embeds its own share"
+    assert caplog.text.count(text) == 2  # once a process
     Embeddings(tmp_path / "e")
+    order = [3, 0, 1, 2]  # of more processes than units
+    assert [make(tmp_path / "more", embedding_of(regions), index=n, count=4).made for n in order] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,7 +59,7 @@ class Records:
         files: of the segments, in their order.
         images: how many images each holds.
         captions: how many captions each holds.
-        removed: rows of images that were removed, ascending: they keep their records, but :meth:`row_of` and :meth:`where` do
+        removed: rows that were removed, by kind, ascending: they keep their records, but :meth:`row_of` and :meth:`where` do
             not find them.
 
     Raises:
@@ -67,12 +67,16 @@ class Records:
     """
 
     def __init__(
-        self, files: Sequence[RecordsFile], images: Sequence[int], captions: Sequence[int], removed: np.ndarray | None = None
+        self,
+        files: Sequence[RecordsFile],
+        images: Sequence[int],
+        captions: Sequence[int],
+        removed: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.files = list(files)
         #: Each segment's first row, and at the end the number of rows, by kind.
         self.first = {"images": [0, *accumulate(images)], "captions": [0, *accumulate(captions)]}
-        self.removed = np.zeros(0, dtype=np.int64) if removed is None else removed
+        self.removed = removed or dict.fromkeys(self.first, np.zeros(0, dtype=np.int64))
 
     def images(self, rows: Sequence[int]) -> list[Image]:
         """The images of ``rows``, in that order."""
@@ -125,9 +129,11 @@ class Records:
         found: dict[str, list[int]] = {}
         for first, file in zip(self.first["images"], self.files, strict=False):
             for key, rows in file.rows_of(keys).items():
-                kept = np.array(rows, dtype=np.int64) + first
-                if len(kept := kept[~self.is_removed(kept)]):
-                    found.setdefault(key, []).extend(kept.tolist())
+                found.setdefault(key, []).extend(row + first for row in rows)
+        every = np.array([row for rows in found.values() for row in rows], dtype=np.int64)
+        if removed := {*every[self.is_removed(every)].tolist()}:
+            left = {key: [row for row in rows if row not in removed] for key, rows in found.items()}
+            found = {key: rows for key, rows in left.items() if rows}
         return found
 
     def where(self, expression: str, *, kind: str = "images") -> np.ndarray:
@@ -152,14 +158,12 @@ class Records:
             if len(found) and not 0 <= found[0] <= found[-1] < last - first:
                 raise CoderError(f"{expression[:200]!r} cannot be used as a filter: it has results that are no rows")
             rows = np.concatenate([rows, found + first])
-        if not len(self.removed):
-            return rows
-        removed = self.removed if kind == "images" else self.caption_rows(self.removed)
-        return rows[~np.isin(rows, removed)]
+        return rows[~self.is_removed(rows, kind=kind)]
 
-    def is_removed(self, rows: np.ndarray) -> np.ndarray:
-        """Which images of ``rows`` were removed."""
-        return np.isin(rows, self.removed)
+    def is_removed(self, rows: np.ndarray, *, kind: str = "images") -> np.ndarray:
+        """Which of ``rows`` were removed."""
+        removed = self.removed[kind]
+        return np.searchsorted(removed, rows, "left") != np.searchsorted(removed, rows, "right")
 
     def close(self) -> None:
         """Close the files."""

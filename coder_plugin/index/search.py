@@ -58,7 +58,7 @@ class Index:
         each = zip(folders, counts["images"], counts["captions"], strict=True)
         columns = self.manifest["columns"]
         files = [RecordsFile(path / RECORDS, images=n, captions=t, columns=columns) for path, n, t in each]
-        self.records = Records(files, counts["images"], counts["captions"], self.removed["images"])
+        self.records = Records(files, counts["images"], counts["captions"], self.removed)
         options: dict[str, Any] = {"flat": self.manifest["factory"] == "Flat", "parameters": parameters, "gpu": gpu}
         self.vectors = {}
         for kind in (kind for kind in KINDS if kind in self.manifest["vectors"]):

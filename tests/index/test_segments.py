@@ -21,6 +21,7 @@ from coder_plugin.index.build import build_from_embeddings
 from coder_plugin.index.changes import add, remove
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.embeddings_header import Header
+from coder_plugin.index.records import Records
 from coder_plugin.index.search import Index
 from coder_plugin.index.thrift import BINARY, LIST
 from coder_plugin.index.unit_file import Rows, write_unit
@@ -377,7 +378,7 @@ def test_other_embeddings_are_refused(whole: Path, tmp_path: Path, options: dict
     assert contents(whole) == before
 
 
-def test_images_are_removed(made: Any, whole: Path, tmp_path: Path) -> None:
+def test_images_are_removed(made: Any, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, vectors = copy_of(whole, tmp_path), made[1]
     before = contents(folder)
     keys = [f"a-{unit}-{number}" for unit in range(5) for number in (0, 1, 5)]
@@ -397,7 +398,14 @@ def test_images_are_removed(made: Any, whole: Path, tmp_path: Path) -> None:
     assert len(captions) == 5 * 3 + 2 and not np.isin(texts, captions).any() and (texts >= 0).all()
     assert index.records.row_of("a-0-0") is None and index.records.row_of("a-0-3") == 3
     assert index.records.where("width >= 0").tolist() == left.tolist()
+    monkeypatch.setattr(Records, "caption_rows", None)  # the index lists these of removed images
     assert not np.isin(index.records.where("1", kind="captions"), captions).any()
+    looked_up: list[int] = []
+    is_removed = Records.is_removed
+    monkeypatch.setattr(Records, "is_removed", lambda self, rows: looked_up.append(len(rows)) or is_removed(self, rows))
+    assert index.records.rows_of(["a-0-0", "a-0-3", "a-4-4"]) == {"a-0-3": [3], "a-4-4": [84]}
+    assert looked_up == [3]  # all at once
+    monkeypatch.undo()
     index.close()
     assert remove(folder, [f"a-{unit}-{number}" for unit in range(5) for number in range(20)]).images == 84
     index = Index(folder)

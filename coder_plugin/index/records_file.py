@@ -140,7 +140,7 @@ class RecordsFile:
         found: list[tuple[int]] = []
         for some in _chunks(images):
             found += self._query(f"SELECT row FROM captions WHERE image IN ({','.join('?' * len(some))})", some)
-        return self._rows(found, "captions")
+        return _rows(found)
 
     def thumbnail(self, row: int) -> bytes | None:
         """The JPEG file of an image's thumbnail; None where there is none."""
@@ -196,7 +196,7 @@ class RecordsFile:
             names = ", ".join(("key", "path", "member", *self.columns))
             reason = f"it takes over {SECONDS:g} s" if str(error) == "interrupted" else str(error)
             raise CoderError(f"{expression[:200]!r} cannot be used as a filter: {reason}; the columns are {names}") from error
-        return self._rows(found, kind)
+        return _rows(found)
 
     def close(self) -> None:
         for connection in filter(None, (self._connection, self._filter)):
@@ -249,13 +249,6 @@ class RecordsFile:
             self._deadline = time.monotonic() + (SECONDS if seconds is None else seconds)
             return connection.execute(query, values).fetchall()
 
-    def _rows(self, found: Sequence[tuple[int]], table: str) -> np.ndarray:
-        for values in found:
-            if type(values[0]) is not int:  # fast: a filter may find millions
-                self._checked(values, (int,), table, 0)
-        rows = np.sort(np.fromiter((row for (row,) in found), np.int64, len(found)), kind="stable")
-        return rows[np.diff(rows, prepend=rows[:1] - 1) != 0]
-
     def _checked(self, values: tuple, types: tuple, table: str, row: int) -> tuple:
         """SQLite stores any type in any column. A type in a tuple: null is allowed too."""
         for value, kind in zip(values, types, strict=True):
@@ -291,3 +284,8 @@ def _schema(columns: tuple[tuple[str, str], ...]) -> frozenset[tuple[str, str, s
     rows = frozenset(connection.execute("SELECT type, name, sql FROM sqlite_master"))
     connection.close()
     return rows
+
+
+def _rows(found: Sequence[tuple[int]]) -> np.ndarray:
+    """Ascending int64; SQLite has nothing but integers in a primary key."""
+    return np.sort(np.fromiter((row for (row,) in found), np.int64, len(found)), kind="stable")

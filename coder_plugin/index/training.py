@@ -29,6 +29,8 @@ def sample_size(factory: str, dimensions: int) -> int:
     Example:
         >>> [sample_size(factory, 256) for factory in ("Flat", "PQ32", "IVF4096,Flat", "IVF65536,Flat")]
         [0, 262144, 262144, 4194304]
+        >>> sample_size("PQ4", 8)
+        262144
     """
     index = check_factory(factory, dimensions)
     if index.is_trained:

@@ -244,6 +244,11 @@ def test_inverted_files_that_cannot_be_searched(tmp_path: Path) -> None:
             Vectors([path], [100], views=1, dimensions=8, gpu=False, **options)
     written()
     assert Vectors([path], [100], views=1, dimensions=8, gpu=False).search(array[:1], 1)[1].shape == (1, 1)
+    content = bytearray(path.read_bytes())
+    content[8:16] = (101).to_bytes(8, "little")  # vectors in all, more than the lists have
+    path.write_bytes(content)
+    with pytest.raises(CoderError, match="its lists lie beyond its end"):
+        Vectors([path], [101], views=1, dimensions=8, gpu=False)
 
 
 def test_a_flat_file_is_that_of_faiss(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class Claims:
         yield from (unit for unit in own if self._claim(unit))
         others = (unit for unit in reversed(range(self.header.units)) if unit % self.count != self.index)
         yield from (unit for unit in others if self._claim(unit))
+        yield from (unit for unit in sorted(self.busy) if self._claim(unit))  # most are complete by now
         while self.busy and self.wait:
             time.sleep(PATIENCE)
             yield from (unit for unit in sorted(self.busy) if self._claim(unit))

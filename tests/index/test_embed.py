@@ -345,6 +345,25 @@ def test_units_of_a_process_that_ends_are_taken_over(regions: str, tmp_path: Pat
     assert not list((tmp_path / "e").glob(".0*"))  # no lock is left
 
 
+def test_the_last_of_two_processes_counts_all_files(regions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has a unit when this one looks first, and finishes it meanwhile."""
+    embedding = embedding_of(regions)
+    header = begin(tmp_path / "e", embedding, model=MODEL, plan={})
+    other = Claims(tmp_path / "e", header)
+    unit, real = next(iter(other)), Embedding.rows
+    path = tmp_path / "e" / header.file(unit)
+
+    def rows(self: Embedding, block: Any, header: Any) -> Any:
+        if block.unit != unit and not path.exists():
+            embed_unit(embedding, unit, path, header)
+            other.close()
+        return real(self, block, header)
+
+    monkeypatch.setattr(Embedding, "rows", rows)
+    finished = embed_all(tmp_path / "e", embedding, header, shown=False)
+    assert (finished.made, finished.files, finished.others, finished.images) == (2, 3, 0, 24)
+
+
 def test_without_locks_each_process_makes_its_own_share(regions: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     def unsupported(*args: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -70,20 +70,23 @@ def table_of(source: Source, kind: str, name: str) -> Table:
     """A source's table of images or of captions.
 
     Raises:
-        CoderError: the source has no such vectors.
+        CoderError: the source has no such vectors; two columns of metadata would have one name.
     """
     count, views, dimensions = source.size(kind)
     size = batch_size(views, dimensions)
     texts = ("captions", pa.list_(pa.string())) if kind == "images" else ("caption", pa.string())
-    metadata = {f"{each}_" if each in _TAKEN else each: _TYPES[of] for each, of in source.metadata.items()}
+    names = {each: f"{each}_" if each in _TAKEN else each for each in source.metadata}
+    if twice := [each for each, name in names.items() if name != each and name in names]:
+        raise CoderError(f"the columns {twice[0]} and {twice[0]}_ would both be {twice[0]}_ in the table: rename one of them")
+    metadata = {name: _TYPES[source.metadata[each]] for each, name in names.items()}
     columns = {"id": pa.int64(), "key": pa.string(), "image_id": pa.int64(), texts[0]: texts[1]}
     columns |= {"path": pa.string(), "member": pa.string(), **metadata}
     schema = vector_schema(pa.schema(columns), dimensions, views)
 
     def batches() -> Iterator[pa.RecordBatch]:
         for rows in source.rows([kind], size):
+            rows = rows._replace(columns={names[each]: values for each, values in rows.columns.items()})
             for values in [_images(rows, dimensions)] if kind == "images" else _captions(rows, size):
-                values |= {f"{each}_" if each in _TAKEN else each: values.pop(each) for each in rows.columns}
                 yield record_batch(values, schema)
 
     return Table(name, kind, count, views, schema, batches())

@@ -339,6 +339,35 @@ def test_a_killed_export_leaves_the_old_table_or_none(store: str, embeddings: di
     close(opened)
 
 
+def write_column(folder: Path, *names: str) -> Path:
+    """Embeddings with metadata columns of these names."""
+    folder.mkdir()
+    columns = {name: [f"{name} {number}" for number in range(COUNT)] for name in names}
+    header = Header(
+        model={"fingerprint": "f" * 64}, plan={}, units=1, dimensions=DIMENSIONS, columns=dict.fromkeys(names, "string")
+    )
+    header.write(folder)
+    write_unit(folder / header.file(0), header, 0, [rows_of(1, 0, COUNT)._replace(columns=columns)])
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(sources._TAKEN))
+def test_a_column_whose_name_is_taken_gets_an_underscore(name: str, tmp_path: Path) -> None:
+    export(write_column(tmp_path / "embeddings", name), "numpy", str(tmp_path / "arrays"), what="both")
+    opened, keys = client("numpy", str(tmp_path / "arrays")), rows_of(1, 0, COUNT).keys
+    for row in (*opened.rows("images"), *opened.rows("captions")):
+        assert row[f"{name}_"] == f"{name} {keys.index(row['key'])}"
+        assert isinstance(row["id"], int) and isinstance(row["vector"], list) and "view" not in row
+    assert all("caption" not in row for row in opened.rows("images"))
+    assert [row["caption"] for row in opened.rows("captions")] == [each for row in rows_of(1, 0, COUNT).captions for each in row]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, capsys) -> None:
+    folder = write_column(tmp_path / "embeddings", "view", "view_")
+    assert main(["export", str(folder), "--to", "numpy", "--output", str(tmp_path / "arrays")]) == 2
+    assert "the columns view and view_ would both be view_ in the table" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_a_damaged_source_is_one_clear_error(store: str, embeddings: dict[int, Path], tmp_path: Path, capsys) -> None:
     folder = tmp_path / "damaged"

@@ -16,7 +16,9 @@ class LanceDB(VectorStore):
     def exists(self, name: str) -> bool:
         try:
             self.database.open_table(name)
-        except (OSError, RuntimeError, ValueError):  # a folder without a commit is no table
+        except ValueError as error:  # also of a folder without a commit
+            if f"Table '{name}' was not found" not in str(error):
+                raise
             return False
         return True
 

@@ -40,6 +40,8 @@ def write_embeddings(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / NOTE).is_file():
             raise CoderError(f"{folder} holds something else than embeddings: name another --output")
+        if others := sorted(each.name for each in folder.iterdir() if not _is_ours(each)):
+            raise CoderError(f"{folder} holds also {', '.join(others[:3])}, so it is not replaced: name another --output")
         if not overwrite:
             raise CoderError(f"{folder} exists: name another --output, or replace it with --overwrite")
     sizes = [source.size(kind) for kind in kinds]
@@ -60,3 +62,8 @@ def write_embeddings(
         if unit == 0:
             write_unit(temporary / header.file(0), header, 0, [])
         replace(header, units=max(1, unit)).write(temporary)
+
+
+def _is_ours(path: Path) -> bool:
+    """A file of a folder of embeddings, which may be removed with it."""
+    return path.name == NOTE or (path.suffix in (".parquet", ".safetensors", ".lock") and not path.is_dir())

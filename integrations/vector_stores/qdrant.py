@@ -52,7 +52,7 @@ class Qdrant(VectorStore):
         if old is not None:
             operations.insert(0, models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=name)))
         self.client.update_collection_aliases(change_aliases_operations=operations)
-        if old is not None:
+        if old in (f"{name}.a", f"{name}.b"):  # else it is somebody's own, to which the alias led
             self.client.delete_collection(old)
         return count
 

@@ -295,6 +295,40 @@ def test_a_table_is_replaced_only_on_request(store: str, embeddings: dict[int, P
     close(opened)
 
 
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError])
+def test_a_table_that_cannot_be_read_is_not_replaced(
+    error: type[Exception], embeddings: dict[int, Path], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lancedb
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise error("the network was not found")
+
+    where = str(tmp_path / "store")
+    lancedb.connect(where).create_table("images", data=[{"mine": 1}])
+    with monkeypatch.context() as patch:
+        patch.setattr(lancedb.db.LanceDBConnection, "open_table", broken)
+        assert main(["export", str(embeddings[1]), "--to", "lancedb", "--output", where]) == 2
+    assert "lancedb cannot be asked for the table images" in capsys.readouterr().err
+    assert client("lancedb", where).rows("images") == [{"mine": 1}]
+
+
+def test_the_collection_of_an_alias_of_somebody_is_kept(embeddings: dict[int, Path], tmp_path: Path) -> None:
+    from qdrant_client import models
+
+    opened = client("qdrant", str(tmp_path / "store")).client
+    opened.create_collection("theirs", vectors_config=models.VectorParams(size=2, distance=models.Distance.DOT))
+    alias = models.CreateAlias(collection_name="theirs", alias_name="images")
+    opened.update_collection_aliases(change_aliases_operations=[models.CreateAliasOperation(create_alias=alias)])
+    opened.close()
+    for _ in range(2):
+        export(embeddings[1], "qdrant", str(tmp_path / "store"), overwrite=True)
+    opened = client("qdrant", str(tmp_path / "store"))
+    check_rows(opened.rows("images"), "images", "qdrant")
+    assert len(opened.client.get_collections().collections) == 2 and opened.client.collection_exists("theirs")
+    close(opened)
+
+
 STOPPED = """
 import os, signal, sys
 from coder_plugin.integrations.vector_stores import export, sources
@@ -359,7 +393,8 @@ def test_a_column_whose_name_is_taken_gets_an_underscore(name: str, tmp_path: Pa
         assert row[f"{name}_"] == f"{name} {keys.index(row['key'])}"
         assert isinstance(row["id"], int) and isinstance(row["vector"], list) and "view" not in row
     assert all("caption" not in row for row in opened.rows("images"))
-    assert [row["caption"] for row in opened.rows("captions")] == [each for row in rows_of(1, 0, COUNT).captions for each in row]
+    captions = [each for texts in rows_of(1, 0, COUNT).captions for each in texts]
+    assert [row["caption"] for row in opened.rows("captions")] == captions
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, capsys) -> None:
@@ -492,6 +527,13 @@ def test_an_index_becomes_a_folder_of_embeddings(
     assert rows(found) == rows(wanted)
     assert main(command) == 2
     assert "exists: name another --output, or replace it with --overwrite" in capsys.readouterr().err
+    kept = tmp_path / "folder" / "index"
+    kept.mkdir()
+    assert main([*command, "--overwrite"]) == 2
+    assert "holds also index, so it is not replaced" in capsys.readouterr().err and kept.is_dir()
+    kept.rmdir()
+    (tmp_path / "folder" / ".00000000.lock").touch()
+    (tmp_path / "folder" / "00000000.safetensors").touch()
     assert main([*command, "--overwrite"]) == 0
     assert Embeddings(tmp_path / "folder").header.what == "images"
     assert main(["export", str(tmp_path / "index"), "--to", "parquet", "--output", str(tmp_path), "--overwrite"]) == 2

@@ -12,6 +12,8 @@ from coder_plugin.errors import CoderError
 from coder_plugin.terminal import echo, plural
 
 log = logging.getLogger(__name__)
+#: Connections beyond --max-requests: browsers keep some open.
+_IDLE = 256
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -127,6 +129,6 @@ def serve_command(arguments: argparse.Namespace) -> None:
         echo(f"{arguments.index}: {sizes}; model {manifest['model'].get('name') or 'without a name'}")
         echo(f"serving at {address} (Ctrl-C stops)")
         try:
-            server.run(app, bound)
+            server.run(app, bound, connections=arguments.max_requests + _IDLE)
         finally:
             engine.close()

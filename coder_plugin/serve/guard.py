@@ -44,7 +44,8 @@ class Guard:
             this machine (DNS rebinding) is refused by its name.
         requests: that are answered at once; 503 beyond.
         body: the most bytes of a request; 413 beyond.
-        seconds: in which a body must arrive; 408 beyond.
+        seconds: in which a body must arrive; 408 beyond. And in which the client must take each piece of an answer; beyond, the
+            connection ends.
     """
 
     def __init__(
@@ -67,7 +68,13 @@ class Guard:
                 own = {name for name, _ in message["headers"]}
                 more = [(name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in own]
                 message = {**message, "headers": [*message["headers"], *more]}
-            await send(message)
+            try:
+                await asyncio.wait_for(send(message), self.seconds)
+            except (asyncio.TimeoutError, TimeoutError):
+                transport = getattr(getattr(send, "__self__", None), "transport", None)  # uvicorn's
+                if transport is None:
+                    raise
+                transport.abort()  # to close it would wait for the client to read what is in the buffer
 
         if refusal := self._refusal(scope["method"], headers):
             await _answer(send_with_headers, *refusal)

@@ -49,8 +49,14 @@ def address(bound: socket.socket, host: str) -> str:
     return f"http://{name}:{bound.getsockname()[1]}/"
 
 
-def run(app: Any, bound: socket.socket) -> None:
-    """Answer requests until a signal ends the process, such as Ctrl-C (``KeyboardInterrupt``)."""
+def run(app: Any, bound: socket.socket, *, connections: int) -> None:
+    """Answer requests until a signal ends the process, such as Ctrl-C (``KeyboardInterrupt``).
+
+    Args:
+        app: the application.
+        bound: the socket.
+        connections: open at once; requests on further ones are answered with 503.
+    """
     import uvicorn
 
     config = uvicorn.Config(
@@ -61,6 +67,7 @@ def run(app: Any, bound: socket.socket) -> None:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        limit_concurrency=connections + 1,  # uvicorn's is the first number that it refuses
         timeout_keep_alive=30,
         timeout_graceful_shutdown=3,
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from typing import Any
 
 import pytest
 
 from coder_plugin.serve.guard import Guard, Refused
+from coder_plugin.serve.server import bind
 
 
 async def request(guard: Guard, messages: Any = (), **scope: Any) -> tuple[int, dict[bytes, bytes], Any]:
@@ -103,3 +106,55 @@ def test_no_websocket() -> None:
     guard = Guard(read, hosts=None, requests=9, body=10)
     asyncio.run(guard({"type": "websocket", "headers": []}, None, send))  # type: ignore[arg-type]
     assert sent == [{"type": "websocket.close", "code": 1003}]
+
+
+def test_a_client_that_reads_nothing_leaves_its_place() -> None:
+    """Under uvicorn, with an answer that no buffer holds."""
+    import uvicorn
+
+    piece, pieces, ended = b"x" * (1 << 18), 256, []
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": number + 1 < pieces})
+        ended.append(time.monotonic())
+
+    async def check() -> None:
+        guard = Guard(endless, hosts=None, requests=1, body=9, seconds=0.2)
+        bound = bind("127.0.0.1", 0)
+        bound.listen()
+        server = uvicorn.Server(uvicorn.Config(guard, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        with socket.create_connection(bound.getsockname()) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            started = time.monotonic()
+            while not ended and time.monotonic() < started + 10:
+                await asyncio.sleep(0.02)
+            assert ended and 0.2 <= ended[0] - started < 10 and guard.running == 0
+            client.settimeout(5)
+            received = 0
+            try:
+                while content := client.recv(1 << 20):
+                    received += len(content)
+            except ConnectionResetError:
+                pass
+            assert 0 < received < len(piece) * pieces
+            assert not server.server_state.connections
+        server.should_exit = True
+        await serving
+
+    asyncio.run(check())
+
+
+def test_another_server_ends_the_connection_of_such_a_client() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await respond(send, "done")
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(9)
+
+    guard = Guard(app, hosts=None, requests=1, body=9, seconds=0.01)
+    with pytest.raises((asyncio.TimeoutError, TimeoutError)):
+        asyncio.run(guard({"type": "http", "method": "GET", "headers": []}, None, send))  # type: ignore[arg-type]
+    assert guard.running == 0

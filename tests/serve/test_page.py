@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +166,23 @@ def test_it_answers_and_ends_with_ctrl_c(made: Made, tmp_path: Path) -> None:
         assert live.process.exitcode == 130
         assert live.errors.read_text().splitlines()[-1] == "coder-plugin: interrupted"
         assert "Traceback" not in live.errors.read_text()
+
+
+def test_more_connections_than_allowed_are_told_to_come_back(server: Live) -> None:
+    def status() -> int:
+        try:
+            return urllib.request.urlopen(f"{server.url}healthz", timeout=20).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    host, _, port = server.url.split("/")[2].partition(":")
+    with contextlib.ExitStack() as silent:
+        for _ in range(128 + 256):
+            silent.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        assert status() == 503
+    deadline = time.monotonic() + 20
+    while status() != 200:
+        assert time.monotonic() < deadline
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

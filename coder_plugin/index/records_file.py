@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coder_plugin.errors import CoderError
+from coder_plugin.index import records
 from coder_plugin.index.manifest import COLUMN_TYPES
 from coder_plugin.index.records import storable
 
@@ -25,8 +29,6 @@ _INDEXES = "CREATE INDEX of_image ON captions (image); CREATE INDEX of_key ON im
 #: Names that no metadata column may have: the table's own.
 RESERVED = ("row", "key", "image_id", "path", "member")
 _SQL_TYPES = {"string": "TEXT", "int64": "INTEGER", "float64": "REAL", "bool": "INTEGER"}
-#: The longest that a query may take: looking up some hundred rows takes milliseconds, and a damaged file may have loops.
-SECONDS = 20.0
 _MOST_LENGTH = 1 << 26  # of a caption, a key or a thumbnail
 _JPEG = b"\xff\xd8\xff"
 _MAX_PLACEHOLDERS = 500  # of one query: SQLite limits them
@@ -92,8 +94,8 @@ class RecordsFile:
     """Reads the records of a segment, whose rows begin at 0. Somebody else may have written the file.
 
     It is opened to be read only, and it is refused unless its tables and indexes are exactly those of :func:`create` and
-    :func:`finish`: no view, trigger or virtual table runs. Every query ends within :data:`SECONDS`, and every value is checked.
-    Several threads may use it; one query runs at a time.
+    :func:`finish`: no view, trigger or virtual table runs. Every query ends within 20 seconds, and every value is checked.
+    Several threads may use it; one query runs at a time, and beside it any number of filters.
 
     Args:
         path: a file that :func:`create`, :func:`add` and :func:`finish` wrote.
@@ -110,7 +112,6 @@ class RecordsFile:
         self, path: Path, *, images: int | None = None, captions: int | None = None, columns: Mapping[str, str] = {}
     ) -> None:
         self.path, self.columns, self._deadline, self._lock = path, dict(columns), float("inf"), threading.Lock()
-        self._filter: sqlite3.Connection | None = None
         self._connection = self._open()
         schema = {(kind, name, sql) for kind, name, sql in self._query("SELECT type, name, sql FROM sqlite_master LIMIT 100")}
         expected = _schema(tuple(self.columns.items()))
@@ -140,7 +141,7 @@ class RecordsFile:
         found: list[tuple[int]] = []
         for some in _chunks(images):
             found += self._query(f"SELECT row FROM captions WHERE image IN ({','.join('?' * len(some))})", some)
-        return _rows(found)
+        return np.sort(np.fromiter((row for (row,) in found), np.int64, len(found)))
 
     def thumbnail(self, row: int) -> bytes | None:
         """The JPEG file of an image's thumbnail; None where there is none."""
@@ -179,28 +180,41 @@ class RecordsFile:
         values = [self._checked(each, types, "images", 0)[0] for each in found]
         return None if len(values) > most else [bool(value) if kind == "bool" else value for value in values]
 
-    def where(self, expression: str, kind: str = "images", *, seconds: float = SECONDS) -> np.ndarray:
-        """Rows of the images, or of the captions of the images, for which an SQL expression is true; ascending int64."""
+    def where(self, expression: str, kind: str = "images", *, size: int, end: float) -> np.ndarray:
+        """Rows of the images, or of the captions of the images, for which an SQL expression is true.
+
+        Args:
+            expression: see :meth:`~coder_plugin.index.records.Records.where`.
+            kind: "images" or "captions".
+            size: how many the file has of these.
+            end: when it must have ended, by ``time.monotonic``.
+
+        Returns:
+            int64, ascending.
+        """
         condition = f"SELECT row FROM images WHERE ({expression}\n)"
         query = condition if kind == "images" else f"SELECT row FROM captions WHERE image IN ({condition})"
-        if self._filter is None:
-            self._filter = self._open()
-            self._filter.set_authorizer(self._authorize)
-            if hasattr(self._filter, "setlimit"):  # from Python 3.11 on
+        with contextlib.closing(self._open()) as connection:  # of its own, so that look-ups do not wait
+            connection.set_authorizer(self._authorize)
+            connection.set_progress_handler(lambda: time.monotonic() > end, 1000)
+            if hasattr(connection, "setlimit"):  # from Python 3.11 on
                 limits: Any = sqlite3
-                self._filter.setlimit(limits.SQLITE_LIMIT_LENGTH, _MOST_LENGTH)
-                self._filter.setlimit(limits.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)
-        try:
-            found = self._run(self._filter, query, (), seconds)
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            names = ", ".join(("key", "path", "member", *self.columns))
-            reason = f"it takes over {SECONDS:g} s" if str(error) == "interrupted" else str(error)
-            raise CoderError(f"{expression[:200]!r} cannot be used as a filter: {reason}; the columns are {names}") from error
-        return _rows(found)
+                connection.setlimit(limits.SQLITE_LIMIT_LENGTH, _MOST_LENGTH)
+                connection.setlimit(limits.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)
+            try:
+                cursor = islice(connection.execute(query), size + 1)
+                rows = np.fromiter((row for (row,) in cursor), np.int64)
+                rows.sort(kind="stable")  # fast, because they are nearly always in order
+                if len(rows) > size or (len(rows) and not 0 <= rows[0] <= rows[-1] < size):
+                    raise ValueError("it has results that are no rows")
+            except (sqlite3.Error, sqlite3.Warning, ValueError, TypeError, OverflowError) as error:
+                reason = f"it takes over {records.SECONDS:g} s" if str(error) == "interrupted" else str(error)
+                names = f"the columns are {', '.join(('key', 'path', 'member', *self.columns))}"
+                raise CoderError(f"{expression[:200]!r} cannot be used as a filter: {reason}; {names}") from error
+        return rows[np.diff(rows, prepend=-1) != 0]
 
     def close(self) -> None:
-        for connection in filter(None, (self._connection, self._filter)):
-            connection.close()
+        self._connection.close()
 
     def _authorize(self, action: int, first: str | None, second: str | None, *_: Any) -> int:
         """Let a filter read the columns of images, and call a few functions; nothing else."""
@@ -221,6 +235,11 @@ class RecordsFile:
             for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
                 self._run(connection, f"PRAGMA {pragma}")
         except sqlite3.Error as error:
+            try:
+                self.path.open("rb").close()
+            except OSError as reason:
+                advice = "; build the index again with larger segments, or raise ulimit -n" * (reason.errno == errno.EMFILE)
+                raise CoderError(f"{self.path} cannot be opened: {reason.strerror}{advice}") from error
             raise CoderError(f"{self.path} is not a file of an index's records: {error}") from error
         return connection
 
@@ -234,19 +253,18 @@ class RecordsFile:
         return [self._checked(by_row[row], types, table, row) for row in rows]
 
     def _query(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
-        """All rows of a query, within :data:`SECONDS`."""
+        """All rows of a query, in time."""
         try:
             return self._run(self._connection, query, values)
         except (sqlite3.Error, OverflowError) as error:  # a row beyond 2**63
             if str(error) == "interrupted":
-                raise CoderError(f"{self.path} is not a file of an index's records: a query took over {SECONDS} s") from error
+                reason = f"a query took over {records.SECONDS} s"
+                raise CoderError(f"{self.path} is not a file of an index's records: {reason}") from error
             raise CoderError(f"{self.path} is damaged: {error}") from error
 
-    def _run(
-        self, connection: sqlite3.Connection, query: str, values: Sequence[Any] = (), seconds: float | None = None
-    ) -> list[tuple]:
+    def _run(self, connection: sqlite3.Connection, query: str, values: Sequence[Any] = ()) -> list[tuple]:
         with self._lock:
-            self._deadline = time.monotonic() + (SECONDS if seconds is None else seconds)
+            self._deadline = time.monotonic() + records.SECONDS
             return connection.execute(query, values).fetchall()
 
     def _checked(self, values: tuple, types: tuple, table: str, row: int) -> tuple:
@@ -284,8 +302,3 @@ def _schema(columns: tuple[tuple[str, str], ...]) -> frozenset[tuple[str, str, s
     rows = frozenset(connection.execute("SELECT type, name, sql FROM sqlite_master"))
     connection.close()
     return rows
-
-
-def _rows(found: Sequence[tuple[int]]) -> np.ndarray:
-    """Ascending int64; SQLite has nothing but integers in a primary key."""
-    return np.sort(np.fromiter((row for (row,) in found), np.int64, len(found)), kind="stable")

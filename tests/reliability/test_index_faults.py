@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from coder_plugin.errors import CoderError
-from coder_plugin.index import build, records_file, training, vectors_file
+from coder_plugin.index import build, training, vectors_file
 from coder_plugin.index.build import build_index
 from coder_plugin.index.manifest import KINDS
 from coder_plugin.index.records_file import RecordsFile
@@ -337,7 +337,7 @@ def test_faiss_refuses_many_damaged_files(tmp_path: Path) -> None:
 
 
 def test_a_query_ends_within_its_time(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_file, "SECONDS", 0.2)
+    monkeypatch.setattr("coder_plugin.index.records.SECONDS", 0.2)
     opened = RecordsFile(whole / FIRST / "records.sqlite")
     started = time.monotonic()
     with pytest.raises(CoderError, match=r"records.sqlite is not a file of an index's records: a query took over 0.2 s"):

@@ -10,6 +10,7 @@ from coder_plugin.html import data_uri, jpeg_uri, render
 from coder_plugin.index.duplicates import Group
 from coder_plugin.index.miner import Mined
 from coder_plugin.index.place import link, place
+from coder_plugin.index.records import SHOWN
 from coder_plugin.index.search import Hit, Index
 
 #: Captions of an image that a page shows, at most.
@@ -57,14 +58,14 @@ def negatives_page(index: Index, mined: Sequence[Mined]) -> str:
         {
             "key": each.image.key,
             "picture": _picture(index, each.image.row),
-            "captions": records.captions_of(each.image.row)[:_CAPTIONS],
-            "positive": each.positive.text,
+            "captions": records.captions_of(each.image.row, limit=_CAPTIONS, characters=SHOWN),
+            "positive": each.positive.text[:SHOWN],
             "score": f"{each.score:.3f}",
             "negatives": [
                 {
                     "key": negative.key,
                     "picture": _picture(index, negative.caption.image),
-                    "text": negative.caption.text,
+                    "text": negative.caption.text[:SHOWN],
                     "score": f"{negative.score:.3f}",
                     "similarity": f"{negative.similarity:.3f}",
                     "rank": negative.rank,
@@ -121,10 +122,11 @@ def _picture(index: Index, row: int) -> str | None:
 
 
 def _hit(index: Index, hit: Hit) -> dict[str, Any]:
+    captions = index.records.captions_of(hit.image.row, limit=1, characters=SHOWN)
     return {
         "place": place(hit.image),
         "link": link(hit.image),
-        "caption": hit.text if hit.text is not None else next(iter(index.records.captions_of(hit.image.row)), ""),
+        "caption": hit.text[:SHOWN] if hit.text is not None else next(iter(captions), ""),
         "score": f"{hit.score:.3f}" if hit.fused is None else f"{hit.fused:.3f} (shortlist {hit.score:.3f})",
         "picture": _picture(index, hit.image.row) if hit.text is None else None,
     }

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: loops.
 SECONDS = 20.0
 _LONGEST = 10_000  # characters of an expression
+#: Characters of a caption, or of a key, that a page or an answer shows: somebody else's index may have far longer ones.
+SHOWN = 2000
 
 
 class Image(NamedTuple):
@@ -87,10 +89,16 @@ class Records:
         """The captions of ``rows``, in that order."""
         return self._gather("captions", rows, self._captions)
 
-    def captions_of(self, row: int) -> tuple[str, ...]:
-        """All captions of an image, in the data's order."""
+    def captions_of(self, row: int, *, limit: int | None = None, characters: int | None = None) -> tuple[str, ...]:
+        """The captions of an image, in the data's order.
+
+        Args:
+            row: of the image.
+            limit: captions, at most; None: all.
+            characters: of each, at most; None: all.
+        """
         segment, local = self._place("images", row)
-        return tuple(text for _, text in self.files[segment].captions_of(local))
+        return tuple(text for _, text in self.files[segment].captions_of(local, limit=limit, characters=characters))
 
     def caption_rows(self, images: np.ndarray) -> np.ndarray:
         """Rows of all captions of images, ascending, int64; ``images`` are rows in ascending order."""

@@ -131,9 +131,11 @@ class RecordsFile:
         """(row, text, row of the image) of the captions of ``rows``, in that order."""
         return self._select("captions", "row, text, image", rows, (int, str, int))
 
-    def captions_of(self, row: int) -> list[tuple[int, str]]:
-        """Row and text of all captions of an image, in the data's order."""
-        rows = self._query("SELECT row, text FROM captions WHERE image = ? ORDER BY row", [row])
+    def captions_of(self, row: int, *, limit: int | None = None, characters: int | None = None) -> list[tuple[int, str]]:
+        """Row and text of all captions of an image, or of the first, in the data's order; of each so many characters."""
+        text = "text" if characters is None else f"substr(text, 1, {characters:d})"
+        query = f"SELECT row, {text} FROM captions WHERE image = ? ORDER BY row LIMIT ?"
+        rows = self._query(query, [row, -1 if limit is None else limit])
         return [self._checked(values, (int, str), "captions", row) for values in rows]
 
     def caption_rows(self, images: Sequence[int]) -> np.ndarray:

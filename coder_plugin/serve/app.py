@@ -29,6 +29,7 @@ from coder_plugin.data.decode import FORMATS, decode_image
 from coder_plugin.data.source import text_fault
 from coder_plugin.html import asset, render
 from coder_plugin.index.manifest import KINDS
+from coder_plugin.index.records import SHOWN
 from coder_plugin.serve.engine import Engine, Result
 from coder_plugin.serve.filters import expression, offered
 from coder_plugin.serve.guard import Guard, Refused
@@ -276,8 +277,8 @@ def _found(rank: int, result: Result, version: str) -> dict[str, Any]:
         "score": hit.score,
         "fused": hit.fused,
         "row": hit.image.row,
-        "key": hit.image.key,
-        "text": hit.text,
+        "key": hit.image.key[:SHOWN],
+        "text": None if hit.text is None else hit.text[:SHOWN],
         "captions": result.captions,
         "image": f"api/image/{hit.image.row}",
         "thumbnail": f"api/thumbnail/{hit.image.row}?v={version}",

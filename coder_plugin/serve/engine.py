@@ -16,6 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from coder_plugin.index.records import SHOWN
 from coder_plugin.index.search import Hit, Query, Searcher
 from coder_plugin.index.vectors_file import import_faiss
 
@@ -103,10 +104,8 @@ class Engine:
 
     def _search(self, query: Query, *, k: int, **options: Any) -> list[Result]:
         hits = self.searcher.search(query, k, rerank=self.rerank if query.kind != options.get("among") else None, **options)
-        records = self.searcher.index.records
-        return [
-            Result(hit, records.captions_of(hit.image.row)[: self.captions] if hit.text is None else ()) for hit in hits
-        ]
+        captions_of = partial(self.searcher.index.records.captions_of, limit=self.captions, characters=SHOWN)
+        return [Result(hit, captions_of(hit.image.row) if hit.text is None else ()) for hit in hits]
 
     def _submit(self, search: Callable[[Query], list[Result]], query: Query, done: Future[list[Result]]) -> None:
         def run() -> None:

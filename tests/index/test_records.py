@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_threads_share_the_records(path: Path) -> None:
-    opened = Records([records_file.RecordsFile(path, images=COUNT, captions=COUNT)], [COUNT], [COUNT])
+    opened = Records([RecordsFile(path, images=COUNT, captions=COUNT)], [COUNT], [COUNT])
 
     def read(row: int) -> tuple[str, str, int | None]:
         [image], [caption] = opened.images([row]), opened.captions_of(row)
@@ -72,3 +72,15 @@ def test_too_many_open_files_are_named(path: Path) -> None:
             RecordsFile(path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_captions_are_cut_where_they_are_read(tmp_path: Path) -> None:
+    connection = records_file.create(tmp_path / "records.sqlite")
+    texts = ["ab猫def", "", "short", "last"]
+    records_file.add(connection, [(0, "a.png", 0, None, None)], [], [(row, 0, text) for row, text in enumerate(texts)])
+    records_file.finish(connection)
+    opened = Records([RecordsFile(tmp_path / "records.sqlite", images=1, captions=4)], [1], [4])
+    assert opened.captions_of(0) == tuple(texts)
+    assert opened.captions_of(0, limit=2) == ("ab猫def", "") and opened.captions_of(0, limit=9) == tuple(texts)
+    assert opened.captions_of(0, limit=3, characters=3) == ("ab猫", "", "sho")
+    opened.close()

@@ -338,6 +338,29 @@ def test_a_failure_tells_the_log_alone(client: Any, searcher: Searcher, monkeypa
     assert "/secret/index is damaged" in caplog.text
 
 
+def test_an_answer_cuts_what_somebody_elses_index_has(client: Any, searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, long = searcher.search, "long" * 1000
+
+    def search(*arguments: Any, **options: Any) -> Any:
+        hits = read(*arguments, **options)
+        return [
+            hit._replace(image=hit.image._replace(key=long), text=None if hit.text is None else long) for hit in hits
+        ]
+
+    limits = []
+
+    def captions_of(row: int, **options: Any) -> tuple[str, ...]:
+        limits.append(options)
+        return ()
+
+    monkeypatch.setattr(searcher, "search", search)
+    monkeypatch.setattr(searcher.index.records, "captions_of", captions_of)
+    [image] = found(client.post("/api/search", json={"text": "x", "k": 1}))
+    [caption] = found(client.post("/api/search", json={"text": "x", "k": 1, "among": "captions"}))
+    assert len(image["key"]) == len(caption["key"]) == len(caption["text"]) == 2000
+    assert limits == [{"limit": 10, "characters": 2000}]
+
+
 def test_an_index_without_some_vectors(made: Made, tmp_path: Path) -> None:
     from coder_plugin.cli import main
 

@@ -27,7 +27,7 @@ class Searcher:
         self.encoder = SimpleNamespace(batch_size=batch_size)
         self.batches: list[list[Any]] = []
         self.entered, self.let = threading.Semaphore(0), threading.Semaphore(0)
-        records = SimpleNamespace(captions_of=lambda row: ("one", "two"), row_of=lambda key: 7 if key == "7" else None)
+        records = SimpleNamespace(captions_of=lambda row, limit, characters: ("one", "two")[:limit], row_of=lambda key: 7 if key == "7" else None)
         self.index = SimpleNamespace(vectors={}, records=records)
 
     def text(self, texts: list[str]) -> list[Query]:

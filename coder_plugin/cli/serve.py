@@ -65,6 +65,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from coder_plugin.cli.checks import check_exists, check_folder, check_reranker
+    from coder_plugin.serve.guard import name_of
 
     check_folder(arguments.index, "an index", command="coder-plugin index")
     for folder in arguments.data or ():
@@ -76,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("max_requests", "max_upload_mb", "max_image_pixels"):
         if getattr(arguments, name) < 1:
             raise CoderError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    for name in arguments.allow_host:
+        if not name_of(name):
+            raise CoderError(f"--allow-host {name}: give a name without https:// and path, such as search.example.org")
     check_reranker(arguments.reranker)
     missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if find_spec(name) is None]
     if missing:

@@ -204,6 +204,8 @@ def test_a_port_in_use(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid: no such address"),
         (["--host", "203.0.113.9"], "--host 203.0.113.9: this machine does not have the address"),
+        (["--allow-host", "https://search.example.org"], "--allow-host https://search.example.org: give a name without https://"),
+        (["--allow-host", "search.example.org", ""], "--allow-host : give a name without https://"),
         (["--port", "0", "--rerank", "8"], "--rerank 8: the index keeps nothing to re-rank by"),
         (["--port", "0", "--model", "nowhere"], "its model cannot be opened"),
     ],

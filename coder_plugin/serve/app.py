@@ -30,7 +30,7 @@ from coder_plugin.data.source import text_fault
 from coder_plugin.html import asset, render
 from coder_plugin.index.manifest import KINDS
 from coder_plugin.index.records import SHOWN
-from coder_plugin.serve.engine import Engine, Result
+from coder_plugin.serve.engine import Engine, Result, UnknownKey
 from coder_plugin.serve.filters import expression, offered
 from coder_plugin.serve.guard import Guard, Refused
 from coder_plugin.serve.originals import Originals
@@ -195,8 +195,8 @@ def make_app(
     async def not_valid(_: Request, error: RequestValidationError) -> Response:
         return JSONResponse({"detail": _first_fault(error.errors())}, 422)
 
-    @app.exception_handler(LookupError)
-    async def unknown_key(_: Request, error: LookupError) -> Response:
+    @app.exception_handler(UnknownKey)
+    async def unknown_key(_: Request, error: UnknownKey) -> Response:
         return JSONResponse({"detail": f"the index has no image {str(error.args[0])[:200]!r}"}, 404)
 
     @app.exception_handler(CoderError)

@@ -24,6 +24,10 @@ from coder_plugin.index.vectors_file import import_faiss
 CACHE_BYTES, CACHE_TEXTS = 64 << 20, 4096
 
 
+class UnknownKey(LookupError):
+    """The index has no image of this key."""
+
+
 class Result(NamedTuple):
     """A hit with captions of its image; none where the hit is a caption."""
 
@@ -86,11 +90,11 @@ class Engine:
         return done
 
     def key(self, key: str, k: int, **options: Any) -> Future[list[Result]]:
-        """As :meth:`text` for an image of the index; the future's error is ``LookupError`` where there is none."""
+        """As :meth:`text` for an image of the index; the future's error is :class:`UnknownKey` where there is none."""
 
         def find() -> list[Result]:
             if self.searcher.index.records.row_of(key) is None:
-                raise LookupError(key)
+                raise UnknownKey(key)
             with self._reading_vectors:
                 query = self.searcher.key(key)
             return self._search(query, k=k, **options)

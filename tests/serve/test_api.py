@@ -199,7 +199,7 @@ def test_pictures_and_thumbnails(client: Any, made: Made, searcher: Searcher) ->
 
 
 def test_a_removed_picture_is_not_shown(client: Any, searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searcher.index.records, "removed", np.array([7]))
+    monkeypatch.setitem(searcher.index.records.removed, "images", np.array([7]))
     for path in ("image", "thumbnail"):
         assert client.get(f"/api/{path}/7").status_code == 404 and client.get(f"/api/{path}/8").status_code == 200
 
@@ -327,7 +327,7 @@ def test_what_is_served_is_named_without_folders(client: Any, made: Made) -> Non
 
 
 def test_a_failure_tells_the_log_alone(client: Any, searcher: Searcher, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    for error in (CoderError("/secret/index is damaged"), RuntimeError("/secret/cuda")):
+    for error in (CoderError("/secret/index is damaged"), RuntimeError("/secret/cuda"), IndexError("/secret"), KeyError()):
 
         def fail(*_: Any, error: Exception = error, **__: Any) -> None:
             raise error

@@ -17,7 +17,7 @@ from coder_plugin.errors import CoderError
 from coder_plugin.index.records import Image
 from coder_plugin.index.search import Hit, Query
 from coder_plugin.serve import engine as module
-from coder_plugin.serve.engine import Engine
+from coder_plugin.serve.engine import Engine, UnknownKey
 
 
 class Searcher:
@@ -27,7 +27,9 @@ class Searcher:
         self.encoder = SimpleNamespace(batch_size=batch_size)
         self.batches: list[list[Any]] = []
         self.entered, self.let = threading.Semaphore(0), threading.Semaphore(0)
-        records = SimpleNamespace(captions_of=lambda row, limit, characters: ("one", "two")[:limit], row_of=lambda key: 7 if key == "7" else None)
+        records = SimpleNamespace(
+            captions_of=lambda row, limit, characters: ("one", "two")[:limit], row_of=lambda key: 7 if key == "7" else None
+        )
         self.index = SimpleNamespace(vectors={}, records=records)
 
     def text(self, texts: list[str]) -> list[Query]:
@@ -127,7 +129,7 @@ def test_what_a_result_has() -> None:
         assert first.hit.image.key == "None"  # an image among images is not re-ranked
         [caption] = engine.key("7", 1, among="captions").result(20)
         assert caption.hit.text == "captions" and caption.captions == () and caption.hit.image.key == "5"
-        with pytest.raises(LookupError, match="nobody"):
+        with pytest.raises(UnknownKey, match="nobody"):
             engine.key("nobody", 1, among="images").result(20)
 
 

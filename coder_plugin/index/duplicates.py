@@ -71,7 +71,7 @@ def find_duplicates(
         threshold: a cosine, above 0 and at most 1.
         exact: True: compare all pairs, N²·V·D / 2 multiplications. False: compare each image with the neighbours that the index
             finds, by its inner products and with the parameters that it was opened with. None: all pairs if the index is flat,
-            or if its vectors are not all of one length: the neighbours by inner product are then not those by cosine.
+            or if it stores vectors of other lengths unchanged: the neighbours by inner product are then not those by cosine.
         gpu: compare all pairs on the first GPU, if there is one.
 
     Raises:
@@ -84,7 +84,8 @@ def find_duplicates(
     vectors, rows = index.vectors["images"], np.arange(index.manifest["images"])
     rows = rows[~index.records.is_removed(rows)]
     if exact is None:
-        exact = index.manifest["factory"] == "Flat" or not _equal_lengths(vectors, rows)
+        factory = index.manifest["factory"]
+        exact = factory == "Flat" or (is_lossless(factory) and not _equal_lengths(vectors, rows))
     parent = np.arange(vectors.items)
     crowded = 0
     with Progress(len(rows), what="images") as progress:

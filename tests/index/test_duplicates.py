@@ -111,6 +111,13 @@ def test_copies_of_other_lengths_have_a_cosine_of_one(tmp_path: Path) -> None:
     assert max(group.similarities.max() for group in found.groups) <= 1
 
 
+def test_neighbours_of_an_index_that_rounds_its_vectors_are_enough(tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).normal(size=(80, 8))
+    index = planted(tmp_path / "index", vectors / np.linalg.norm(vectors, axis=1, keepdims=True), factory="PQ4x4")
+    stored = np.linalg.norm(index.vectors["images"].gather(np.arange(80)), axis=2)
+    assert stored.min() < 0.9 * stored.max() and not find_duplicates(index).exact
+
+
 def test_neighbours_of_other_lengths_are_compared_by_their_cosines(tmp_path: Path) -> None:
     """Where the index finds all images as neighbours; two are zeros, and one of a pair was removed."""
     vectors = vectors_of(1)

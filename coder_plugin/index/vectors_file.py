@@ -31,7 +31,9 @@ _ROWS = 4096  # vectors that are read at once
 #: A flat index's file: name, dimensions, vectors, two unused numbers, trained, metric, floats that follow.
 _FLAT, _FLAT_NAME, _UNUSED = struct.Struct("<4siqqqBiQ"), b"IxFI", 1 << 20
 #: Parts of a factory string that keep vectors unchanged.
-_LOSSLESS = re.compile(r"Flat|IDMap2?|(?:HNSW|NSG)\d*|(?:IVF\d+|IMI2x\d+)(?:_HNSW\d*)?")
+_LOSSLESS = re.compile(r"Flat|HNSW\d*|(?:IVF\d+|IMI2x\d+)(?:_HNSW\d*)?")
+#: Parts of a factory string whose indexes take no vectors without ids, or no second batch of vectors.
+_UNSUPPORTED = re.compile(r"IDMap|NSG")
 #: FAISS may always read vectors of so many bytes: constants of small indexes.
 _LEAST_LIMIT = 1 << 20
 #: The most results that FAISS's GPU indexes return.
@@ -73,17 +75,22 @@ def check_factory(factory: str, dimensions: int) -> Any:
     """An empty inner-product index of a FAISS factory string.
 
     Raises:
-        CoderError: FAISS does not know the factory, or not for so many dimensions.
+        CoderError: FAISS does not know the factory, or not for so many dimensions or inner products; IDMap or NSG.
     """
     faiss = import_faiss()
 
+    if _UNSUPPORTED.search(factory):
+        raise CoderError(f"an index {factory!r} cannot be built in segments: use Flat, HNSW32 or IVF1024,Flat, for example")
     try:
-        return faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, AssertionError) as error:
         raise CoderError(
             f"FAISS knows no index factory {factory!r} for {dimensions} dimensions; use Flat, HNSW32, "
             f"IVF1024,Flat or PQ64, for example: {short(error)}"
         ) from error
+    if _parts(index)[1].metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise CoderError(f"FAISS does not compare by inner products in {factory!r}: use HNSW32 or IVF1024,PQ64, for example")
+    return index
 
 
 def is_lossless(factory: str) -> bool:
@@ -494,7 +501,7 @@ def _parameters(index: Any, selector: Any, *, exhaustive: bool, width: int) -> A
         if base is None:
             return None
         return faiss.IndexRefineSearchParameters(k_factor=inner.k_factor, base_index_params=base)
-    if isinstance(inner, (faiss.IndexPQ, faiss.IndexFastScan)):
+    if isinstance(inner, (faiss.IndexPQ, faiss.IndexFastScan, faiss.IndexAdditiveQuantizer)):
         return None
     if isinstance(inner, faiss.IndexIVF):
         return faiss.SearchParametersIVF(sel=selector, nprobe=inner.nlist if exhaustive else inner.nprobe)

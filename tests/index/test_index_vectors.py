@@ -186,6 +186,10 @@ def test_a_vector_comes_back(tmp_path: Path) -> None:
     "factory, text",
     [("Flatt", "knows no index factory 'Flatt' for 8 dimensions; .*, for example: could not parse index string Flatt$"),
      ("IVF500,Flat", "cannot train 'IVF500,Flat' on 20 vectors"),
+     ("IDMap,Flat", "'IDMap,Flat' cannot be built in segments"),
+     ("PCA4,NSG16,Flat", "'PCA4,NSG16,Flat' cannot be built in segments"),
+     ("HNSW8_PQ4", "FAISS does not compare by inner products in 'HNSW8_PQ4'"),
+     ("PCA4,HNSW8_PQ4", "FAISS does not compare by inner products in"),
      ("PQ3", "PQ3")],
 )
 def test_refused_factories(tmp_path: Path, factory: str, text: str) -> None:
@@ -269,7 +273,8 @@ def test_segments_score_as_one_index_to_the_last_bit(tmp_path: Path, queries: in
     np.testing.assert_array_equal(one[0], many[0])
 
 
-FACTORIES = ("Flat", "HNSW8", "IVF8,Flat", "PQ4x4", "OPQ4,IVF8,PQ4x4", "IVF8,PQ4x4fs", "SQ8", "PCA4,HNSW8", "IVF8,PQ4x4,RFlat")
+FACTORIES = ("Flat", "HNSW8", "IVF8,Flat", "PQ4x4", "OPQ4,IVF8,PQ4x4", "IVF8,PQ4x4fs", "SQ8", "PCA4,HNSW8", "IVF8,PQ4x4,RFlat",
+             "RQ2x4", "LSQ2x4")
 
 
 @pytest.mark.parametrize("factory", FACTORIES)

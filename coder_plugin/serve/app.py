@@ -48,7 +48,7 @@ from coder_plugin.serve.schemas import (
 log = logging.getLogger(__name__)
 #: Bytes of a search in JSON, or of a field of a form: a character takes twelve at most.
 _MOST_JSON = 1 << 16
-#: Pictures that are decoded and searched for at once: one may take 150 MB.
+#: Pictures that are decoded and searched for at once: one of 50,000,000 pixels takes up to 460 MB.
 _PICTURES = 4
 #: A picture opened by itself may run nothing, whatever it holds.
 _PICTURE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}

@@ -83,7 +83,7 @@ def check_table(name: str) -> None:
         CoderError: some store would refuse it.
     """
     if not _TABLE.fullmatch(name):
-        raise CoderError(f"--table {name!r}: use up to 50 letters, digits and underscores, and begin with a letter")
+        raise CoderError(f"--table {name!r}: use up to 50 letters, digits and underscores, and begin with no digit")
 
 
 def export(

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def search_command(arguments: argparse.Namespace) -> str:
     """Search an index; returns what to print, and writes the page that ``--html`` names."""
-    from coder_plugin.index.search import open_searcher
+    from coder_plugin.index.open import open_searcher
 
     page = None if arguments.html is None else Path(arguments.html)
     if page is not None and not page.parent.is_dir():
@@ -115,8 +115,8 @@ def search_command(arguments: argparse.Namespace) -> str:
 
 def _queries(arguments: argparse.Namespace, searcher: Any) -> list[tuple[str, Any, Any]]:
     """The name, the picture (None for a text) and the query of each query."""
+    from coder_plugin.index.open import load_image
     from coder_plugin.index.records import storable
-    from coder_plugin.index.search import load_image
 
     texts = [storable(text) for value in arguments.text or [] for text in (_read_lines() if value == "-" else [value])]
     queries: list[tuple[str, Any, Any]] = []

@@ -94,7 +94,7 @@ def serve_command(arguments: argparse.Namespace) -> None:
 
     with server.bind(arguments.host, arguments.port) as bound:
         from coder_plugin.data.decode import check_max_pixels
-        from coder_plugin.index.search import open_searcher
+        from coder_plugin.index.open import open_searcher
         from coder_plugin.serve.app import make_app
         from coder_plugin.serve.engine import Engine
         from coder_plugin.serve.guard import LOCAL, name_of

@@ -46,7 +46,8 @@ from search import random_index
 
 import coder_plugin
 from coder_plugin.index.job import model_record
-from coder_plugin.index.search import Searcher, open_searcher
+from coder_plugin.index.open import open_searcher
+from coder_plugin.index.search import Searcher
 from coder_plugin.pretrained.export import export_model
 from coder_plugin.pretrained.open import open_pretrained
 

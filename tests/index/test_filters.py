@@ -17,7 +17,8 @@ from coder_plugin.cli import main
 from coder_plugin.data.scenes import open_scenes
 from coder_plugin.errors import CoderError
 from coder_plugin.index.build import build_from_embeddings
-from coder_plugin.index.search import Searcher, open_searcher
+from coder_plugin.index.open import open_searcher
+from coder_plugin.index.search import Searcher
 from coder_plugin.pretrained.export import export_model
 
 COUNT = 30

@@ -20,7 +20,8 @@ from coder_plugin.heads.capabilities import Reranks
 from coder_plugin.heads.maxsim import MaxSim
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.manifest import read_manifest
-from coder_plugin.index.search import Index, Searcher, open_searcher
+from coder_plugin.index.open import open_searcher
+from coder_plugin.index.search import Index, Searcher
 from coder_plugin.pretrained.open import open_pretrained
 from coder_plugin.pretrained.saved_model import check_saved_reranker
 from tests.index.made_pictures import write_model, write_pictures

@@ -20,7 +20,8 @@ from coder_plugin.cli import main
 from coder_plugin.data import open_source
 from coder_plugin.data.regions.arrays import npz_bytes
 from coder_plugin.errors import CoderError
-from coder_plugin.index.search import Index, Query, open_searcher
+from coder_plugin.index.open import open_searcher
+from coder_plugin.index.search import Index, Query
 from coder_plugin.pretrained.export import export_model
 from tests.index.made_pictures import write_model, write_pictures
 from tests.training import region_data

@@ -149,7 +149,9 @@ def _run_embeddings(arguments: argparse.Namespace, options: Mapping[str, Any]) -
     check_folder(arguments.embeddings, "embeddings", command="coder-plugin embed")
     from coder_plugin import distributed
     from coder_plugin.index.build import build_from_embeddings
+    from coder_plugin.pretrained.device import default_device
 
+    default_device(timeout=BUILD_TIMEOUT)
     manifest = build_from_embeddings(
         arguments.output,
         arguments.embeddings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from coder_plugin.index.thrift import BINARY, LIST
 from coder_plugin.index.unit_file import Rows, write_unit
 from tests.index.made_embeddings import COLUMNS, ROWS, embed
 from tests.index.test_parquet_footer import change_footer
+from tests.reliability import ranks
 
 FACTORY = "IVF4,Flat"
 SIZE = 2 * ROWS  # five units: segments of two, two and one
@@ -60,6 +62,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def copy_of(index: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(index, tmp_path / "copy"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have imported torch")
+def test_the_first_process_of_a_launcher_builds(made: Any, whole: Path, tmp_path: Path) -> None:
+    command = ["index", "--embeddings", str(made[0]), "--output", str(tmp_path / "index")]
+
+    def run(_: Path) -> None:
+        sys.exit(main([*command, "--factory", FACTORY, "--segment-size", str(SIZE)]))
+
+    endings = ranks.run(run, tmp_path)
+    assert [ending.status for ending in endings] == [0, 0], endings
+    assert contents(tmp_path / "index") == contents(whole)
 
 
 @pytest.mark.parametrize("views", [1, 2])

@@ -21,7 +21,7 @@ from coder_plugin.files import atomic_folder, sha256_json
 from coder_plugin.index import manifest, records_file, vectors_file
 from coder_plugin.index.arrays import largest_shape
 from coder_plugin.index.embeddings import Embeddings
-from coder_plugin.index.unit_file import image_vectors, text_vectors
+from coder_plugin.index.unit_file import damaged, image_vectors, text_vectors
 
 NOTE = "segment.json"
 #: Images of a segment of a flat index, whose vectors are written as they are read.
@@ -197,6 +197,9 @@ def _write_arrays(folder: Path, embeddings: Embeddings, piece: Piece) -> None:
     for unit in piece.units:
         for name, value in embeddings.tokens(unit).items():
             dtype, shape = kinds.get(name, (value.dtype, value.shape[1:]))
+            if len(shape) != value.ndim - 1:
+                path = embeddings.folder / embeddings.header.tokens_file(unit)
+                raise damaged(path, f"{name} has {value.ndim} axes, and {len(shape) + 1} in other files")
             kinds[name] = np.promote_types(dtype, value.dtype), largest_shape([shape, value.shape[1:]])
     counts = {"image": piece.images, "text": piece.captions}
     arrays = {
@@ -212,7 +215,8 @@ def _write_arrays(folder: Path, embeddings: Embeddings, piece: Piece) -> None:
             kind = name.partition("_")[0]
             count = images if kind == "image" else captions
             if count:
-                value = tokens[name]
+                if (value := tokens.get(name)) is None:
+                    raise damaged(embeddings.folder / embeddings.header.tokens_file(unit), f"it has no {name}, as others have")
                 target: Any = (slice(first[kind], first[kind] + count), *map(slice, value.shape[1:]))
                 array[target] = value
         first = {"image": first["image"] + images, "text": first["text"] + captions}

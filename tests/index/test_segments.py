@@ -274,6 +274,25 @@ def test_builds_that_are_refused(made: Any, whole: Path, tmp_path: Path) -> None
         records_file.create(tmp_path / "x.sqlite", {"Row": "int64"})
 
 
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({"a": (1, 2)}, "it has no image_b, as others have"),
+        ({"a": (1, 2, 3), "b": (1, 2)}, "image_a has 3 axes, and 2 in other files"),
+    ],
+)
+def test_tokens_of_other_kinds_are_refused(tmp_path: Path, shapes: dict[str, tuple[int, ...]], text: str) -> None:
+    header = Header(model={"fingerprint": "f" * 64}, plan={}, units=2, dimensions=4, what="images")
+    (tmp_path / "embeddings").mkdir()
+    header.write(tmp_path / "embeddings")
+    for unit, each in enumerate(({"a": (1, 2), "b": (1, 2)}, shapes)):
+        tokens = {name: np.ones(shape) for name, shape in each.items()}
+        rows = Rows([f"{unit}.jpg"], [[]], np.ones((1, 4)), None, [None], [None], image_tokens=tokens)
+        write_unit(tmp_path / "embeddings" / header.file(unit), header, unit, [rows])
+    with pytest.raises(CoderError, match=f"00000001.tokens.safetensors is damaged .{text}"):
+        build_from_embeddings(tmp_path / "index", tmp_path / "embeddings")
+
+
 # -- filters ----------------------------------------------------------------------------------------------------------------
 
 FILTERS = {

@@ -41,14 +41,18 @@ def sample_size(factory: str, dimensions: int) -> int:
 
 
 def sample_rows(total: int, size: int) -> np.ndarray:
-    """Rows of ``size`` of ``total`` vectors at equal distances; ascending int64.
+    """Rows of ``size`` of ``total`` vectors; ascending int64.
+
+    One of each of ``size`` equal stretches, at a random place: at equal distances, all could be of one view of their images.
+    The same arguments give the same rows.
 
     Example:
-        >>> sample_rows(10, 4), sample_rows(3, 4)
-        (array([0, 2, 5, 7]), array([0, 1, 2]))
+        >>> sample_rows(100, 4) // 25, sample_rows(3, 4)
+        (array([0, 1, 2, 3]), array([0, 1, 2]))
     """
     size = min(size, total)
-    return np.arange(size, dtype=np.int64) * total // max(1, size)
+    starts = np.arange(size + 1, dtype=np.int64) * total // max(1, size)
+    return np.random.default_rng(0).integers(starts[:-1], starts[1:])
 
 
 def train(factory: str, dimensions: int, sample: Callable[[int], np.ndarray]) -> Any:

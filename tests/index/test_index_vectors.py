@@ -328,6 +328,14 @@ def test_lists_of_one_training_are_chosen_once(tmp_path: Path, monkeypatch) -> N
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
 
 
+def test_all_views_are_trained_on() -> None:
+    rows = training.sample_rows(2000, 1000)  # of two views one after the other
+    assert 400 < (rows % 2).sum() < 600
+    assert (np.diff(rows) > 0).all() and ((rows // 2) == np.arange(1000)).all()
+    np.testing.assert_array_equal(rows, training.sample_rows(2000, 1000))
+    assert training.sample_rows(0, 5).tolist() == []
+
+
 def test_vectors_that_are_not_finite(tmp_path: Path) -> None:
     """A search reads what it maps: they are refused where it meets them, and by a verification before."""
     for value in (np.nan, np.inf, -np.inf):
@@ -350,4 +358,4 @@ def test_training_samples_grow_with_the_lists(factory: str, size: int) -> None:
     assert training.sample_size(factory, 64) == min(size, 1 << 20)  # 256 MiB of 64 dimensions
     assert training.sample_size("IVF16384,Flat", 2048) == 64 * 16384
     rows = training.sample_rows(1000, 7)
-    assert len(rows) == 7 and rows[0] == 0 and set(np.diff(rows)) <= {142, 143}
+    assert (rows * 7 // 1000).tolist() == [*range(7)]

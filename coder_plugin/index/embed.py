@@ -289,7 +289,7 @@ def open_folder(folder: Path, plan: Mapping[str, Any], begin: Callable[[], Heade
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / LOCK):
+        with locked(folder / LOCK):
             if (folder / NOTE).exists():
                 header = Header.read(folder)
                 if other := differences(header.plan, plan):
@@ -308,7 +308,7 @@ def open_folder(folder: Path, plan: Mapping[str, Any], begin: Callable[[], Heade
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold a lock where the file system has locks: without, the first ones to begin write the same note."""
     descriptor = None
     with contextlib.suppress(OSError):

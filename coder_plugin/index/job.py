@@ -20,7 +20,7 @@ from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tars import local_path
 from coder_plugin.data.units import Units
 from coder_plugin.errors import CoderError
-from coder_plugin.index.embed import Embedding, Finished, begin, embed_all, embed_unit, plan_of
+from coder_plugin.index.embed import Embedding, Finished, begin, embed_all, embed_unit, locked, plan_of
 from coder_plugin.index.embeddings_header import Header, check_columns
 from coder_plugin.index.unit_file import is_complete
 from coder_plugin.locations import is_local
@@ -110,7 +110,9 @@ class EmbedJob:
         opened = self._open()
         header = opened.header()
         path = Path(self.output) / header.file(unit)
-        summary = is_complete(path, header, unit) or embed_unit(opened.embedding, unit, path, header)
+        with locked(lock := path.with_name(f".{unit:08d}.lock")):  # against a second attempt at the same time
+            summary = is_complete(path, header, unit) or embed_unit(opened.embedding, unit, path, header)
+            lock.unlink(missing_ok=True)  # who waits for it finds the unit complete
         sizes = {"rows": summary.rows, "captions": summary.captions, "bad": len(summary.bad)}
         return {"unit": unit, "path": str(path), **sizes}
 

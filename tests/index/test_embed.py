@@ -12,6 +12,7 @@ import signal
 import tarfile
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -582,6 +583,21 @@ def test_a_job_embeds_units_in_any_order(model: str, tmp_path: Path) -> None:
     assert whole.run(shown=False).made == 3 and content(tmp_path / "f") == made
     with pytest.raises(CoderError, match="begun with other options"):
         EmbedJob(model=model, data=data, output=str(tmp_path / "e"), what="images", options={"workers": 0}).start()
+
+
+def test_two_attempts_at_a_unit_wait_for_each_other(model: str, tmp_path: Path) -> None:
+    job = EmbedJob(model=model, data=write_shards(tmp_path), output=str(tmp_path / "e"), options={"workers": 0})
+    job.start()
+    first = claims.lock_file(tmp_path / "e" / ".00000001.lock")
+    assert first is not None
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(job, 1)
+        with pytest.raises(TimeoutError):
+            second.result(0.5)
+        assert not (tmp_path / "e" / "00000001.parquet").exists()
+        os.close(first)
+        assert second.result()["unit"] == 1
+    assert not (tmp_path / "e" / ".00000001.lock").exists()
 
 
 def test_ranks_of_a_launcher_join_no_group(model: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -168,7 +168,7 @@ def _run_embeddings(arguments: argparse.Namespace, options: Mapping[str, Any]) -
 def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> str:
     """Build the index that the flags describe; returns a summary."""
     from coder_plugin import distributed
-    from coder_plugin.index.build import EMBEDDINGS, build_from_job
+    from coder_plugin.index.build import EMBEDDINGS, ROWS_PER_FILE, build_from_job
     from coder_plugin.index.job import EmbedJob
     from coder_plugin.pretrained.device import default_device
 
@@ -185,6 +185,7 @@ def index_command(arguments: argparse.Namespace, options: Mapping[str, Any]) -> 
         thumbnails=arguments.thumbnails,
         tokens=None if arguments.rerank_items else False,
         reranker=arguments.reranker if arguments.rerank_items else None,
+        rows_per_file=ROWS_PER_FILE,
     )
     manifest = build_from_job(folder, job, factory=arguments.factory, segment_size=arguments.segment_size)
     return _summary(arguments.output, manifest) if distributed.rank() == 0 else ""
@@ -195,7 +196,7 @@ def _summary(folder: str, manifest: Mapping[str, Any]) -> str:
         f"{kind}: {each['items']:,}{' x ' + str(each['views']) if each['views'] > 1 else ''} of {each['dimensions']} dimensions"
         for kind, each in manifest["vectors"].items()
     )
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in manifest.get("unreadable_kinds", {}).items())
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in manifest["unreadable_kinds"].items())
     lost = f"; {manifest['unreadable']:,} samples skipped ({kinds})" if manifest["unreadable"] else ""
     sizes_text = f"{manifest['images']:,} images, {manifest['captions']:,} captions"
     return f"index {folder}: {sizes_text}; vectors of {vectors}{lost}"

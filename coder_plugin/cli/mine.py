@@ -167,7 +167,7 @@ def _data_config(arguments: argparse.Namespace, options: Mapping[str, Any]) -> A
 
 def _make_index(folder: Path, arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
     from coder_plugin.config import READING
-    from coder_plugin.index.build import EMBEDDINGS, build_from_job
+    from coder_plugin.index.build import EMBEDDINGS, ROWS_PER_FILE, build_from_job
     from coder_plugin.index.job import EmbedJob
 
     data = _data_config(arguments, options)
@@ -178,6 +178,7 @@ def _make_index(folder: Path, arguments: argparse.Namespace, options: Mapping[st
         options={**options, **{name: getattr(data, name) for name in READING}},  # a run's own, if it names the data
         export=arguments.export,
         split=arguments.split,
+        rows_per_file=ROWS_PER_FILE,
     )
     build_from_job(folder, job)
 

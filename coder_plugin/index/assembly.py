@@ -19,7 +19,7 @@ from coder_plugin.index.manifest import KINDS
 from coder_plugin.progress import Progress
 
 #: Keys of unreadable samples that a manifest lists.
-_LISTED = 100
+LISTED = 100
 
 
 def source_digest(embeddings: Embeddings) -> str:
@@ -161,7 +161,7 @@ def fields(
         **counts,
         "unreadable": len(bad),
         "unreadable_kinds": Counter(kind for kind, _ in bad),
-        "unreadable_keys": [key for _, key in bad[:_LISTED]],
+        "unreadable_keys": [key for _, key in bad[:LISTED]],
         "vectors": sizes,
         "columns": dict(embeddings.columns),
         "segments": [{"name": name, **{kind: note[kind] for kind in KINDS}} for name, note in notes],

@@ -6,6 +6,7 @@ old one, whole, and after it the new one.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,9 +60,9 @@ def add(
     folder = Path(folder)
     manifest.read_manifest(folder)
     with write_lock(folder):
-        _remove_leftovers(folder)
         index = Index(folder, gpu=False)
         try:
+            _remove_leftovers(index)
             embeddings = embeddings if isinstance(embeddings, Embeddings) else Embeddings(embeddings)
             return _add(index, embeddings, replace, segment_size)
         finally:
@@ -92,6 +93,9 @@ def _add(index: Index, embeddings: Embeddings, replace: bool, segment_size: int 
     content = manifest.content_of(before)
     for name in ("images", "captions", "unreadable"):
         content[name] += new[name]
+    content["unreadable_keys"] = (before["unreadable_keys"] + new["unreadable_keys"])[: assembly.LISTED]
+    for kind, count in new["unreadable_kinds"].items():
+        content["unreadable_kinds"][kind] = content["unreadable_kinds"].get(kind, 0) + count
     for kind in kinds:
         content["vectors"][kind]["items"] += new["vectors"][kind]["items"]
     content["segments"] += new["segments"]
@@ -117,9 +121,9 @@ def remove(folder: str | Path, keys: Iterable[str]) -> Removed:
         raise CoderError("no keys of images to remove were given")
     manifest.read_manifest(folder)
     with write_lock(folder):
-        _remove_leftovers(folder)
         index = Index(folder, gpu=False)
         try:
+            _remove_leftovers(index)
             found = index.records.rows_of(keys)
             rows = np.unique(np.array([row for each in found.values() for row in each], dtype=np.int64))
             if len(rows):
@@ -129,10 +133,15 @@ def remove(folder: str | Path, keys: Iterable[str]) -> Removed:
             index.close()
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of a change that was killed."""
-    for each in (folder, folder / manifest.SEGMENTS):
+def _remove_leftovers(index: Index) -> None:
+    """Remove what a change that was killed has left: temporary files, and segments that the manifest does not name."""
+    segments = index.folder / manifest.SEGMENTS
+    for each in (index.folder, segments):
         files.remove_all_leftovers(each)
+    names = {each["name"] for each in index.manifest["segments"]}
+    for path in segments.iterdir():
+        if path.name not in names and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
 
 
 def _commit(index: Index, content: dict[str, Any], removed: np.ndarray) -> None:

@@ -287,22 +287,32 @@ def open_folder(folder: Path, plan: Mapping[str, Any], begin: Callable[[], Heade
     Raises:
         CoderError: it holds something else, or was begun with another plan.
     """
-    try:
+    with _writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / LOCK):
-            if (folder / NOTE).exists():
-                header = Header.read(folder)
-                if other := differences(header.plan, plan):
-                    raise CoderError(
-                        f"{folder} was begun with other options ({other}): use the same options, or choose another folder"
-                    )
-                return header
-            if others := sorted(each.name for each in folder.iterdir() if not each.name.startswith(".")):
-                names = ", ".join(others[:3])
-                raise CoderError(f"{folder} holds no embeddings and is not empty ({names}): choose another folder")
-            header = begin()
-            header.write(folder)
+    with locked(folder / LOCK):
+        if (folder / NOTE).exists():
+            header = Header.read(folder)
+            if other := differences(header.plan, plan):
+                raise CoderError(
+                    f"{folder} was begun with other options ({other}): use the same options, or choose another folder"
+                )
             return header
+        with _writable(folder):
+            others = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+        if others:
+            names = ", ".join(others[:3])
+            raise CoderError(f"{folder} holds no embeddings and is not empty ({names}): choose another folder")
+        header = begin()
+        with _writable(folder):
+            header.write(folder)
+        return header
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Name the folder where it cannot be read or written."""
+    try:
+        yield
     except OSError as error:
         raise CoderError(f"{folder} cannot be written: {error}") from error
 

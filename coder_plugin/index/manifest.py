@@ -35,6 +35,8 @@ _FIELDS = {
     "images": int,
     "captions": int,
     "unreadable": int,
+    "unreadable_kinds": dict,
+    "unreadable_keys": list,
     "vectors": dict,
     "columns": dict,
     "segments": list,
@@ -147,6 +149,9 @@ def _check_fields(path: Path, manifest: Mapping[str, Any]) -> None:
     for name, kind in _FIELDS.items():
         if type(manifest[name]) is not kind or (kind is int and not 0 <= manifest[name] < _MOST["items"]):
             raise _refusal(path, f"{name} is {str(manifest[name])[:60]!r}")
+    for kind, count in manifest["unreadable_kinds"].items():
+        if type(count) is not int or not 0 <= count < _MOST["items"]:
+            raise _refusal(path, f"its unreadable samples of kind {kind[:40]!r} are {str(count)[:60]!r}")
     model = manifest["model"]
     if not isinstance(model.get("fingerprint"), str):
         raise _refusal(path, "its model has no fingerprint")

@@ -215,10 +215,10 @@ def _write_arrays(folder: Path, embeddings: Embeddings, piece: Piece) -> None:
             kind = name.partition("_")[0]
             count = images if kind == "image" else captions
             if count:
-                if (value := tokens.get(name)) is None:
+                if name not in tokens:
                     raise damaged(embeddings.folder / embeddings.header.tokens_file(unit), f"it has no {name}, as others have")
-                target: Any = (slice(first[kind], first[kind] + count), *map(slice, value.shape[1:]))
-                array[target] = value
+                target: Any = (slice(first[kind], first[kind] + count), *map(slice, tokens[name].shape[1:]))
+                array[target] = tokens[name]
         first = {"image": first["image"] + images, "text": first["text"] + captions}
     for array in arrays.values():
         array.flush()

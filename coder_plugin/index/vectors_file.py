@@ -34,6 +34,8 @@ _FLAT, _FLAT_NAME, _UNUSED = struct.Struct("<4siqqqBiQ"), b"IxFI", 1 << 20
 _LOSSLESS = re.compile(r"Flat|HNSW\d*|(?:IVF\d+|IMI2x\d+)(?:_HNSW\d*)?")
 #: Parts of a factory string whose indexes take no vectors without ids, or no second batch of vectors.
 _UNSUPPORTED = re.compile(r"IDMap|NSG")
+#: Results that a search which cannot leave rows out may hold at once: 192 MB with their rows and scores.
+_MOST_RESULTS = 1 << 24
 #: FAISS may always read vectors of so many bytes: constants of small indexes.
 _LEAST_LIMIT = 1 << 20
 #: The most results that FAISS's GPU indexes return.
@@ -512,6 +514,10 @@ def _parameters(index: Any, selector: Any, *, exhaustive: bool, width: int) -> A
 
 def _filtered(index: Any, queries: np.ndarray, count: int, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
     """The best embeddings of a selection, from a search that cannot leave any out: it asks for more until they are enough."""
+    block = max(1, _MOST_RESULTS // index.ntotal)
+    if len(queries) > block:
+        blocks = [_filtered(index, queries[start : start + block], count, selection) for start in range(0, len(queries), block)]
+        return np.concatenate([scores for scores, _ in blocks]), np.concatenate([rows for _, rows in blocks])
     wanted = 2 * count
     while True:
         wanted = min(wanted, index.ntotal)

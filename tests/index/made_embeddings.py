@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ def embed(
     name: str = "a",
     tokens: bool = False,
     fingerprint: str = "f" * 64,
+    bad: Sequence[tuple[str, str]] = (),
     **options: Any,
 ) -> dict[str, np.ndarray]:
     """Write a folder; image ``number`` of unit ``u`` has the key ``NAME-u-number`` and ``number % 3`` captions.
+
+    ``bad`` are the kind and the key of each unit's unreadable samples.
 
     Returns:
         The vectors "images" [N, V, D] and "captions" [T, D].
@@ -63,7 +67,7 @@ def embed(
             image_tokens={"tokens": rng.standard_normal((rows, 2 + unit, 3), dtype=np.float32)} if tokens else {},
             text_tokens={"tokens": rng.standard_normal((len(text_vectors), 2, 3), dtype=np.float32)} if tokens else {},
         )  # fmt: skip
-        write_unit(folder / header.file(unit), header, unit, [made])
+        write_unit(folder / header.file(unit), header, unit, [made], bad=bad)
         images.append(vectors)
         captions.append(text_vectors)
     return {"images": np.concatenate(images), "captions": np.concatenate(captions)}

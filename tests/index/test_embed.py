@@ -33,7 +33,7 @@ from coder_plugin.data.units import Units
 from coder_plugin.errors import CoderError
 from coder_plugin.index import claims, embed
 from coder_plugin.index.claims import Claims
-from coder_plugin.index.embed import Embedding, as_type, begin, embed_all, embed_unit
+from coder_plugin.index.embed import Embedding, as_type, begin, embed_all, embed_unit, open_folder
 from coder_plugin.index.embeddings import Embeddings
 from coder_plugin.index.job import EmbedJob
 from coder_plugin.index.unit_file import UnitSummary, image_vectors, text_vectors, write_unit
@@ -598,6 +598,17 @@ def test_two_attempts_at_a_unit_wait_for_each_other(model: str, tmp_path: Path) 
         os.close(first)
         assert second.result()["unit"] == 1
     assert not (tmp_path / "e" / ".00000001.lock").exists()
+
+
+def test_an_error_of_the_data_is_not_one_of_the_folder(tmp_path: Path) -> None:
+    def unreachable() -> Any:
+        raise OSError("the server does not answer")
+
+    with pytest.raises(OSError, match="^the server does not answer$"):
+        open_folder(tmp_path / "e", {}, unreachable)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CoderError, match="file/e cannot be written: .*Not a directory"):
+        open_folder(tmp_path / "file" / "e", {}, unreachable)
 
 
 def test_ranks_of_a_launcher_join_no_group(model: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -301,6 +301,22 @@ def test_removed_and_filtered_rows(tmp_path: Path, factory: str, views: int) -> 
         assert shared == 1 if factory == "Flat" else shared > 0.8
 
 
+@pytest.mark.parametrize("factory", ["PQ4x4", "RQ2x4"])
+def test_filtered_searches_hold_so_many_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str) -> None:
+    """Queries are searched in blocks, where an index cannot leave rows out, and find the same."""
+    rng = np.random.default_rng(8)
+    array, asked = rng.standard_normal((900, 1, 8), dtype=np.float32), rng.standard_normal((10, 8), dtype=np.float32)
+    index = made(tmp_path / "x.faiss", array, factory)
+    scores, rows = index.search(asked, 5, rows=np.arange(0, 900, 90))
+    sizes, filtered = [], vectors_file._filtered
+    monkeypatch.setattr(vectors_file, "_filtered", lambda *args: sizes.append(len(args[1])) or filtered(*args))
+    monkeypatch.setattr(vectors_file, "_MOST_RESULTS", 3 * 900)
+    again = index.search(asked, 5, rows=np.arange(0, 900, 90))
+    assert sizes == [10, 3, 3, 3, 1]
+    np.testing.assert_array_equal(again[1], rows)
+    np.testing.assert_allclose(again[0], scores, atol=1e-5)
+
+
 def test_results_depend_on_no_other_query(tmp_path: Path) -> None:
     """A query that finds too few is searched again, without the others."""
     rng = np.random.default_rng(7)

@@ -55,7 +55,8 @@ def plant(
         vectors_file.write(segment / f"{kind}.faiss", [rows], training.train(factory, rows.shape[1], lambda _, rows=rows: rows))
         sizes[kind] = dict(zip(("items", "views", "dimensions"), array.shape, strict=True))
     counts = {"images": len(images), "captions": len(captions)}
-    content = {"model": {"fingerprint": "f"}, "plan": {"re-ranking": False}, "factory": factory, "unreadable": 0, **counts}
+    content = {"model": {"fingerprint": "f"}, "plan": {"re-ranking": False}, "factory": factory, **counts}
+    content |= {"unreadable": 0, "unreadable_kinds": {}, "unreadable_keys": []}
     content |= {"vectors": sizes, "columns": {}, "removed": {}, "segments": [{"name": "00000", **counts}]}
     files = manifest.sums(folder, sorted(segment.iterdir()))
     manifest.write_manifest(folder, {**content, "files": files})

@@ -481,6 +481,25 @@ def test_a_killed_change_leaves_the_old_index(whole: Path, tmp_path: Path, monke
     assert done[-1] == "manifest.json" and len(done) == {"add": 3, "replace": 5, "remove": 3}[change]
 
 
+def test_segments_of_a_killed_change_are_removed(whole: Path, tmp_path: Path) -> None:
+    """Those of an ``add`` that was killed, also if the next change writes fewer."""
+    folder = copy_of(whole, tmp_path)
+    shutil.copytree(folder / "segments" / "00002", folder / "segments" / "00007")
+    remove(folder, ["a-0-0"])
+    assert sorted(each.name for each in (folder / "segments").iterdir()) == ["00000", "00001", "00002"]
+    assert Index(folder, verify=True).manifest["images"] == 5 * ROWS
+
+
+def test_unreadable_samples_add_up(tmp_path: Path) -> None:
+    for name, bad in (("a", [("image", "x"), ("caption", "y")]), ("b", [("image", "z")])):
+        embed(tmp_path / name, units=1, name=name, bad=bad)
+    build_from_embeddings(tmp_path / "index", tmp_path / "a")
+    add(tmp_path / "index", tmp_path / "b")
+    made = Index(tmp_path / "index").manifest
+    assert (made["unreadable"], made["unreadable_kinds"]) == (3, {"image": 2, "caption": 1})
+    assert made["unreadable_keys"] == ["x", "y", "z"]
+
+
 def test_a_change_waits_for_no_other(whole: Path) -> None:
     from coder_plugin.index.lock import write_lock
 

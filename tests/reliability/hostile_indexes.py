@@ -274,6 +274,7 @@ CASES = [
         commands=[SEARCH],
         says=["timm_backbone"],
     ),
+    manifest_case("unreadable-kinds", lambda content: content.update(unreadable_kinds={"image": "x"}), "of kind 'image' are"),
     manifest_case("images-negative", lambda content: content.update(images=-1), UNSEALED),
     manifest_case("images-true", lambda content: content.update(images=True), UNSEALED),
     manifest_case("images-huge", lambda content: content.update(images=2**62), UNSEALED),

@@ -475,7 +475,8 @@ class Option:
         if self.above is not None and not number > self.above:
             raise CoderError(f"{self.flag} must be > {self.above:g}, got {value}{where}")
         if self.below is not None and not number < self.below:
-            raise CoderError(f"{self.flag} must be < {self.below:g}, got {value}{where}")
+            fraction = " (a fraction of all)" if self.at_least == 0 and self.below == 1 else ""
+            raise CoderError(f"{self.flag} must be < {self.below:g}{fraction}, got {value}{where}")
         return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -13,12 +14,13 @@ class CoderError(ValueError):
     """
 
 
-def did_you_mean(word: str, *choices: Iterable[str]) -> str:
+def did_you_mean(word: str, *choices: Iterable[str], folder: str = "") -> str:
     """A hint to append to a message, such as ``"; did you mean 'dcl'?"``; empty if no name is similar.
 
     Args:
         word: the unknown name.
         choices: groups of known names. The hint names the most similar name of the first group that has a similar one.
+        folder: of the names, as the user wrote it; the hint names the path.
 
     Example:
         >>> did_you_mean("dlc", ["clip", "dcl"], ["dlc-2"])
@@ -27,13 +29,15 @@ def did_you_mean(word: str, *choices: Iterable[str]) -> str:
         "; did you mean 'm_dcl'?"
         >>> did_you_mean("transformer", ["clip", "dcl"])
         ''
+        >>> did_you_mean("scense", ["scenes"], folder="logs")
+        "; did you mean 'logs/scenes'?"
     """
     limit = 1 if len(word) < 6 else len(word) // 3
     for names in choices:
         distances = {name: _distance(word.lower(), name.lower()) for name in names}
         nearest = min(distances, key=lambda name: distances[name], default=None)
         if nearest is not None and distances[nearest] <= limit:
-            return f"; did you mean {nearest!r}?"
+            return f"; did you mean {os.path.join(folder, nearest)!r}?"
     return ""
 
 

@@ -120,6 +120,16 @@ def check_model(spec: str | None) -> None:
         check_folder(spec, "a run or an export", command="coder-plugin train")
 
 
+def check_output(folder: str) -> None:
+    """Check that a folder to write is no file.
+
+    Raises:
+        CoderError: it is.
+    """
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise CoderError(f"--output {folder} is a file: name a folder")
+
+
 def check_folder(folder: str, what: str, *, command: str) -> None:
     """Check that a run's or an index's folder exists.
 
@@ -137,5 +147,6 @@ def check_folder(folder: str, what: str, *, command: str) -> None:
     if path.exists():
         raise CoderError(f"{folder} is a file: give the folder of {what}")
     beside = sorted(each.name for each in path.absolute().parent.glob("*/")) if path.absolute().parent.is_dir() else []
-    hint = did_you_mean(path.name, beside) or f": give that of {what}, which {command} makes"
+    hint = did_you_mean(path.name, beside, folder=os.path.dirname(folder.rstrip(os.sep)))
+    hint = hint or f": give that of {what}, which {command} makes"
     raise CoderError(f"{folder}: no such folder{hint}")

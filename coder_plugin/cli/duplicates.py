@@ -88,13 +88,20 @@ def duplicates_command(arguments: argparse.Namespace) -> str:
 
 def summarize(found: Any, threshold: float) -> str:
     """What was found, and how far it can be relied on, in a few sentences."""
-    from coder_plugin.index.duplicates import MOST_NEIGHBOURS
+    import numpy as np
+
+    from coder_plugin.index.duplicates import MOST_NEIGHBOURS, ROUNDING
 
     copies = sum(len(group.rows) - 1 for group in found.groups)
     text = (
         f"{plural(len(found.groups), 'group')} of near-duplicates among {plural(found.images, 'image')}, "
         f"by a cosine of at least {threshold:g}; keeping the first of each would remove {plural(copies, 'image')}."
     )
+    if loose := sum(int((group.similarities < np.float32(threshold - ROUNDING)).sum()) for group in found.groups):
+        text += (
+            f" Only a chain of others joins {loose:,} of these to the first, with a lower cosine: look at them (--html) before "
+            "you remove any."
+        )
     if not found.exact:
         text += " Each image was compared with the neighbours that the index finds."
     if not found.lossless:

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from coder_plugin.errors import CoderError
-from coder_plugin.terminal import echo
+from coder_plugin.terminal import echo, plural
 
 #: As of coder_plugin.index.embeddings_header, which imports more than a parser needs.
 _TYPES = ("string", "int64", "float64", "bool")
@@ -26,7 +26,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_encoding(parser, output="DIR", data_required=True)
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the vectors [float32]")
     parser.add_argument(
-        "--tokens", action="store_true", help="also write what the model's fusion head needs to re-rank; --reranker implies it"
+        "--tokens", action="store_true",
+        help="also write the tokens that the model's fusion head re-ranks by; implied by --reranker",
     )
     parser.add_argument(
         "--columns", nargs="+", action="extend", default=[], metavar="NAME[:TYPE]",
@@ -127,16 +128,17 @@ def embed_command(
     finished = job.run(index=index, count=count, shown=os.environ.get("RANK", "0") == "0")
     header, units = finished.header, finished.header.units
     if finished.made == 0 and finished.files == units:
-        return f"{arguments.output} is already finished: {units:,} files of {finished.images:,} images, nothing to do"
+        sizes = f"{plural(units, 'file')} of {plural(finished.images, 'image')}"
+        return f"{arguments.output} is already finished: {sizes}, nothing to do"
     if finished.files < units:
         rest = f"other processes are making {finished.others:,} more" if finished.others else "the others are missing"
-        complete = f"{finished.made:,} files made here, {finished.files:,} of {units:,} complete"
+        complete = f"{plural(finished.made, 'file')} made here, {finished.files:,} of {units:,} complete"
         return f"embeddings {arguments.output}: {complete}; {rest}"
     views = f"{header.views} x " if header.views > 1 else ""
     kinds = ", ".join(f"{kind} {number:,}" for kind, number in sorted(finished.bad.items()))
-    lost = f"; {finished.bad.total():,} samples skipped ({kinds})" if finished.bad else ""
-    sizes = f"{finished.images:,} images, {finished.captions:,} captions"
+    lost = f"; {plural(finished.bad.total(), 'sample')} skipped ({kinds})" if finished.bad else ""
+    sizes = f"{plural(units, 'file')}, {plural(finished.images, 'image')}, {plural(finished.captions, 'caption')}"
     return (
-        f"embeddings {arguments.output}: {units:,} files, {sizes}; vectors of {views}{header.dimensions} dimensions, "
+        f"embeddings {arguments.output}: {sizes}; vectors of {views}{header.dimensions} dimensions, "
         f"{header.dtype}{lost}"
     )

@@ -58,12 +58,13 @@ def check_encoding(arguments: argparse.Namespace, options: Mapping[str, Any]) ->
     Raises:
         CoderError: no model, or a model, data, an option or a re-ranker that does not exist or is out of range.
     """
-    from coder_plugin.cli.checks import check_data, check_model, check_options, check_reranker
+    from coder_plugin.cli.checks import check_data, check_model, check_options, check_output, check_reranker
 
     check_model(arguments.run_folder)
     check_options(options, reads=["image_root"])
     if arguments.run_folder is None and "model" not in options:
         raise CoderError("say which model encodes: a run's or export's folder, hf-hub:OWNER/NAME, or --model with --pretrained")
+    check_output(arguments.output)
     if arguments.thumbnails < 0:
         raise CoderError(f"--thumbnails must be at least 0, got {arguments.thumbnails}")
     check_reranker(arguments.reranker)

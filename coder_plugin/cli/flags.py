@@ -55,17 +55,29 @@ _METAVARS = {
 }
 
 
+#: What options mean to commands that do not train.
+_WITHOUT_TRAINING = {
+    "model": "in place of RUN: an open_clip model or configuration (.json), CLIPModel or SiglipModel of transformers (folder, "
+    "transformers:OWNER/NAME), or region-bert and the like",
+    "pretrained": "weights of --model: an open_clip tag, a file, or an export's folder",
+    "batch_size": "images, or captions, per forward pass [the run's, else 64]",
+    "workers": "data loading processes [the run's, else 2]",
+}
+
+
 def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
     """Add ``--config`` and a flag for each option, or for those in ``only``, in a group for each subject."""
     parser.add_argument(
         "--config", metavar="FILE", help="JSON or TOML file of these options, such as a run's config.json; flags win over it"
     )
     options = [(name, option) for name, option in options_by_name().items() if only is None or name in only]
+    training = any(name == "train_data" for name, _ in options)
     for subject, title in _TITLES.items():
         group = parser.add_argument_group(title)
         for name, option in options:
             if option.subject == subject:
-                action = group.add_argument(option.flag, dest=name, default=argparse.SUPPRESS, **_argument(option))
+                help_text = _help(option) if training else _WITHOUT_TRAINING.get(name, _help(option))
+                action = group.add_argument(option.flag, dest=name, default=argparse.SUPPRESS, **_argument(option, help_text))
                 if name not in _COMMON:
                     mark_rare(action)
     if isinstance(parser, CommandParser) and any(name not in _COMMON for name, _ in options):
@@ -92,10 +104,12 @@ def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**file, **read_flags(arguments)}
 
 
-def _argument(option: Option) -> dict[str, Any]:
-    help_text = option.help
-    if option.default not in (None, False, "", 0, []) and "[" not in help_text:
-        help_text += f" [{option.default}]"
+def _help(option: Option) -> str:
+    told = "[" in option.help or option.default in (None, False, "", 0, [])
+    return option.help if told else f"{option.help} [{option.default}]"
+
+
+def _argument(option: Option, help_text: str) -> dict[str, Any]:
     argument: dict[str, Any] = {"help": help_text.replace("%", "%%")}
     metavar = _METAVARS.get(option.name) or {int: "N", float: "X", str: "NAME"}.get(option.kind)
     if option.kind is bool:

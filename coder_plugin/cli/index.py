@@ -10,7 +10,7 @@ from typing import Any
 
 from coder_plugin.errors import CoderError
 from coder_plugin.files import open_regular
-from coder_plugin.terminal import echo
+from coder_plugin.terminal import echo, plural
 
 #: The other ranks wait that long, at most, while the first builds the index.
 BUILD_TIMEOUT = timedelta(days=7)
@@ -49,8 +49,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _add_segment_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--segment-size", type=int, metavar="N",
-        help="images of a segment, which the index is searched by; more need more memory while they are written, except with "
-        "--factory Flat [1,000,000 with Flat, else 128 MiB of vectors]",
+        help="images of a segment; an index is built and searched segment by segment, and building a larger one needs more "
+        "memory, except with --factory Flat [1,000,000 with Flat, else 128 MiB of vectors]",
     )  # fmt: skip
 
 
@@ -89,7 +89,8 @@ def run_add(arguments: argparse.Namespace) -> int:
 
     added = add(arguments.index, arguments.embeddings, replace=arguments.replace, segment_size=arguments.segment_size)
     replaced = f"; {added.replaced:,} of the same keys were removed" if added.replaced else ""
-    echo(f"index {arguments.index}: {added.images:,} images and {added.captions:,} captions added{replaced}")
+    images, captions = plural(added.images, "image"), plural(added.captions, "caption")
+    echo(f"index {arguments.index}: {images} and {captions} added{replaced}")
     return 0
 
 
@@ -111,8 +112,8 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
     removed = remove(arguments.index, keys)
     missing = removed.missing
-    absent = f"; {len(missing):,} keys are not in the index, the first: {missing[0]!r}" if missing else ""
-    echo(f"index {arguments.index}: {removed.images:,} images removed{absent}")
+    absent = f"; not in the index: {plural(len(missing), 'key')}, the first: {missing[0]!r}" if missing else ""
+    echo(f"index {arguments.index}: {plural(removed.images, 'image')} removed{absent}")
     return 0
 
 
@@ -142,11 +143,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_embeddings(arguments: argparse.Namespace, options: Mapping[str, Any]) -> int:
     """Build an index from an embeddings folder."""
-    from coder_plugin.cli.checks import check_folder
+    from coder_plugin.cli.checks import check_folder, check_output
 
     if arguments.run_folder is not None or arguments.data is not None or options or arguments.reranker:
         raise CoderError("--embeddings are encoded already: leave out the model, --data and how they are read")
     check_folder(arguments.embeddings, "embeddings", command="coder-plugin embed")
+    check_output(arguments.output)
     from coder_plugin import distributed
     from coder_plugin.index.build import build_from_embeddings
     from coder_plugin.pretrained.device import default_device
@@ -197,6 +199,6 @@ def _summary(folder: str, manifest: Mapping[str, Any]) -> str:
         for kind, each in manifest["vectors"].items()
     )
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in manifest["unreadable_kinds"].items())
-    lost = f"; {manifest['unreadable']:,} samples skipped ({kinds})" if manifest["unreadable"] else ""
-    sizes_text = f"{manifest['images']:,} images, {manifest['captions']:,} captions"
+    lost = f"; {plural(manifest['unreadable'], 'sample')} skipped ({kinds})" if manifest["unreadable"] else ""
+    sizes_text = f"{plural(manifest['images'], 'image')}, {plural(manifest['captions'], 'caption')}"
     return f"index {folder}: {sizes_text}; vectors of {vectors}{lost}"

@@ -109,7 +109,7 @@ def search_command(arguments: argparse.Namespace) -> str:
         return json.dumps(rows, indent=2, ensure_ascii=False)
     lines = []
     for name, _, hits in results:
-        lines += [f"{name}:" if len(results) > 1 else "", *_table(hits, records), ""]
+        lines += [f"{name}:" if len(results) > 1 else "", *_table(hits, records, arguments.where), ""]
     return "\n".join(lines).strip("\n")
 
 
@@ -157,10 +157,12 @@ def _cell(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
-def _table(hits: Sequence[Any], records: Any) -> list[str]:
+def _table(hits: Sequence[Any], records: Any, where: str | None) -> list[str]:
     """The lines of a table; an image is shown with its place and its first caption."""
     from coder_plugin.index.place import place
 
+    if not hits:
+        return ["no results" if where is None else "no results: --where is true for no image"]
     fused = any(hit.fused is not None for hit in hits)
     rows = [["", "score", *(["fused"] if fused else []), "image", "caption"]]
     for rank, hit in enumerate(hits, 1):

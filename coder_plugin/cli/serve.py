@@ -129,7 +129,7 @@ def serve_command(arguments: argparse.Namespace) -> None:
             pixels=arguments.max_image_pixels,
         )
         bound.listen(128)  # whoever connects from now on is answered
-        sizes = f"{plural(manifest['images'], 'image')}, {plural(manifest['captions'], 'caption')}"
+        sizes = ", ".join(plural(searcher.index.size(f"{kind}s"), kind) for kind in ("image", "caption"))
         echo(f"{arguments.index}: {sizes}; model {manifest['model'].get('name') or 'without a name'}")
         echo(f"serving at {address} (Ctrl-C stops)")
         try:

@@ -84,6 +84,8 @@ def guess_kind(spec: str) -> str:
     if ".tar" in spec.lower() or any(sign in spec for sign in _PATTERN):
         return "webdataset"
     check_location(spec)
+    if spec.lower().endswith(PICTURES):
+        raise CoderError(f"{spec} is one picture: give the folder that it is in, or a .csv of pictures and captions")
     raise CoderError(
         f"cannot tell what kind of data {spec!r} is: give .tar shards, a .csv, .tsv or .txt table, a _caps.txt, "
         "Karpathy's or COCO's .json, a folder of SCAN's precomp, img2dataset, CLIP_benchmark or Hugging Face datasets, "
@@ -112,7 +114,8 @@ def check_location(spec: str) -> None:
     folder, name = os.path.split(os.path.abspath(spec))
     if not os.path.isdir(folder):
         raise CoderError(f"{spec}: no such file or folder; there is no folder {folder} either")
-    raise CoderError(f"{spec}: no such file or folder{did_you_mean(name, sorted(os.listdir(folder))[:10_000])}")
+    hint = did_you_mean(name, sorted(os.listdir(folder))[:10_000], folder=os.path.dirname(spec.rstrip(os.sep)))
+    raise CoderError(f"{spec}: no such file or folder{hint}")
 
 
 def _json_kind(spec: str) -> str:

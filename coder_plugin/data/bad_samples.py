@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coder_plugin.errors import CoderError
@@ -81,6 +81,17 @@ def shorten(text: str) -> str:
 def allowed(rate: float, read: int) -> float:
     """How many of ``read`` samples may be bad: ``rate`` of them, and of data with fewer than :data:`ENOUGH` as of so many."""
     return rate * max(read, ENOUGH)
+
+
+def nothing_to_read(name: str, failed: Sequence[Bad], *, regions: bool = False) -> CoderError:
+    """The error for data of which no image, or none's regions, can be read; ``failed`` are those that were tried."""
+    hint = " (region features of the images: --regions)" if regions else ""
+    if not failed:
+        return CoderError(f"{name}: no images{hint}")
+    _, key, reason = failed[0]
+    if not regions and all(kind == "missing" for kind, _, _ in failed):
+        hint = f": {WRONG_PATHS}"
+    return CoderError(f"{name}: none of the first {len(failed)} images can be read; the first: {key}: {reason}{hint}")
 
 
 def check_rate(rate: float) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from coder_plugin.data.bad_samples import ENOUGH
+from coder_plugin.data.bad_samples import ENOUGH, Bad, describe, nothing_to_read
 from coder_plugin.data.item import Item
 from coder_plugin.data.shard_lists import recorded_size
 from coder_plugin.errors import CoderError
@@ -78,7 +78,7 @@ class Units:
         Raises:
             CoderError: none of the first 1,000 can be read.
         """
-        failed: list[str] = []
+        failed: list[Bad] = []
         for number in [*range(unit, self._count), *range(unit)]:
             read, rest = self._begun[number] = [], self._handles(number)
             for handle in rest:
@@ -87,13 +87,12 @@ class Units:
                 try:
                     return item.load()
                 except (OSError, ValueError) as error:
-                    failed.append(f"{item.key}: {error}")
+                    failed.append(describe(item.key, error))
                 if len(failed) == ENOUGH:
                     break
             if len(failed) == ENOUGH:
                 break
-        why = f"none of the first {len(failed)} images can be read; the first: {failed[0]}" if failed else "no images"
-        raise CoderError(f"{self.source.name}: {why}")
+        raise nothing_to_read(self.source.name, failed)
 
     def _handles(self, unit: int) -> Iterator[Handle]:
         if self.by_shards:

@@ -20,7 +20,7 @@ from coder_plugin.progress import Progress
 #: The cosine from which on two images count as near-duplicates.
 THRESHOLD = 0.93
 #: Rounding of a cosine in float32: copies of one picture may have 0.9999999.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 #: Images of a block, and those that it is compared with at once.
 _BLOCK, _AGAINST = 1024, 4096
 #: Results of the first search of an approximate index, and of the last.
@@ -91,11 +91,11 @@ def find_duplicates(
     with Progress(len(rows), what="images") as progress:
         if exact:
             device = torch.device("cuda" if gpu and torch.cuda.is_available() else "cpu")
-            for count, one, other in _pairs(vectors, rows, threshold - _ROUNDING, device):
+            for count, one, other in _pairs(vectors, rows, threshold - ROUNDING, device):
                 _join(parent, one, other)
                 progress.update(count)
         else:
-            for count, one, other, more in _neighbours(index, rows, threshold - _ROUNDING):
+            for count, one, other, more in _neighbours(index, rows, threshold - ROUNDING):
                 _join(parent, one, other)
                 crowded += more
                 progress.update(count)

@@ -330,6 +330,10 @@ def locked(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
+#: Fields of which only a digest is known, and what a message calls another one.
+_DIGESTS = {"model": "another model", "content": "the data's content has changed", "embeddings": "other embeddings"}
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The fields of ``now`` that had other values ``before``, for a message; empty if there are none.
 
@@ -338,11 +342,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         'what was both, is images'
     """
 
-    def shown(name: str, value: Any) -> Any:
-        return f"{str(value)[:12]}…" if name in ("model", "content") else str(value)[:200]
-
     different = [name for name in now if before.get(name) != now[name]]
-    return ", ".join(f"{name} was {shown(name, before.get(name))}, is {shown(name, now[name])}" for name in different)
+    return ", ".join(
+        _DIGESTS.get(name) or f"{name} was {str(before.get(name))[:200]}, is {str(now[name])[:200]}" for name in different
+    )
 
 
 class _Progress:

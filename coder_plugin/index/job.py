@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from coder_plugin.backbones.names import model_names
 from coder_plugin.config import OPENING, READING, DataConfig
 from coder_plugin.data import HUB
 from coder_plugin.data.from_config import make_source, pictures_under_regions
@@ -19,6 +21,7 @@ from coder_plugin.data.pictures import Pictures, is_pictures
 from coder_plugin.data.source import ItemSource
 from coder_plugin.data.tars import local_path
 from coder_plugin.data.units import Units
+from coder_plugin.distributed import rank
 from coder_plugin.errors import CoderError
 from coder_plugin.index.embed import Embedding, Finished, begin, embed_all, embed_unit, locked, plan_of
 from coder_plugin.index.embeddings_header import Header, check_columns
@@ -28,6 +31,7 @@ from coder_plugin.pretrained.build import check_data
 from coder_plugin.pretrained.device import local_device
 from coder_plugin.pretrained.open import default_export, open_pretrained, saved_data_config
 
+log = logging.getLogger(__name__)
 #: Images of a file where the data are not in shards.
 ROWS_PER_FILE = 4096
 
@@ -138,6 +142,8 @@ class _Opened:
         self.model = open_pretrained(
             job.model, job.options, export=job.export, name=job.model, device=local_device(), reranker=job.reranker
         )
+        if job.model is None:
+            _warn_of_random_weights(job.options)
         encoder = self.model.encoder()
         if job.tokens and encoder.reranking is None:
             raise CoderError(
@@ -169,6 +175,13 @@ class _Opened:
         name, most = self.embedding.units.source.name, self.model.config.max_regions
         check = partial(check_data, self.model.model, name=name, max_regions=most)
         return begin(self.job.output, self.embedding, **self.described, check=check, first=first)
+
+
+def _warn_of_random_weights(options: Mapping[str, Any]) -> None:
+    """Warn where a model is named without weights: the vectors of such a model mean nothing."""
+    name = str(options.get("model"))
+    if options.get("pretrained") is None and (name.endswith(".json") or name in model_names()) and rank() == 0:
+        log.warning("%s has random weights, so its vectors mean nothing: name trained ones with --pretrained", name)
 
 
 @functools.lru_cache(maxsize=1)

@@ -95,7 +95,7 @@ def mine_negatives(index: Index, path: str | Path, **options: Any) -> Summary:
         (8, True)
     """
     miner = Miner(index, MiningOptions(**options))
-    summary = Summary(images=index.manifest["images"] - len(index.removed["images"]))
+    summary = Summary(images=index.size("images"))
     values: dict[str, list[float]] = {
         name: [] for name in ("positive", "negative", "difference", "similarity", "same image")
     }

@@ -57,7 +57,8 @@ def open_searcher(
             check_saved_reranker(reranker, "its manifest")
         pretrained = open_pretrained(spec, options, export=export, name=name, device=device, reranker=reranker)
     except CoderError as error:
-        raise CoderError(f"{folder}: its model cannot be opened (--model says where it is now): {error}") from error
+        moved = "; if it has moved, name its folder with --model" if model is None and "--model" not in str(error) else ""
+        raise CoderError(f"{folder}: its model cannot be opened: {error}{moved}") from error
     return Searcher(index, pretrained)
 
 

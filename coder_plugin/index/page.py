@@ -12,6 +12,7 @@ from coder_plugin.index.miner import Mined
 from coder_plugin.index.place import link, place
 from coder_plugin.index.records import SHOWN
 from coder_plugin.index.search import Hit, Index
+from coder_plugin.terminal import plural
 
 #: Captions of an image that a page shows, at most.
 _CAPTIONS = 10
@@ -110,7 +111,7 @@ def _heading(index: Index) -> dict[str, str]:
     manifest = index.manifest
     return {
         "name": index.folder.resolve().name,
-        "sizes": f"{manifest['images']:,} images, {manifest['captions']:,} captions",
+        "sizes": f"{plural(index.size('images'), 'image')}, {plural(index.size('captions'), 'caption')}",
         "model": PurePath(manifest["model"].get("name", "")).name,  # a page may be passed on: it shows no folders
         "objective": manifest["model"].get("objective", ""),
     }

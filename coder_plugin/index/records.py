@@ -115,10 +115,10 @@ class Records:
         segment, local = self._place("images", row)
         return self.files[segment].thumbnail(local)
 
-    def metadata(self, row: int) -> dict[str, Any]:
-        """The metadata columns of an image; None where a column has no value."""
+    def metadata(self, row: int, *, characters: int | None = None) -> dict[str, Any]:
+        """The metadata columns of an image, of a text so many characters; None where a column has no value."""
         segment, local = self._place("images", row)
-        return self.files[segment].metadata(local)
+        return self.files[segment].metadata(local, characters=characters)
 
     def values(self, column: str, most: int) -> list[Any] | None:
         """The different values of a metadata column, ascending; None where they are more than ``most``."""

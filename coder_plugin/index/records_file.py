@@ -164,11 +164,12 @@ class RecordsFile:
                 found.setdefault(key, []).append(row)
         return found
 
-    def metadata(self, row: int) -> dict[str, Any]:
-        """The metadata columns of an image; None where a column has no value."""
+    def metadata(self, row: int, *, characters: int | None = None) -> dict[str, Any]:
+        """The metadata columns of an image, of a text so many characters; None where a column has no value."""
         if not self.columns:
             return {}
-        names = ", ".join(f'"{name}"' for name in self.columns)
+        cut = "{}" if characters is None else f"substr({{}}, 1, {characters:d})"
+        names = ", ".join((cut if kind == "string" else "{}").format(f'"{name}"') for name, kind in self.columns.items())
         types = tuple((int if kind == "bool" else COLUMN_TYPES[kind],) for kind in self.columns.values())
         [values] = self._select("images", f"row, {names}", [row], (int, *types))
         kinds = zip(self.columns.items(), values[1:], strict=True)

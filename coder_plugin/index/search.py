@@ -70,6 +70,10 @@ class Index:
         if self.manifest["plan"]["re-ranking"] and not self._arrays.names:
             raise CoderError(f"{self.folder / MANIFEST} lists no files for re-ranking, which its plan names: build it again")
 
+    def size(self, kind: str) -> int:
+        """How many "images" or "captions" may be found: all but those that were removed."""
+        return self.manifest[kind] - len(self.removed[kind])
+
     def search(
         self, queries: np.ndarray | Tensor, k: int, *, kind: str = "images", rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -123,8 +127,7 @@ class Index:
             objective = f" ({model['objective']})" if model.get("objective") else ""
             raise CoderError(
                 f"{self.folder} was made with another model than {pretrained.name}, so their vectors cannot be compared: "
-                "remove it, or name another --output or --index. "
-                f"It was made with {model.get('name') or 'an unnamed model'}{objective}"
+                f"give the model that it was made with, {model.get('name') or 'an unnamed one'}{objective}, or another index"
             )
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from coder_plugin.backbones import plugin_backbones
 from coder_plugin.backbones.base import Backbone
 from coder_plugin.backbones.transformers_clip import TransformersTowers
 from coder_plugin.config import ModelConfig
-from coder_plugin.data.bad_samples import ENOUGH, WRONG_PATHS, Bad, describe
+from coder_plugin.data.bad_samples import ENOUGH, Bad, describe, nothing_to_read
 from coder_plugin.data.from_config import captions_of
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
@@ -155,13 +155,7 @@ def first_image(source: Any, *, reads_regions: bool) -> Any:
             failed.append(describe(item.key, error))
         if len(failed) == ENOUGH:
             break
-    hint = " (region features of the images: --regions)" if reads_regions else ""
-    if not failed:
-        raise CoderError(f"{source.name}: no images{hint}")
-    _, key, reason = failed[0]
-    if not reads_regions and all(kind == "missing" for kind, _, _ in failed):
-        hint = f": {WRONG_PATHS}"
-    raise CoderError(f"{source.name}: none of the first {len(failed)} images can be read; the first: {key}: {reason}{hint}")
+    raise nothing_to_read(source.name, failed, regions=reads_regions)
 
 
 def check_data(model: Any, example: Any, name: str, *, max_regions: int) -> None:

@@ -216,8 +216,8 @@ def _describe(engine: Engine, upload_bytes: int, pixels: int) -> Info:
     manifest = searcher.index.manifest
     return Info(
         name=searcher.index.folder.resolve().name,
-        images=manifest["images"] - manifest["removed"].get("images", 0),
-        captions=manifest["captions"] - manifest["removed"].get("captions", 0),
+        images=searcher.index.size("images"),
+        captions=searcher.index.size("captions"),
         model=PurePath(manifest["model"].get("name", "")).name,  # the server's folders are nobody's business
         objective=manifest["model"].get("objective", ""),
         among=[kind for kind in KINDS if kind in searcher.index.vectors],
@@ -260,6 +260,8 @@ def _parse(content: bytes | str) -> SearchRequest:
 def _first_fault(faults: Any) -> str:
     """One of pydantic's faults as a line, without the value, which may be long."""
     place = ".".join(str(part)[:40] for part in faults[0]["loc"])
+    if faults[0]["type"] == "extra_forbidden":
+        return f"{place}: no such field; there are {', '.join(SearchRequest.model_fields)}"
     return f"{place}: {faults[0]['msg']}" if place else faults[0]["msg"]
 
 
@@ -280,6 +282,7 @@ def _found(rank: int, result: Result, version: str) -> dict[str, Any]:
         "key": hit.image.key[:SHOWN],
         "text": None if hit.text is None else hit.text[:SHOWN],
         "captions": result.captions,
+        "metadata": result.metadata,
         "image": f"api/image/{hit.image.row}",
         "thumbnail": f"api/thumbnail/{hit.image.row}?v={version}",
     }

@@ -29,10 +29,11 @@ class UnknownKey(LookupError):
 
 
 class Result(NamedTuple):
-    """A hit with captions of its image; none where the hit is a caption."""
+    """A hit with the metadata columns of its image, and captions; none where the hit is a caption."""
 
     hit: Hit
     captions: tuple[str, ...]
+    metadata: dict[str, Any]
 
 
 class _Job(NamedTuple):
@@ -108,8 +109,15 @@ class Engine:
 
     def _search(self, query: Query, *, k: int, **options: Any) -> list[Result]:
         hits = self.searcher.search(query, k, rerank=self.rerank if query.kind != options.get("among") else None, **options)
-        captions_of = partial(self.searcher.index.records.captions_of, limit=self.captions, characters=SHOWN)
-        return [Result(hit, captions_of(hit.image.row) if hit.text is None else ()) for hit in hits]
+        records = self.searcher.index.records
+        return [
+            Result(
+                hit,
+                records.captions_of(hit.image.row, limit=self.captions, characters=SHOWN) if hit.text is None else (),
+                records.metadata(hit.image.row, characters=SHOWN),
+            )
+            for hit in hits
+        ]
 
     def _submit(self, search: Callable[[Query], list[Result]], query: Query, done: Future[list[Result]]) -> None:
         def run() -> None:

@@ -46,6 +46,7 @@ class Found(BaseModel):
     key: str
     text: str | None = Field(description="the caption, in a search among captions")
     captions: list[str] = Field(description="of the image, in a search among images")
+    metadata: dict[str, str | bool | int | float | None] = Field(description="the image's values of the metadata columns")
     image: str = Field(description="address of the picture's file, from this server's own")
     thumbnail: str = Field(description="address of its thumbnail")
 

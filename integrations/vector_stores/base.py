@@ -9,6 +9,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,16 @@ def require(module: str, *, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise CoderError(f"{module} cannot be imported ({error}): pip install 'coder-plugin[{extra}]'") from error
+
+
+def check_no_file(where: str) -> None:
+    """Check the place of a store that is a folder.
+
+    Raises:
+        CoderError: it is a file.
+    """
+    if Path(where).is_file():
+        raise CoderError(f"--output {where} is a file: name a folder")
 
 
 def vectors_of(batch: pa.RecordBatch) -> np.ndarray:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -76,6 +77,12 @@ def _one_line(what: str) -> Iterator[None]:
         raise CoderError(f"{what}: {type(error).__name__}: {error}") from error
 
 
+def _place(where: str) -> str:
+    """An address for a message, without the user, password and parameters that it may have; empty for what is none."""
+    address = urlsplit(where)
+    return f" at {address.scheme}://{address.netloc.rpartition('@')[2]}" if address.netloc else ""
+
+
 def check_table(name: str) -> None:
     """Check the name of a table.
 
@@ -127,12 +134,12 @@ def export(
     if to == PARQUET:
         return Exported([_write_parquet(source, where, what, kinds, overwrite)], source.note)
     tables = [table_of(source, kind, each) for kind, each in names.items()]
-    opener = load("vector_stores", to)
-    with _one_line(f"{to} cannot be opened"):
+    opener, place = load("vector_stores", to), _place(where)
+    with _one_line(f"{to}{place} cannot be opened"):
         store: VectorStore = opener(where)
     try:
         for table in tables if not overwrite else ():
-            with _one_line(f"{to} cannot be asked for the table {table.name}"):
+            with _one_line(f"{to}{place} cannot be asked for the table {table.name}"):
                 if store.exists(table.name):
                     raise CoderError(f"the table {table.name} exists: name another --table, or replace it with --overwrite")
         return Exported([_write(store, table) for table in tables], source.note)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pyarrow as pa
 
-from coder_plugin.integrations.vector_stores.base import Table, VectorStore, require
+from coder_plugin.integrations.vector_stores.base import Table, VectorStore, check_no_file, require
 
 
 class LanceDB(VectorStore):
     """A LanceDB database. Images with several vectors have a row for each: LanceDB's multivectors have no inner product."""
 
     def __init__(self, where: str) -> None:
+        check_no_file(where)
+        # a new table is no reason for a warning
+        os.environ.setdefault("LANCEDB_LOG", "warn,lance::dataset::write::insert=error")
         self.database = require("lancedb", extra="lancedb").connect(where)
 
     def exists(self, name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
+from coder_plugin.errors import CoderError
 from coder_plugin.integrations.vector_stores.base import Table, VectorStore, require
 
 _LONGEST = 65_535  # bytes of a key: the most that Milvus takes
@@ -20,6 +21,8 @@ class Milvus(VectorStore):
 
     def __init__(self, where: str) -> None:
         self.pymilvus = require("pymilvus", extra="milvus")
+        if "://" not in where and not where.endswith(".db"):
+            raise CoderError(f"--output {where}: a file of Milvus Lite ends in .db, and a server's address begins with http://")
         if "://" not in where:  # Milvus Lite's server logs a traceback for each call that it does not have
             logging.getLogger("grpc._server").setLevel(logging.CRITICAL)
         self.client = self.pymilvus.MilvusClient(uri=where, token=os.environ.get("MILVUS_TOKEN", ""))

@@ -8,18 +8,16 @@ from typing import BinaryIO
 
 import numpy as np
 
-from coder_plugin.errors import CoderError
 from coder_plugin.files import atomic_path, remove_leftovers
-from coder_plugin.integrations.vector_stores.base import Table, VectorStore, vectors_of
+from coder_plugin.integrations.vector_stores.base import Table, VectorStore, check_no_file, vectors_of
 
 
 class NumPy(VectorStore):
     """A folder of arrays [N, D], or [N, V, D] of images with several vectors, which ``np.load`` can map into memory."""
 
     def __init__(self, where: str) -> None:
+        check_no_file(where)
         self.folder = Path(where)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise CoderError(f"{where} is a file: name a folder")
 
     def exists(self, name: str) -> bool:
         return (self.folder / f"{name}.jsonl").exists()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from coder_plugin.errors import CoderError
 from coder_plugin.integrations.vector_stores.base import Table, VectorStore, require
 
 _TYPES = {
@@ -18,6 +19,8 @@ class PgVector(VectorStore):
     """Tables with a ``vector`` column. Images with several vectors have a row for each."""
 
     def __init__(self, where: str) -> None:
+        if where and "://" not in where and "=" not in where:
+            raise CoderError(f"--output {where}: give a connection string, such as postgresql://USER@HOST/DATABASE")
         self.psycopg = require("psycopg", extra="pgvector")
         self.connection = self.psycopg.connect(where)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from coder_plugin.integrations.vector_stores.base import Table, VectorStore, require, vectors_of
+from coder_plugin.integrations.vector_stores.base import Table, VectorStore, check_no_file, require, vectors_of
 
 _POINTS = 256  # of one request
 
@@ -28,6 +28,7 @@ class Qdrant(VectorStore):
                 url=where, api_key=os.environ.get("QDRANT_API_KEY"), timeout=60, check_compatibility=False
             )
         else:
+            check_no_file(where)
             self.client = client.QdrantClient(path=where)
 
     def exists(self, name: str) -> bool:

@@ -39,6 +39,12 @@ def test_help_of_train_fits_two_screens_and_help_all_has_every_option(capsys, mo
     assert "required with --train-data" in " ".join(brief.split())
 
 
+def test_help_of_a_command_that_does_not_train_speaks_of_no_training(capsys) -> None:
+    for command in ("embed", "index", "eval", "mine"):
+        text = " ".join(shown(capsys, command, "--help").split())
+        assert "--train-data" not in text and "pairs per rank" not in text and "--model NAME in place of RUN" in text
+
+
 def test_usage_names_what_must_be_given(capsys) -> None:
     assert shown(capsys, "index", "--help").startswith("usage: coder-plugin index --output INDEX [RUN] [options]\n")
     assert "usage: coder-plugin regions extract IMAGES OUTPUT [options]\n" in shown(capsys, "regions", "extract", "--help")

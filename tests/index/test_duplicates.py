@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coder_plugin.cli import main
+from coder_plugin.cli.duplicates import summarize
 from coder_plugin.data.item import stable_hash
 from coder_plugin.errors import CoderError
 from coder_plugin.index import duplicates
@@ -98,9 +99,12 @@ def test_a_chain_is_one_group_and_copies_have_a_cosine_of_one(tmp_path: Path) ->
     angles = np.array([0, 0.2, 0.4, 2.0, 2.0])
     vectors = np.stack([np.cos(angles), np.sin(angles)], 1) * np.array([[1], [3], [0.1], [1], [7]])
     index = planted(tmp_path / "index", vectors)
-    chain, copies = find_duplicates(index, threshold=0.95).groups
+    found = find_duplicates(index, threshold=0.95)
+    chain, copies = found.groups
     assert chain.rows.tolist() == [0, 1, 2] and copies.rows.tolist() == [3, 4]
     np.testing.assert_allclose(chain.similarities, [1, np.cos(0.2), np.cos(0.4)], atol=1e-6)
+    assert "Only a chain of others joins 1 of these to the first" in summarize(found, 0.95)
+    assert "chain" not in summarize(find_duplicates(index, threshold=0.9), 0.9)
 
 
 def test_copies_of_other_lengths_have_a_cosine_of_one(tmp_path: Path) -> None:

@@ -611,6 +611,17 @@ def test_an_error_of_the_data_is_not_one_of_the_folder(tmp_path: Path) -> None:
         open_folder(tmp_path / "file" / "e", {}, unreachable)
 
 
+def test_a_model_without_weights_is_warned_of(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data, weights = write_shards(tmp_path), {"pretrained": f"{model}/open_clip_model.safetensors"}
+    for name, options, warnings in ((None, {}, 1), (None, weights, 0), (model, {}, 0)):
+        caplog.clear()
+        named = {} if name else {"model": "coder-tiny"}
+        EmbedJob(model=name, data=data, output=str(tmp_path / "e"), options={"workers": 0, **named, **options}).plan()
+        assert [each.getMessage() for each in caplog.records] == [
+            "coder-tiny has random weights, so its vectors mean nothing: name trained ones with --pretrained"
+        ] * warnings
+
+
 def test_ranks_of_a_launcher_join_no_group(model: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Nobody else is there: a process that waited for its group would hang."""
     data = write_shards(tmp_path)

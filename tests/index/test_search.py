@@ -90,6 +90,7 @@ def test_a_picture_finds_captions_and_itself(index: Path, pictures: Path, capsys
 def test_the_table_and_the_page(index: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a <b>red</b> circle\n\nblue star\n"))
     page = tmp_path / "page.html"
+    assert run(capsys, str(index), "--text", "x", "--where", "key = ''") == "no results: --where is true for no image\n"
     lines = run(capsys, str(index), "--text", "-", "-k", "2", "--html", str(page)).splitlines()
     assert lines[0] == "a <b>red</b> circle:" and lines[1].split() == ["score", "image", "caption"]
     assert re.match(r"1  -?\d\.\d{4}  .*\.png  \w", lines[2]) and lines[5] == "blue star:" and len(lines) == 9
@@ -121,7 +122,7 @@ def test_thumbnails_are_small_pictures_of_the_right_image(index: Path, pictures:
         assert difference < 12
 
 
-def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, capsys) -> None:
+def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     import shutil
 
     moved = tmp_path / "moved"
@@ -131,13 +132,18 @@ def test_another_model_is_refused(index: Path, export: Path, tmp_path: Path, cap
     capsys.readouterr()
     assert main(["search", str(index), "--text", "x", "--model", str(other)]) == 2
     error = capsys.readouterr().err
-    assert "was made with another model" in error and "remove it, or name another --output or --index. It was made" in error
+    assert "was made with another model" in error and "give the model that it was made with, " in error
     plain: Any = SimpleNamespace(folder=index, manifest={"model": {"fingerprint": "", "name": "tiny", "objective": ""}})
-    with pytest.raises(CoderError, match="It was made with tiny$"):
+    with pytest.raises(CoderError, match="made with, tiny, or another index$"):
         Index.check_model(plain, SimpleNamespace(name="other", fingerprint=lambda: "1"))
     assert main(["search", str(index), "--text", "x", "--model", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err
-    assert "--model says where it is now" in error and "neither an export nor a run" in error
+    assert "its model cannot be opened" in error and "neither an export nor a run" in error and "if it has moved" not in error
+    manifest = Index(index).manifest
+    with pytest.raises(CoderError, match="; if it has moved, name its folder with --model$"):
+        moved_away = {**manifest, "model": {"spec": str(tmp_path / "nowhere")}}
+        monkeypatch.setattr("coder_plugin.index.search.read_manifest", lambda *_, **__: moved_away)
+        open_searcher(index)
 
 
 @pytest.mark.parametrize(

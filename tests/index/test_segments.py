@@ -102,6 +102,8 @@ def test_segments_are_one_index(tmp_path: Path, views: int) -> None:
     assert records.captions_of(42) == ("caption 0 of a-2-2", "caption 1 of a-2-2") and records.captions_of(60) == ()
     assert records.thumbnail(62) == b"\xff\xd8\xffa-3-2" and records.thumbnail(60) is None
     assert records.metadata(43) == {"source": "coco", "width": 300, "sharp": False, "score": 3 / 7}
+    assert records.metadata(43, characters=2) == {"source": "co", "width": 300, "sharp": False, "score": 3 / 7}
+    assert records.metadata(0, characters=2) == records.metadata(0)
     assert records.metadata(0) == {"source": None, "width": 0, "sharp": True, "score": 0.0}
     assert records.row_of("a-4-0") == 80 and records.row_of("nobody") is None
     np.testing.assert_array_equal(records.caption_rows(np.array([1, 42, 43])), [0, 39, 40])
@@ -248,7 +250,7 @@ def test_other_vectors_in_the_same_rows_are_other_embeddings(tmp_path: Path) -> 
     images, texts = np.ones((ROWS, 8)), np.ones((sum(map(len, captions)), 8))
     rows = Rows(values["key"], captions, images, texts, values["path"], values["member"], columns=columns)
     write_unit(folder.path(3), folder.header, 3, [rows])
-    with pytest.raises(CoderError, match="with other options \\(embeddings was"):
+    with pytest.raises(CoderError, match="with other options \\(other embeddings"):
         build_from_embeddings(tmp_path / "index", tmp_path / "e")
     other = build_from_embeddings(tmp_path / "other", tmp_path / "e")
     assert other["images"] == first["images"]
@@ -589,5 +591,6 @@ def test_the_commands(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["index", "add", index, new]) == 2
     assert "--replace removes the old ones" in capsys.readouterr().err
     assert main(["index", "remove", index, "--key", "b-0-0", "--keys-file", str(tmp_path / "keys.txt")]) == 0
-    assert "3 images removed; 1 keys are not in the index, the first: 'nobody'" in capsys.readouterr().out
+    assert "3 images removed; not in the index: 1 key, the first: 'nobody'" in capsys.readouterr().out
     assert Index(index).removed["images"].tolist() == [0, 21, 100]
+    assert Index(index).size("images") == 117

@@ -420,11 +420,14 @@ def test_a_store_that_cannot_be_opened_is_one_line(embeddings: dict[int, Path], 
     file = tmp_path / "file"
     file.touch()
     for store, where, expected in (
-        ("lancedb", file, "lancedb cannot be opened"),
+        ("lancedb", file, "is a file: name a folder"),
+        ("qdrant", file, "is a file: name a folder"),
+        ("milvus", file, "a file of Milvus Lite ends in .db"),
+        ("pgvector", "mine", "give a connection string, such as postgresql://USER@HOST/DATABASE"),
         ("numpy", file, "is a file: name a folder"),
         ("parquet", file, "a folder of Parquet files already: copy it"),
-        ("pgvector", "postgresql://me:secret@localhost:1/x", "pgvector cannot be opened: OperationalError"),
-        ("qdrant", "http://localhost:1", "qdrant cannot be asked for the table images"),
+        ("pgvector", "postgresql://me:secret@localhost:1/x", "postgresql://localhost:1 cannot be opened: OperationalError"),
+        ("qdrant", "http://localhost:1", "qdrant at http://localhost:1 cannot be asked for the table images"),
     ):
         assert main(["export", str(embeddings[1]), "--to", store, "--output", str(where)]) == 2
         error = capsys.readouterr().err

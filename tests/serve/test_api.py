@@ -73,6 +73,8 @@ def test_a_text_finds_what_the_searcher_finds(client: Any, searcher: Searcher) -
         rows = [each["row"] for each in results]
         assert [tuple(each["captions"]) for each in results] == [searcher.index.records.captions_of(row) for row in rows]
         assert [each["image"] for each in results] == [f"api/image/{row}" for row in rows]
+        assert [each["metadata"] for each in results] == [searcher.index.records.metadata(row) for row in rows]
+        assert {*results[0]["metadata"]} == {"source", "number", "note"}
     texts = found(client.post("/api/search", json={"text": "a red circle", "among": "captions"}))
     assert [each["text"] for each in texts] == [hit.text for hit in searcher.search(query, 10, among="captions")]
     assert all(each["captions"] == [] for each in texts)
@@ -110,7 +112,7 @@ JSON: dict[str, tuple[Any, int, str]] = {
     "long filter": ({"text": "x", "filters": {"source": "x" * 201}}, 422, "filters.source"),
     "many filters": ({"text": "x", "filters": {"source": ["x" * 199] * 99}}, 422, "the filters are too long"),
     "among": ({"text": "x", "among": "videos"}, 422, "among: Input should be 'images' or 'captions'"),
-    "unknown": ({"text": "x", "rerank": "all"}, 422, "rerank: Extra inputs are not permitted"),
+    "unknown": ({"text": "x", "rerank": "all"}, 422, "rerank: no such field; there are text, key, k, among, filters"),
     "key": ({"key": "nobody's"}, 404, 'the index has no image "nobody\'s"'),
     "list": ([], 422, "object"),
     "no json": (b"text=x", 422, "Invalid JSON"),
@@ -149,7 +151,7 @@ UPLOADS: dict[str, tuple[dict[str, Any], int, str]] = {
     "fields": ({"files": {"picture": png()}, "data": {f"f{n}": "x" for n in range(9)}}, 400, "Too many fields"),
     "k": ({"files": {"picture": png()}, "data": {"k": "many"}}, 422, "k: Input should be a valid integer"),
     "text too": ({"files": {"picture": png()}, "data": {"text": "x"}}, 422, "give a picture, or a text, or a key"),
-    "unknown": ({"files": {"picture": png()}, "data": {"size": "9"}}, 422, "size: Extra inputs are not permitted"),
+    "unknown": ({"files": {"picture": png()}, "data": {"size": "9"}}, 422, "size: no such field; there are"),
     "filters": ({"files": {"picture": png()}, "data": {"filters": "{"}}, 422, "filters: Invalid JSON"),
     "no form": ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
     "kind": ({"content": png(), "headers": {"content-type": "image/png"}}, 415, "send JSON"),

@@ -28,7 +28,9 @@ class Searcher:
         self.batches: list[list[Any]] = []
         self.entered, self.let = threading.Semaphore(0), threading.Semaphore(0)
         records = SimpleNamespace(
-            captions_of=lambda row, limit, characters: ("one", "two")[:limit], row_of=lambda key: 7 if key == "7" else None
+            captions_of=lambda row, limit, characters: ("one", "two")[:limit],
+            metadata=lambda row, characters: {"source": "coco"},
+            row_of=lambda key: 7 if key == "7" else None,
         )
         self.index = SimpleNamespace(vectors={}, records=records)
 
@@ -126,6 +128,7 @@ def test_what_a_result_has() -> None:
     with made(searcher, rerank=5, captions=1) as engine:
         [first, second] = engine.key("7", 2, among="images").result(20)
         assert (first.hit.score, second.hit.score) == (0, 1) and first.captions == ("one",)
+        assert first.metadata == {"source": "coco"}
         assert first.hit.image.key == "None"  # an image among images is not re-ranked
         [caption] = engine.key("7", 1, among="captions").result(20)
         assert caption.hit.text == "captions" and caption.captions == () and caption.hit.image.key == "5"

@@ -283,7 +283,8 @@ def _start(folder: Path, plan: Mapping[str, Any]) -> None:
             begun = manifest.read_json(note).get("plan")
             other = differences(begun, plan) if isinstance(begun, dict) else "its building.json has no plan"
             if other:
-                problem = f"{folder} was begun with other options ({other}): use the same options, or choose another folder"
+                todo = "use the same options, choose another folder, or remove this one"
+                problem = f"{folder} was begun with other options ({other}): {todo}"
         elif others := sorted(each.name for each in folder.iterdir() if not _is_ours(each.name)):
             problem = f"{folder} is not an index and not empty ({', '.join(others[:3])}): choose another folder"
         else:

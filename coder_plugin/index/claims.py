@@ -53,10 +53,14 @@ class Claims:
         yield from (unit for unit in own if self._claim(unit))
         others = (unit for unit in reversed(range(self.header.units)) if unit % self.count != self.index)
         yield from (unit for unit in others if self._claim(unit))
-        yield from (unit for unit in sorted(self.busy) if self._claim(unit))  # most are complete by now
         while self.busy and self.wait:
             time.sleep(PATIENCE)
             yield from (unit for unit in sorted(self.busy) if self._claim(unit))
+
+    def look_again(self) -> None:
+        """Look whether what others were embedding is complete now: units are claimed ahead of those that are written."""
+        for unit in sorted(self.busy):
+            self._is_complete(unit)
 
     def release(self, unit: int) -> None:
         """Give a unit back; if its file is complete, nobody takes it again."""

@@ -271,6 +271,7 @@ def embed_all(
                 made[block.unit] = _write(embedding, block, blocks, path, header, bad, progress.advance)
                 claims.release(block.unit)
                 progress.finish(made[block.unit])
+    claims.look_again()
     for summary in claims.complete.values():
         bad.restore({"read": summary.rows + len(summary.bad), "kinds": Counter(kind for kind, _ in summary.bad)})
     bad.finish()
@@ -294,7 +295,8 @@ def open_folder(folder: Path, plan: Mapping[str, Any], begin: Callable[[], Heade
             header = Header.read(folder)
             if other := differences(header.plan, plan):
                 raise CoderError(
-                    f"{folder} was begun with other options ({other}): use the same options, or choose another folder"
+                    f"{folder} was begun with other options ({other}): use the same options, choose another folder, or remove "
+                    "this one"
                 )
             return header
         with _writable(folder):

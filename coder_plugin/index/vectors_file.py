@@ -86,9 +86,10 @@ def check_factory(factory: str, dimensions: int) -> Any:
     try:
         index = faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, AssertionError) as error:
+        why = "it has no inner product" if "METRIC_L2" in str(error) else short(error)
         raise CoderError(
             f"FAISS knows no index factory {factory!r} for {dimensions} dimensions; use Flat, HNSW32, "
-            f"IVF1024,Flat or PQ64, for example: {short(error)}"
+            f"IVF1024,Flat or PQ64, for example: {why}"
         ) from error
     if _parts(index)[1].metric_type != faiss.METRIC_INNER_PRODUCT:
         raise CoderError(f"FAISS does not compare by inner products in {factory!r}: use HNSW32 or IVF1024,PQ64, for example")

@@ -190,6 +190,7 @@ def test_a_vector_comes_back(tmp_path: Path) -> None:
      ("PCA4,NSG16,Flat", "'PCA4,NSG16,Flat' cannot be built in segments"),
      ("HNSW8_PQ4", "FAISS does not compare by inner products in 'HNSW8_PQ4'"),
      ("PCA4,HNSW8_PQ4", "FAISS does not compare by inner products in"),
+     ("LSH", "'LSH' for 8 dimensions.*: it has no inner product$"),
      ("PQ3", "PQ3")],
 )
 def test_refused_factories(tmp_path: Path, factory: str, text: str) -> None:

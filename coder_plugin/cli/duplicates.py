@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,12 @@ def duplicates_command(arguments: argparse.Namespace) -> str:
     )
     found = find_duplicates(index, threshold=arguments.threshold, exact=arguments.exact, gpu=arguments.gpu)
     summary = summarize(found, arguments.threshold)
-    try:
-        if arguments.html is not None:
+    if arguments.html is not None:
+        with _writing(arguments.html, "--html"):
             _write_page(Path(arguments.html), index, found.groups, summary)
-        if arguments.keys_file is not None:
+    if arguments.keys_file is not None:
+        with _writing(arguments.keys_file, "--keys-file"):
             _write_keys(Path(arguments.keys_file), index, found.groups)
-    except OSError as error:
-        raise CoderError(f"{error.filename} cannot be written: {error.strerror or error}") from error
     if not arguments.json:
         return "\n".join([summary, *_table(index, found.groups)])
     echo(summary, file=sys.stderr)
@@ -109,6 +109,14 @@ def summarize(found: Any, threshold: float) -> str:
     if found.crowded:
         text += f" {plural(found.crowded, 'image')} had over {MOST_NEIGHBOURS:,} near-duplicates: remove some, run it again."
     return text
+
+
+@contextmanager
+def _writing(path: str, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CoderError(f"{flag} {path} cannot be written: {error.strerror or error}") from error
 
 
 def _write_page(path: Path, index: Any, groups: Sequence[Any], summary: str) -> None:

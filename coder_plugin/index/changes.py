@@ -6,6 +6,7 @@ old one, whole, and after it the new one.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -177,14 +178,14 @@ def _check_same(index: Index, embeddings: Embeddings) -> None:
         if (sizes["dimensions"], sizes["views"]) != (embeddings.dimensions, views):
             raise CoderError(f"{embeddings.folder} has vectors of other sizes than {folder}")
     if dict(embeddings.columns) != dict(before["columns"]):
-        names = [", ".join(f"{name} ({kind})" for name, kind in each.items()) or "none"
-                 for each in (embeddings.columns, before["columns"])]  # fmt: skip
-        raise CoderError(
-            f"{embeddings.folder} has the metadata columns {names[0]}, and {folder} has {names[1]}: embed the data with "
-            "--columns of the same names"
-        )
+        both = (embeddings.columns, before["columns"])
+        theirs, ours = (shlex.join(f"{name}:{kind}" for name, kind in each.items()) for each in both)
+        todo = f"embed the data with --columns {ours}" if ours else "embed the data without --columns"
+        raise CoderError(f"{embeddings.folder} has other metadata columns ({theirs or 'none'}) than {folder}: {todo}")
     if before["plan"]["re-ranking"] and not assembly.has_tokens(embeddings):
-        raise CoderError(f"{folder} re-ranks, and {embeddings.folder} has no tokens for it: embed the data with --tokens")
+        named = before["model"].get("reranker")
+        flag = f"--reranker {named!r}" if named else "--tokens"
+        raise CoderError(f"{folder} re-ranks, and {embeddings.folder} has no tokens for it: embed the data with {flag}")
 
 
 def _existing(index: Index, embeddings: Embeddings) -> np.ndarray:

@@ -162,5 +162,6 @@ def _write_parquet(source: Source, where: str, what: str, kinds: Sequence[str], 
     size = min(batch_size(*source.size(kind)[1:]) for kind in kinds)
     with Progress(source.size(kinds[0])[0] if "images" in kinds else None, what="images") as progress:
         rows = _Counted(source.rows(kinds, size, thumbnails=True), progress)
-        write_embeddings(source, where, what, kinds, rows, overwrite=overwrite)
+        with _one_line(f"{where} cannot be written"):
+            write_embeddings(source, where, what, kinds, rows, overwrite=overwrite)
     return Written(where, "images", rows.items, rows.items)

@@ -23,8 +23,9 @@ class Milvus(VectorStore):
         self.pymilvus = require("pymilvus", extra="milvus")
         if "://" not in where and not where.endswith(".db"):
             raise CoderError(f"--output {where}: a file of Milvus Lite ends in .db, and a server's address begins with http://")
-        if "://" not in where:  # Milvus Lite's server logs a traceback for each call that it does not have
-            logging.getLogger("grpc._server").setLevel(logging.CRITICAL)
+        if "://" not in where:  # Milvus Lite logs a traceback for each call that it does not have, or if it cannot start
+            for name in ("grpc._server", "milvus_lite.server_manager"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
         self.client = self.pymilvus.MilvusClient(uri=where, token=os.environ.get("MILVUS_TOKEN", ""))
 
     def exists(self, name: str) -> bool:

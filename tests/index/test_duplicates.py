@@ -213,6 +213,9 @@ def test_the_command_prints_groups_and_writes_files(small: Path, tmp_path: Path,
 def test_the_keys_are_those_that_index_remove_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planted(tmp_path / "index", np.repeat(np.eye(4), [1, 3, 2, 1], axis=0), keys=[" a", "b b", "\u2028", "d", "e", "é", "g"])
     index, keys = str(tmp_path / "index"), str(tmp_path / "keys.txt")
+    (tmp_path / "folder").mkdir()
+    assert main(["duplicates", index, "--keys-file", str(tmp_path / "folder")]) == 2
+    assert f"--keys-file {tmp_path / 'folder'} cannot be written: Is a directory" in capsys.readouterr().err
     assert main(["duplicates", index, "--keys-file", keys]) == 0
     assert main(["index", "remove", index, "--keys-file", keys]) == 0
     opened = Index(tmp_path / "index")

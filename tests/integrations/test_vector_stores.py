@@ -423,6 +423,7 @@ def test_a_store_that_cannot_be_opened_is_one_line(embeddings: dict[int, Path], 
         ("lancedb", file, "is a file: name a folder"),
         ("qdrant", file, "is a file: name a folder"),
         ("milvus", file, "a file of Milvus Lite ends in .db"),
+        ("milvus", file / "m.db", "milvus cannot be opened"),
         ("pgvector", "mine", "give a connection string, such as postgresql://USER@HOST/DATABASE"),
         ("numpy", file, "is a file: name a folder"),
         ("parquet", file, "a folder of Parquet files already: copy it"),
@@ -432,6 +433,13 @@ def test_a_store_that_cannot_be_opened_is_one_line(embeddings: dict[int, Path], 
         assert main(["export", str(embeddings[1]), "--to", store, "--output", str(where)]) == 2
         error = capsys.readouterr().err
         assert expected in error.replace("\n", "") and "secret" not in error and error.count("\n") == 1, error
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(index: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    assert main(["export", str(index), "--to", "parquet", "--output", str(tmp_path / "file" / "e")]) == 2
+    error = capsys.readouterr().err
+    assert "file/e cannot be written: NotADirectoryError" in error and error.count("\n") == 1
 
 
 def test_other_readers_read_the_folder_of_embeddings(embeddings: dict[int, Path], tmp_path: Path) -> None:

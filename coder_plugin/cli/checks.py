@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def check_output(folder: str) -> None:
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise CoderError(f"--output {folder} is a file: name a folder")
+
+
+@contextmanager
+def writing(path: str | Path, flag: str) -> Iterator[None]:
+    """Name the file of a flag where it cannot be written.
+
+    Raises:
+        CoderError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CoderError(f"{flag} {path} cannot be written: {error.strerror or error}") from error
 
 
 def check_folder(folder: str, what: str, *, command: str) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def duplicates_command(arguments: argparse.Namespace) -> str:
     """Find the groups; returns what to print, and writes the files that the flags name."""
+    from coder_plugin.cli.checks import writing
     from coder_plugin.index.duplicates import find_duplicates
     from coder_plugin.index.search import Index
 
@@ -75,10 +75,10 @@ def duplicates_command(arguments: argparse.Namespace) -> str:
     found = find_duplicates(index, threshold=arguments.threshold, exact=arguments.exact, gpu=arguments.gpu)
     summary = summarize(found, arguments.threshold)
     if arguments.html is not None:
-        with _writing(arguments.html, "--html"):
+        with writing(arguments.html, "--html"):
             _write_page(Path(arguments.html), index, found.groups, summary)
     if arguments.keys_file is not None:
-        with _writing(arguments.keys_file, "--keys-file"):
+        with writing(arguments.keys_file, "--keys-file"):
             _write_keys(Path(arguments.keys_file), index, found.groups)
     if not arguments.json:
         return "\n".join([summary, *_table(index, found.groups)])
@@ -109,14 +109,6 @@ def summarize(found: Any, threshold: float) -> str:
     if found.crowded:
         text += f" {plural(found.crowded, 'image')} had over {MOST_NEIGHBOURS:,} near-duplicates: remove some, run it again."
     return text
-
-
-@contextmanager
-def _writing(path: str, flag: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CoderError(f"{flag} {path} cannot be written: {error.strerror or error}") from error
 
 
 def _write_page(path: Path, index: Any, groups: Sequence[Any], summary: str) -> None:

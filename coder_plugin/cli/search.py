@@ -94,12 +94,11 @@ def search_command(arguments: argparse.Namespace) -> str:
     ]
     records = searcher.index.records
     if page is not None:
+        from coder_plugin.cli.checks import writing
         from coder_plugin.index.page import results_page
 
-        try:
+        with writing(page, "--html"):
             page.write_text(results_page(searcher.index, results), encoding="utf-8")
-        except OSError as error:
-            raise CoderError(f"--html {page} cannot be written: {error.strerror or error}") from error
         echo(f"page: {page}", file=sys.stderr)
     if arguments.json:
         rows = [

@@ -177,8 +177,8 @@ def read(path: Path, *, mapped: bool = True) -> Any:
     size = path.stat().st_size
     limits = ("deserialization_vector_byte_limit", "deserialization_loop_limit")
     before = {name: getattr(faiss, f"get_{name}")() for name in limits if hasattr(faiss, f"set_{name}")}
-    # lists that lie in another file are looked for in the index's folder only, and nothing is written to; the table that is
-    # left out may be larger than the file, and is of use for distances only, not for inner products
+    # Lists that lie in another file are looked for in the index's folder only, and nothing is written to. FAISS's precomputed
+    # table is not made: it may be larger than the file, and only Euclidean distances use it.
     flags = faiss.IO_FLAG_READ_ONLY | (faiss.IO_FLAG_MMAP if mapped else faiss.IO_FLAG_ONDISK_SAME_DIR)
     flags |= faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
     try:
@@ -346,8 +346,6 @@ class VectorsFile:
                 log.warning("%s is searched on the CPU: FAISS does not support it on a GPU: %s", path.name, short(error))
         self.path, self.faiss, self.items, self.views, self.dimensions = path, index, items, views, dimensions
         self.transforms, self.inner = _parts(self.cpu_index)
-        if (lists := getattr(self.inner, "nprobe", 1)) < 1:
-            raise CoderError(f"{path}: a search looks at nprobe={lists} lists, and it must be at least one")
         self.read_ahead = _read_ahead(self.cpu_index)
 
     def search(

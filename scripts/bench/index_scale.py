@@ -3,7 +3,7 @@
     python scripts/bench/index_scale.py --items 5000000 --dimensions 256 --factory IVF4096,Flat --folder /big/disk/scale
     python scripts/bench/index_scale.py --items 3000 --dimensions 32 --factory IVF16,Flat --folder /tmp/scale       a short form
 
-The vectors lie around made-up centres, are of unit length, and are written as an embeddings folder, 8,192 at a time.
+The unit vectors lie around made-up centres. They are written as an embeddings folder of 8,192 vectors a file.
 Then, each in a process of its own, so that memory and time are that step's alone:
 
     embed    writes DIR/embeddings; kept, if it is there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,73 +75,69 @@ def test_an_unknown_row_is_named() -> None:
         Plan("cpu", rows=["clop"])
 
 
-def random_ranks(seed: int, images: int = 40) -> tuple[dict[str, Any], float]:
-    """Ranks of random scores, and their R@sum."""
+def random_scores(seed: int, images: int = 40) -> tuple[list[float], float]:
+    """What each image adds to R@sum where similarities are random, and R@sum."""
     import torch
+    from flickr8k import image_scores
 
     similarity = torch.rand(images, 5 * images, generator=torch.Generator().manual_seed(seed))
     owner = torch.arange(images).repeat_interleave(5)
     similarity[owner, torch.arange(5 * images)] += 0.5
     figures = recall(similarity, owner)
-    return {way: figures[f"{way}_ranks"].tolist() for way in ("i2t", "t2i")}, figures["rsum"]
+    return image_scores(figures["i2t_ranks"].tolist(), figures["t2i_ranks"].tolist()), figures["rsum"]
 
 
 def test_the_mean_of_the_images_scores_is_their_rsum() -> None:
-    from flickr8k_page import score_by_image
-
-    ranks, rsum = random_ranks(0)
-    assert score_by_image({"val": {"ranks": ranks}}).mean() == pytest.approx(rsum)
+    scores, rsum = random_scores(0)
+    assert np.mean(scores) == pytest.approx(rsum, abs=1e-4)
 
 
 def test_intervals_of_differences() -> None:
     from flickr8k_page import difference
 
-    runs = [{"val": {"ranks": random_ranks(seed)[0]}} for seed in range(3)]
+    runs = [{"val": {"scores": random_scores(seed)[0]}} for seed in range(3)]
     one = difference(runs[:1], runs[:1])
     assert one == {"mean": 0.0, "low": 0.0, "high": 0.0}  # paired: the same images are drawn for both
     none = difference(runs, runs)  # the seeds are drawn for each row
     assert none["mean"] == 0 and none["low"] < 0 < none["high"]
-    perfect = {way: [0] * len(each) for way, each in runs[0]["val"]["ranks"].items()}
-    above = difference([{"val": {"ranks": perfect}}], runs)
-    expected = 600 - np.mean([random_ranks(seed)[1] for seed in range(3)])
-    assert above["mean"] == pytest.approx(expected) and 0 < above["low"] < above["mean"] < above["high"]
+    above = difference([{"val": {"scores": [600.0] * 40}}], runs)
+    expected = 600 - np.mean([random_scores(seed)[1] for seed in range(3)])
+    assert above["mean"] == pytest.approx(expected, abs=1e-4) and 0 < above["low"] < above["mean"] < above["high"]
 
 
-class MadeWork:
-    """The folder of a run in which every point of two rows is trained, without training."""
+class MadeResults:
+    """The results of two rows, without training."""
 
     def __init__(self, folder: Path) -> None:
-        from flickr8k import Plan, Work
+        from flickr8k import Plan, Results
 
-        plan = Plan("smoke", ["regions-bigru"], ["clip", "dcl"])
-        self.work = Work(folder, plan, 1)
-        for number, point in enumerate(points_of(plan, "regions-bigru")):
+        self.plan = Plan("smoke", ["regions-bigru"], ["clip", "dcl"])
+        self.results = Results(folder, self.plan)
+        for number, point in enumerate(points_of(self.plan, "regions-bigru")):
             self.finish(point, held_out=[10.0, 20.0 + number, 15.0])
 
     def finish(self, point: Any, held_out: list[float], seconds: int | None = 9) -> None:
         """Write what training writes."""
-        folder = self.work.run_folder(point)
-        folder.mkdir(parents=True)
-        result = {"command": shlex.join(self.work.plan.command(point)), "seed": point.seed, "lr": point.lr, "seconds": seconds}
+        result = {"command": shlex.join(self.plan.command(point)), "seed": point.seed, "lr": point.lr, "seconds": seconds}
         result |= {"options": dict(point.options), "memory_mb": 1234, "last_step": {"loss": 1.0}}
-        (folder / "result.json").write_text(json.dumps({**result, "held_out": held_out, "best_epoch": 2}))
+        self.results.write(point, {**result, "held_out": held_out, "best_epoch": 2})
 
     def evaluate(self, point: Any, seed: int) -> None:
         """Write what evaluating writes."""
-        ranks, rsum = random_ranks(seed)
-        content = {"rsum": rsum, "i2t_r1": 1.0, "t2i_r1": 2.0, "ranks": ranks}
-        (self.work.run_folder(point) / "val.json").write_text(json.dumps(content))
+        scores, rsum = random_scores(seed)
+        figures = {"rsum": rsum, "i2t_r1": 1.0, "t2i_r1": 2.0, "scores": scores}
+        self.results.write(point, {**self.results.get(point), "val": figures})
 
 
 def test_the_point_with_the_best_held_out_epoch_is_chosen(tmp_path: Path) -> None:
-    made = MadeWork(tmp_path)
-    points = [point for point in points_of(made.work.plan, "regions-bigru") if point.row == "dcl"]
-    assert made.work.chosen("regions-bigru", "dcl") == points[-1]
-    (made.work.run_folder(points[0]) / "result.json").write_text(json.dumps({"held_out": [99.0, 1.0]}))
-    assert made.work.chosen("regions-bigru", "dcl") == points[0]
-    (made.work.run_folder(points[1]) / "result.json").unlink()
+    made = MadeResults(tmp_path)
+    points = [point for point in points_of(made.plan, "regions-bigru") if point.row == "dcl"]
+    assert made.results.chosen("regions-bigru", "dcl") == points[-1]
+    made.results.write(points[0], {"held_out": [99.0, 1.0]})
+    assert made.results.chosen("regions-bigru", "dcl") == points[0]
+    made.results.file(points[1]).unlink()
     with pytest.raises(LookupError, match="is not trained yet"):
-        made.work.chosen("regions-bigru", "dcl")
+        made.results.chosen("regions-bigru", "dcl")
 
 
 def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
@@ -149,8 +146,8 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     from flickr8k_page import write_page
 
     pytest.importorskip("matplotlib")
-    made, page = MadeWork(tmp_path / "work"), tmp_path / "docs" / "results.md"
-    chosen = {row: made.work.chosen("regions-bigru", row) for row in ("clip", "dcl")}
+    made, page = MadeResults(tmp_path / "results"), tmp_path / "docs" / "results.md"
+    chosen = {row: made.results.chosen("regions-bigru", row) for row in ("clip", "dcl")}
     for row, number in (("clip", 0), ("dcl", 1)):
         made.evaluate(chosen[row], number)
     made.finish(replace(chosen["dcl"], seed=1), [30.0, 40.0, 35.0], seconds=None)
@@ -158,12 +155,12 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     page.parent.mkdir()
     kept = "Between.\n<!-- begin a regions-bert -->\nkept\n<!-- end -->\n"
     page.write_text(f"Before.\n<!-- begin a regions-bigru -->\nold\n<!-- end -->\n{kept}")
-    write_page(made.work, page)
+    write_page(made.results, page)
     written = page.read_text()
     assert written.startswith("Before.\n<!-- begin a regions-bigru -->\n| row |") and "old" not in written
     assert written.endswith(kept)
     lines = [line for line in written.splitlines() if line.startswith("| ")]
-    scores = [random_ranks(number)[1] for number in (0, 1, 2)]
+    scores = [random_scores(number)[1] for number in (0, 1, 2)]
     assert len(lines) == 4 and f"| {scores[0]:.1f} (1) |" in lines[2] and "| the best peer |" in lines[2]
     assert f"| {np.mean(scores[1:]):.1f} ± {np.std(scores[1:], ddof=1):.1f} (2) |" in lines[3]
     assert f"| {np.mean(scores[1:]) - scores[0]:+.1f} [" in lines[3] and "| 3.0 | 1,234 |" in lines[3]
@@ -173,7 +170,7 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     figure = page.parent / "figures" / "results-a-regions-bigru.svg"
     assert "figures/results-a-regions-bigru.svg" in written and figure.read_bytes().startswith(b"<?xml")
     before = figure.read_bytes(), page.read_text()
-    write_page(made.work, page)
+    write_page(made.results, page)
     assert (figure.read_bytes(), page.read_text()) == before  # the same file from the same numbers
 
 
@@ -193,11 +190,18 @@ def test_the_smallest_size_from_training_to_the_page(tmp_path: Path, monkeypatch
 
     rows = ["clip", "dcl", "m_dcl", "coder-paper"]
     call("run", str(work), "--size", "smoke", "--rows", *rows, "--jobs", "2")
-    runs = sorted(work.glob("runs/smoke/regions-bigru/*/result.json"))
-    before = {path: path.stat().st_mtime_ns for path in runs}
+    results = sorted(work.glob("results/smoke/regions-bigru/*.json"))
+    before = {path: path.stat().st_mtime_ns for path in results}
     call("run", str(work), "--size", "smoke", "--rows", *rows)  # nothing to do
-    assert {path: path.stat().st_mtime_ns for path in runs} == before and len(runs) > 8
-    call("page", str(work), str(page), "--size", "smoke")
+    assert {path: path.stat().st_mtime_ns for path in results} == before and len(results) > 8
+    published = flickr8k.Results(work / "results", flickr8k.Plan("smoke"))
+    point = published.chosen("regions-bigru", "dcl")
+    before_loss = published.get(point)
+    published.write(point, {name: value for name, value in before_loss.items() if name != "val"})
+    shutil.rmtree(work / "runs")  # a result without its model: it is trained again where it has to be evaluated
+    call("run", str(work), "--size", "smoke", "--rows", *rows, "--results", str(work / "results"))
+    assert published.get(point) == before_loss and len(list(work.glob("runs/smoke/regions-bigru/*/export"))) == 1
+    call("page", str(work / "results"), str(page), "--size", "smoke")
     numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
     assert list(numbers) == rows
     assert all(len(each["val"]["rsum"]) == len(each["test"]["rsum"]) == 2 for each in numbers.values())

@@ -5,14 +5,15 @@
     python scripts/experiments/flickr8k.py prepare WORK --train-data 'train-{000000..000004}.tar' \\
         --held-out train-000005.tar --val-data val-000000.tar --vectors VECTORS.txt
     python scripts/experiments/flickr8k.py run WORK --size cpu --jobs 2
-    python scripts/experiments/flickr8k.py page WORK docs/flickr8k.md
+    python scripts/experiments/flickr8k.py page WORK/results docs/flickr8k.md
 
 `prepare` extracts the region features and collects the concept words. `run` trains the rows of flickr8k.toml with
 ``coder-plugin train``, several at a time. Each row is tried with seed 0 at each of its rates and options; the best by R@sum on
 the held-out training images, at its best epoch, is trained with the other seeds. The chosen runs, at the epoch that the
 held-out images chose, are then evaluated on the validation split, and on the test split if `prepare` was given one with
---test-data. A stopped `run` continues where it was. `page` writes the tables of a page, the figures beside it, and the numbers
-as JSON.
+--test-data. A stopped `run` continues where it was. Each run's result is a JSON file in WORK/results; with
+``--results scripts/experiments/flickr8k_results`` the runs whose results are published are not repeated. `page` writes the
+tables of a page, the figures beside it, and the numbers as JSON.
 """
 
 from __future__ import annotations
@@ -109,25 +110,57 @@ class Plan:
         return ["coder-plugin", "train", *flags, *loss, "--lr", f"{point.lr:g}", *run]
 
 
-class Work:
-    """The folder of one size: data, runs and their results."""
+class Results:
+    """What is known of the points of a plan: a JSON file for each in a folder."""
 
-    def __init__(self, folder: Path, plan: Plan, threads: int) -> None:
-        self.folder, self.plan, self.threads = folder, plan, threads
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self.plan = folder, plan
+
+    def file(self, point: Point) -> Path:
+        """Of a point's result."""
+        return self.folder / self.plan.size / point.setting / f"{point.name}.json"
+
+    def get(self, point: Point) -> dict[str, Any] | None:
+        """What :meth:`write` wrote, if it did."""
+        path = self.file(point)
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def write(self, point: Point, result: dict[str, Any]) -> None:
+        """As a whole or not at all."""
+        path = self.file(point)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result) + "\n")
+        temporary.replace(path)
+
+    def chosen(self, setting: str, row: str) -> Point:
+        """The point of a row with the best R@sum on the held-out images."""
+        points = self.plan.grid(setting, row, functools.partial(self.chosen, setting))
+        results = [(self.get(point), point) for point in points]
+        if missing := [point.name for result, point in results if result is None]:
+            raise LookupError(f"{setting} {missing[0]} is not trained yet")
+        return max(results, key=lambda pair: max(pair[0]["held_out"]))[1]  # type: ignore[index]
+
+
+class Work:
+    """The folder of the data and the runs."""
+
+    def __init__(self, folder: Path, results: Results, threads: int) -> None:
+        self.folder, self.results, self.plan, self.threads = folder, results, results.plan, threads
 
     def run_folder(self, point: Point) -> Path:
         """Of a point's training run."""
         return self.folder / "runs" / self.plan.size / point.setting / point.name
 
-    def result(self, point: Point) -> dict[str, Any] | None:
-        """What :meth:`train` wrote, if it did."""
-        path = self.run_folder(point) / "result.json"
-        return json.loads(path.read_text()) if path.is_file() else None
-
     def train(self, point: Point) -> dict[str, Any]:
-        """Train a point, or continue, unless it is finished."""
-        if (result := self.result(point)) is not None:
-            return result
+        """Train a point, or continue, unless its result is known."""
+        if (result := self.results.get(point)) is None:
+            result = self._train(point)
+            self.results.write(point, result)
+            print(f"{point.setting} {point.name}: held out {max(result['held_out']):.1f}, {result['seconds']} s", flush=True)
+        return result
+
+    def _train(self, point: Point) -> dict[str, Any]:
         folder, command = self.run_folder(point), self.plan.command(point)
         resume = ["--resume", "latest"] if any(folder.glob("checkpoints/step_*")) else []
         log = folder.with_name(f"{folder.name}.log")
@@ -158,23 +191,15 @@ class Work:
         }
         for checkpoint in folder.glob("checkpoints/*/*.safetensors"):
             checkpoint.unlink()
-        write_json(folder / "result.json", result)
-        print(f"{point.setting} {point.name}: held out {max(result['held_out']):.1f}, {result['seconds']} s", flush=True)
         return result
 
-    def chosen(self, setting: str, row: str) -> Point:
-        """The point of a row with the best R@sum on the held-out images."""
-        points = self.plan.grid(setting, row, lambda other: self.chosen(setting, other))
-        results = [(self.result(point), point) for point in points]
-        if missing := [point.name for result, point in results if result is None]:
-            raise LookupError(f"{setting} {missing[0]} is not trained yet")
-        return max(results, key=lambda pair: max(pair[0]["held_out"]))[1]  # type: ignore[index]
-
     def evaluate(self, point: Point, split: str) -> None:
-        """Measure a trained point on "val" or "test", and keep each image's and each caption's rank."""
-        path, setting = self.run_folder(point) / f"{split}.json", self.plan.settings[point.setting]
-        if path.is_file():
+        """Measure a trained point on "val" or "test", and keep each image's score."""
+        result, setting = self.train(point), self.plan.settings[point.setting]
+        if split in result:
             return
+        if not (self.run_folder(point) / "export" / "best").is_dir():  # its result was published without the model
+            self._train(point)
         import torch
 
         from coder_plugin.evaluation.evaluate import shortlist_length
@@ -195,8 +220,8 @@ class Work:
             levels = sweep(encoder, source, betas=(0.0, 1.0))
             rows = {name: without_tensors(measure(encoded, 0, None)) for name, encoded in levels}
             figures["concept level"], figures["instance level"] = [row["rsum"] for row in rows.values()]
-        ranks = {way: measured[f"{way}_ranks"].tolist() for way in ("i2t", "t2i")}
-        write_json(path, {**figures, "ranks": ranks})
+        figures["scores"] = image_scores(measured["i2t_ranks"].tolist(), measured["t2i_ranks"].tolist())
+        self.results.write(point, {**result, split: figures})
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
@@ -212,11 +237,18 @@ def read_metrics(path: Path) -> dict[str, Any]:
     return {"held_out": scores, "best_epoch": scores.index(max(scores)) + 1, "last_step": last}
 
 
-def write_json(path: Path, content: Any) -> None:
-    """As a whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)
+def image_scores(image_ranks: list[int], caption_ranks: list[int]) -> list[float]:
+    """What each image adds to R@sum, in points: its own hits, and those of its captions; their mean is R@sum.
+
+    Every image must have as many captions as the others, in the order of the images.
+    """
+    captions = len(caption_ranks) // len(image_ranks)
+    own = [caption_ranks[number * captions : (number + 1) * captions] for number in range(len(image_ranks))]
+
+    def share(ranks: list[int]) -> float:
+        return sum(rank < k for rank in ranks for k in (1, 5, 10)) / len(ranks)
+
+    return [round(100 * (share([rank]) + share(ranks)), 4) for rank, ranks in zip(image_ranks, own, strict=True)]
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -253,14 +285,15 @@ def prepare(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> None:
     """Train all points of the chosen rows, then the other seeds of the best, and evaluate these."""
     plan = Plan(options.size, options.settings, options.rows, options.tables)
-    work = Work(options.work.resolve(), plan, options.threads)
+    results = Results(options.results or options.work / "results", plan)
+    work = Work(options.work.resolve(), results, options.threads)
 
     def train_all(points: Iterable[Point]) -> None:
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(work.train, points))
 
     for setting in plan.settings:
-        chosen = functools.partial(work.chosen, setting)
+        chosen = functools.partial(results.chosen, setting)
         rows = plan.rows_of(setting)
         alone = [row for row in rows if "like" not in plan.rows[row]]
         train_all(point for row in alone for point in plan.grid(setting, row, chosen))
@@ -285,7 +318,7 @@ def main() -> None:
     else:
         from flickr8k_page import write_page
 
-        write_page(Work(options.work.resolve(), Plan(options.size), 1), options.page)
+        write_page(Results(options.results, Plan(options.size)), options.page)
 
 
 def arguments() -> argparse.Namespace:
@@ -305,10 +338,11 @@ def arguments() -> argparse.Namespace:
     each.add_argument("--settings", nargs="+", default=[], metavar="NAME", help="only these settings")
     each.add_argument("--rows", nargs="+", default=[], metavar="NAME", help="only these rows")
     each.add_argument("--tables", nargs="+", default=[], metavar="LETTER", help="only the rows of these tables")
+    each.add_argument("--results", type=Path, metavar="DIR", help="a JSON file for each run [WORK/results]")
     each.add_argument("--jobs", type=int, default=1, help="runs at the same time [1]")
     each.add_argument("--threads", type=int, default=1, help="CPU threads of a run [1]")
     each = commands.add_parser("page", help="write tables and figures")
-    each.add_argument("work", type=Path, metavar="WORK", help="the folder of prepare and run")
+    each.add_argument("results", type=Path, metavar="RESULTS", help="the folder of results, WORK/results")
     each.add_argument("page", type=Path, metavar="PAGE", help="a Markdown file: what is between its markers is written anew")
     each.add_argument("--size", choices=("smoke", "cpu", "gpu"), default="cpu", help="whose runs [cpu]")
     return parser.parse_args()

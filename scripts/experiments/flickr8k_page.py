@@ -16,28 +16,29 @@ RESAMPLES = 10_000
 WAYS = {"i2t": "i2t R@1", "t2i": "t2i R@1"}
 
 
-def write_page(work: Any, page: Path) -> None:
+def write_page(results: Any, page: Path) -> None:
     """Write a page's tables between their markers, ``<!-- begin a regions-bigru -->`` and ``<!-- end -->``, and the figures and
     the numbers beside it.
 
     Args:
-        work: :class:`flickr8k.Work`.
+        results: :class:`flickr8k.Results`.
         page: the Markdown file.
     """
-    settings = {name: rows for name in work.plan.settings if (rows := finished_rows(work, name))}
+    plan = results.plan
+    settings = {name: rows for name in plan.settings if (rows := finished_rows(results, name))}
     numbers = {name: {row: summary(runs) for row, runs in rows.items()} for name, rows in settings.items()}
     for name, rows in numbers.items():
-        peers = [row for row in rows if work.plan.rows[row].get("peer")]
+        peers = [row for row in rows if plan.rows[row].get("peer")]
         best = max(peers, key=lambda row: rows[row]["held_out"], default=None)
         for row, each in rows.items():
-            each["title"] = work.plan.rows[row]["title"]
+            each["title"] = plan.rows[row]["title"]
             if best is not None and row != best:
                 each["above_best_peer"] = difference(settings[name][row], settings[name][best])
                 each["best_peer"] = best
 
     def block(match: re.Match[str]) -> str:
         table, setting = match["table"], match["setting"]
-        rows = {row: each for row, each in numbers.get(setting, {}).items() if table in work.plan.rows[row]["tables"]}
+        rows = {row: each for row, each in numbers.get(setting, {}).items() if table in plan.rows[row]["tables"]}
         if not rows:
             return match[0]
         name = f"{page.stem}-{table}-{setting}.svg"
@@ -45,31 +46,25 @@ def write_page(work: Any, page: Path) -> None:
         (page.parent / "figures").mkdir(exist_ok=True)
         draw(page.parent / "figures" / name, rows)
         content = "" if table == "i" else f"{format_table(rows)}\n\n"
-        return f"{match['begin']}\n{content}![{work.plan.settings[setting]['title']}](figures/{name})\n<!-- end -->"
+        return f"{match['begin']}\n{content}![{plan.settings[setting]['title']}](figures/{name})\n<!-- end -->"
 
     pattern = r"(?P<begin><!-- begin (?P<table>\w+) (?P<setting>[\w-]+) -->)\n.*?<!-- end -->"
     page.write_text(re.sub(pattern, block, page.read_text(), flags=re.DOTALL))
-    page.with_suffix(".json").write_text(json.dumps({"size": work.plan.size, "settings": numbers}, indent=1) + "\n")
+    page.with_suffix(".json").write_text(json.dumps({"size": plan.size, "settings": numbers}, indent=1) + "\n")
 
 
-def finished_rows(work: Any, setting: str) -> dict[str, list[dict[str, Any]]]:
+def finished_rows(results: Any, setting: str) -> dict[str, list[dict[str, Any]]]:
     """The runs of each row's chosen point, as far as they are trained and evaluated."""
     rows = {}
-    for row in work.plan.rows_of(setting):
+    for row in results.plan.rows_of(setting):
         try:
-            point = work.chosen(setting, row)
+            point = results.chosen(setting, row)
         except LookupError:
             continue
-        points = [replace(point, seed=seed) for seed in work.plan.seeds(setting)]
-        runs = []
-        for each in points:
-            result, folder = work.result(each), work.run_folder(each)
-            if result is not None and (folder / "val.json").is_file():
-                paths = [path for name in ("val", "test") if (path := folder / f"{name}.json").is_file()]
-                runs.append({**result, **{path.stem: json.loads(path.read_text()) for path in paths}})
-        if runs:
-            grid = work.plan.grid(setting, row, functools.partial(work.chosen, setting))
-            tried = [(each, work.result(each)) for each in grid]
+        known = [results.get(replace(point, seed=seed)) for seed in results.plan.seeds(setting)]
+        if runs := [run for run in known if run is not None and "val" in run]:
+            grid = results.plan.grid(setting, row, functools.partial(results.chosen, setting))
+            tried = [(each, results.get(each)) for each in grid]
             runs[0]["tried"] = [
                 {"lr": each.lr, "options": dict(each.options), "held_out": max(result["held_out"])} for each, result in tried
             ]
@@ -105,21 +100,10 @@ def seconds_per_epoch(runs: list[dict[str, Any]]) -> float | None:
     return round(float(np.median(timed)), 1) if timed else None
 
 
-def score_by_image(run: dict[str, Any]) -> np.ndarray:
-    """What each image adds to R@sum, in points: its own hits, and those of its captions; [N], and their mean is R@sum.
-
-    Every image must have as many captions as the others, in the order of the images.
-    """
-    ranks = run["val"]["ranks"]
-    images = np.array(ranks["i2t"])
-    captions = np.array(ranks["t2i"]).reshape(len(images), -1)
-    return 100 * sum((images < k) + (captions < k).mean(1) for k in (1, 5, 10))
-
-
 def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, float]:
     """Mean difference of R@sum, and its 95 % interval: images and seeds are drawn anew, the images for both rows alike."""
     generator = np.random.default_rng(0)
-    scores, other_scores = (np.stack([score_by_image(run) for run in each]) for each in (runs, others))
+    scores, other_scores = (np.array([run["val"]["scores"] for run in each]) for each in (runs, others))
     images = scores.shape[1]
     drawn = np.empty(RESAMPLES)
     for number in range(RESAMPLES):

@@ -95,7 +95,9 @@ class RegionEncoder(nn.Module):
     def forward(self, image: Mapping[str, Tensor]) -> Encoded:
         """Encode a dict of ``features`` [B, L, R], bool ``mask`` [B, L] with at least one region in each row and, optionally,
         ``boxes`` [B, L, 4] (fractions) and ``aspect`` [B]."""
-        features, mask = image["features"].to(self.fc.weight.dtype), image["mask"]
+        mask = image["mask"]
+        # the largest tensor of the model: under autocast it is rounded once, here, and not by every layer that reads it
+        features = image["features"].to(_compute_dtype(self.fc.weight))
         features = torch.where(mask[..., None], features, 0)
         projected = self.fc(features)
         if self.mlp is not None:
@@ -124,6 +126,13 @@ class RegionEncoder(nn.Module):
         else:
             pooled = pool(self.pooling, self.pool, tokens, mask)
         return pooled if self.norm is None else self.norm(pooled), None
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """Of the inputs of a linear layer."""
+    kind = weight.device.type
+    autocast = torch.is_autocast_enabled(kind) and weight.dtype == torch.float32
+    return torch.get_autocast_dtype(kind) if autocast else weight.dtype
 
 
 class _MLP(nn.Module):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +39,8 @@ def points_of(plan: Any, setting: str) -> list[Any]:
 
 
 def cases() -> list[tuple[str, str]]:
-    return [("cpu", "regions-bigru"), ("gpu", "regions-bigru"), ("cpu", "regions-bert"), ("smoke", "regions-bigru")]
+    settings = [("cpu", "regions-bigru"), ("gpu", "regions-bigru"), ("cpu", "regions-bert"), ("smoke", "regions-bigru")]
+    return [*settings, ("cpu", "clip"), ("gpu", "clip"), ("cpu", "clip-base")]
 
 
 @pytest.mark.parametrize(("size", "setting"), cases())
@@ -45,7 +49,7 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
 
     pytest.importorskip("pytorch_metric_learning")
     points = points_of(Plan(size), setting)
-    assert len({point.name for point in points}) == len(points) > 14
+    assert len({point.name for point in points}) == len(points) > (0 if setting == "clip-base" else 14)
     for point in points:
         command = Plan(size).command(point)
         flags = vars(build_parser().parse_args(command[1:]))
@@ -68,10 +72,49 @@ def test_rows_take_the_options_of_the_row_that_they_are_like() -> None:
     assert (point.lr, dict(point.options)) == (3e-3, {"dcl.mu": 0.1, "dcl.gamma": 0.5})
 
 
-def test_an_unknown_row_is_named() -> None:
+def test_a_setting_starts_from_the_model_of_its_base() -> None:
     from flickr8k import Plan
 
-    with pytest.raises(SystemExit, match="no row clop in flickr8k.toml: one of clip, "):
+    plan = Plan("cpu", ["clip"])
+    point = plan.grid("clip", "clip", lambda row: pytest.fail(row))[0]
+    command, base = plan.command(point), plan.base("clip")
+    assert base is not None and plan.base("clip-base") is None and plan.base("regions-bigru") is None
+    assert command[-2:] == ["--pretrained", f"runs/cpu/clip-base/{base.name}/export/best"]
+    assert plan.command(base)[-2:] == ["--logs", "runs/cpu/clip-base"] and plan.rows_of("clip-base") == ["base"]
+    assert "base" not in plan.rows_of("clip") and "coder-clip" not in plan.rows_of("regions-bigru")
+
+
+def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flickr8k
+
+    plan = flickr8k.Plan("cpu", ["clip"], ["clip", "dcl"])
+    work = flickr8k.Work(tmp_path, flickr8k.Results(tmp_path / "results", plan), 1)
+    names: list[str] = []
+
+    def train(command: list[str], **_: Any) -> Any:
+        """In place of the process: writes what a run leaves, and no result."""
+        logs, name = (command[command.index(flag) + 1] for flag in ("--logs", "--name"))
+        names.append(name)
+        (tmp_path / logs / name / "export" / "best").mkdir(parents=True)
+        record = {"val/rsum": 1.0, "val/epoch": 1}
+        (tmp_path / logs / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(Popen=train, STDOUT=None))
+    points = points_of(plan, "clip")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work.train, points))
+    base = plan.base("clip")
+    assert base is not None and names[0] == base.name and sorted(names[1:]) == sorted(point.name for point in points)
+    assert work.results.get(base) is not None
+
+
+def test_an_unknown_row_or_setting_is_named() -> None:
+    from flickr8k import Plan
+
+    with pytest.raises(SystemExit, match="no setting bigru of size cpu in flickr8k.toml: one of regions-bigru, "):
+        Plan("cpu", ["bigru"])
+    with pytest.raises(SystemExit, match="no row clop in flickr8k.toml: one of base, clip, "):
         Plan("cpu", rows=["clop"])
 
 

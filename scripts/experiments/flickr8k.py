@@ -7,7 +7,7 @@
     python scripts/experiments/flickr8k.py run WORK --size cpu --jobs 2
     python scripts/experiments/flickr8k.py page WORK/results docs/flickr8k.md
 
-`prepare` extracts the region features and collects the concept words. `run` trains the rows of flickr8k.toml with
+`prepare` links the shards, extracts region features and collects the concept words. `run` trains the rows of flickr8k.toml with
 ``coder-plugin train``, several at a time. Each row is tried with seed 0 at each of its rates and options; the best by R@sum on
 the held-out training images, at its best epoch, is trained with the other seeds. The chosen runs, at the epoch that the
 held-out images chose, are then evaluated on the validation split, and on the test split if `prepare` was given one with
@@ -26,12 +26,15 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from braceexpand import braceexpand
 
 try:
     import tomllib
@@ -71,18 +74,29 @@ class Plan:
         content = tomllib.loads(PLAN.read_text())
         self.size, self.rows = size, content["rows"]
         known = {name: each for name, each in content["settings"].items() if size in each["sizes"]}
-        self.settings = {name: {**known[name], **known[name]["sizes"][size]} for name in settings or known}
+        if unknown := [name for name in settings if name not in known]:
+            raise SystemExit(f"no setting {unknown[0]} of size {size} in {PLAN.name}: one of {', '.join(known)}")
+        if unknown := [name for name in rows if name not in self.rows]:
+            raise SystemExit(f"no row {unknown[0]} in {PLAN.name}: one of {', '.join(self.rows)}")
+        #: Those to train, and those that they start from.
+        self.settings = {name: {**known[name], **known[name]["sizes"][size]} for name in known}
         for name, setting in self.settings.items():
             setting["flags"] = shlex.split(f"{known[name]['flags']} {setting['flags']}")
-        unknown = [name for name in rows if name not in self.rows]
-        if unknown:
-            raise SystemExit(f"no row {unknown[0]} in {PLAN.name}: one of {', '.join(self.rows)}")
+        self.chosen_settings = list(settings) or list(known)
         tables = set(tables)
         self.chosen = list(rows) or [name for name, row in self.rows.items() if not tables or tables & set(row["tables"])]
 
     def rows_of(self, setting: str) -> list[str]:
         """The rows to train in a setting."""
-        return [name for name in self.chosen if setting in self.rows[name].get("settings", list(self.settings))]
+        own = self.settings[setting].get("rows")
+        return [name for name in self.chosen if (name in own if own else setting in self.rows[name].get("settings", [setting]))]
+
+    def base(self, setting: str) -> Point | None:
+        """The point whose model the setting's runs start from."""
+        if (name := self.settings[setting].get("base")) is None:
+            return None
+        [row], [rate] = self.settings[name]["rows"], self.settings[name]["lr"]
+        return Point(name, row, rate, (), 0)
 
     def seeds(self, setting: str) -> range:
         """The seeds of the chosen point of each row."""
@@ -107,6 +121,8 @@ class Plan:
         options = [f"{key}={value}" for key, value in point.options]
         loss = ["--loss", row["loss"], *(["--set", *options] if options else [])]
         run = ["--seed", str(point.seed), "--name", point.name, "--logs", f"runs/{self.size}/{point.setting}"]
+        if (base := self.base(point.setting)) is not None:
+            run += ["--pretrained", f"runs/{self.size}/{base.setting}/{base.name}/export/best"]
         return ["coder-plugin", "train", *flags, *loss, "--lr", f"{point.lr:g}", *run]
 
 
@@ -147,6 +163,7 @@ class Work:
 
     def __init__(self, folder: Path, results: Results, threads: int) -> None:
         self.folder, self.results, self.plan, self.threads = folder, results, results.plan, threads
+        self._base = threading.Lock()
 
     def run_folder(self, point: Point) -> Path:
         """Of a point's training run."""
@@ -160,7 +177,16 @@ class Work:
             print(f"{point.setting} {point.name}: held out {max(result['held_out']):.1f}, {result['seconds']} s", flush=True)
         return result
 
+    def model(self, point: Point) -> Path:
+        """The folder of a point's run with the model of its best epoch, trained again if only its result is there."""
+        if not (self.run_folder(point) / "export" / "best").is_dir():
+            self.results.write(point, {**self._train(point), **(self.results.get(point) or {})})
+        return self.run_folder(point)
+
     def _train(self, point: Point) -> dict[str, Any]:
+        if (base := self.plan.base(point.setting)) is not None:
+            with self._base:
+                self.model(base)
         folder, command = self.run_folder(point), self.plan.command(point)
         resume = ["--resume", "latest"] if any(folder.glob("checkpoints/step_*")) else []
         log = folder.with_name(f"{folder.name}.log")
@@ -198,8 +224,6 @@ class Work:
         result, setting = self.train(point), self.plan.settings[point.setting]
         if split in result:
             return
-        if not (self.run_folder(point) / "export" / "best").is_dir():  # its result was published without the model
-            self._train(point)
         import torch
 
         from coder_plugin.evaluation.evaluate import shortlist_length
@@ -209,7 +233,7 @@ class Work:
         from coder_plugin.pretrained.open import open_pretrained, saved_data_config
 
         torch.set_num_threads(self.threads)
-        folder, location = str(self.run_folder(point)), str(self.folder / setting[f"{split}_data"])
+        folder, location = str(self.model(point)), str(self.folder / setting[f"{split}_data"])
         data = saved_data_config(folder, {"train_data": location, "val_data": location})
         source, _ = open_data(data, location, "val")
         model = open_pretrained(folder, {"workers": 0}, export="best")
@@ -263,6 +287,17 @@ def prepare(options: argparse.Namespace) -> None:
     def absolute(data: str) -> str:
         return data if "://" in data else os.path.abspath(data)
 
+    for data, name in (
+        (options.train_data, "train"),
+        (options.held_out, "held-out"),
+        (options.val_data, "val"),
+        (options.test_data, "test"),
+    ):
+        (work / "shards" / name).mkdir(parents=True, exist_ok=True)
+        for path in braceexpand(data) if data is not None and "://" not in data else ():
+            link = work / "shards" / name / os.path.basename(path)
+            if not link.is_symlink():
+                link.symlink_to(os.path.abspath(path))
     if not (work / "towers" / "lite0.safetensors").is_file():
         call(str(HERE / "flickr8k_towers.py"), "towers", "--context-length", "24")
     text = json.loads((work / "towers" / "lite0-minilm.json").read_text())["text_cfg"]["hf_model_name"]
@@ -292,7 +327,7 @@ def run(options: argparse.Namespace) -> None:
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(work.train, points))
 
-    for setting in plan.settings:
+    for setting in plan.chosen_settings:
         chosen = functools.partial(results.chosen, setting)
         rows = plan.rows_of(setting)
         alone = [row for row in rows if "like" not in plan.rows[row]]
@@ -305,7 +340,7 @@ def run(options: argparse.Namespace) -> None:
         train_all(seeds)
         for point in seeds:
             work.evaluate(point, "val")
-            if (work.folder / plan.settings[setting]["test_data"]).exists():
+            if any(work.folder.glob(plan.settings[setting]["test_data"])):
                 work.evaluate(point, "test")
 
 

@@ -25,7 +25,7 @@ def write_page(results: Any, page: Path) -> None:
         page: the Markdown file.
     """
     plan = results.plan
-    settings = {name: rows for name in plan.settings if (rows := finished_rows(results, name))}
+    settings = {name: rows for name in plan.chosen_settings if (rows := finished_rows(results, name))}
     numbers = {name: {row: summary(runs) for row, runs in rows.items()} for name, rows in settings.items()}
     for name, rows in numbers.items():
         peers = [row for row in rows if plan.rows[row].get("peer")]

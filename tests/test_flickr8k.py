@@ -200,7 +200,7 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     page.write_text(f"Before.\n<!-- begin a regions-bigru -->\nold\n<!-- end -->\n{kept}")
     write_page(made.results, page)
     written = page.read_text()
-    assert written.startswith("Before.\n<!-- begin a regions-bigru -->\n| row |") and "old" not in written
+    assert written.startswith("Before.\n<!-- begin a regions-bigru -->\n\n| row |") and "old" not in written
     assert written.endswith(kept)
     lines = [line for line in written.splitlines() if line.startswith("| ")]
     scores = [random_scores(number)[1] for number in (0, 1, 2)]
@@ -215,6 +215,28 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     before = figure.read_bytes(), page.read_text()
     write_page(made.results, page)
     assert (figure.read_bytes(), page.read_text()) == before  # the same file from the same numbers
+
+
+def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
+    from flickr8k import Plan, Results
+    from flickr8k_page import write_page
+
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin d regions-bigru -->\n<!-- end -->\n")
+    results = Results(tmp_path / "results", Plan("cpu", ["regions-bigru"], ["dcl", "mu", "epsilon"]))
+    for point in results.plan.grid("regions-bigru", "dcl", results.chosen):
+        results.write(point, {"held_out": [1.0 + point.lr], "best_epoch": 1, "last_step": {}, "command": ""})
+    points = results.plan.grid("regions-bigru", "mu", lambda row: results.chosen("regions-bigru", row))
+    assert {point.lr for point in points} == {6e-3} and [dict(point.options)["dcl.gamma"] for point in points] == [0.3] * 5
+    for number, point in enumerate(points[:4]):
+        results.write(point, {"held_out": [1.0, 5.0 - abs(number - 2)], "best_epoch": 2, "last_step": {}, "command": "train"})
+    write_page(results, page)
+    line = "| μ (`dcl.mu`) | 0.02: 3.0 · 0.035: 4.0 · **0.05: 5.0** · 0.1: 4.0 |"
+    assert line in page.read_text() and "ε" not in page.read_text()
+    assert "figures/page-d-options-regions-bigru.svg" in page.read_text()
+    [curve] = json.loads(page.with_suffix(".json").read_text())["sweeps"]["regions-bigru"].values()
+    assert [point["value"] for point in curve["points"]] == [0.02, 0.035, 0.05, 0.1]
 
 
 @pytest.mark.slow

@@ -335,7 +335,7 @@ def run(options: argparse.Namespace) -> None:
         for row in rows:
             if row not in alone:  # it may be like one that is like another
                 train_all(plan.grid(setting, row, chosen))
-        best = [chosen(row) for row in rows]
+        best = [chosen(row) for row in rows if not plan.rows[row].get("sweep")]
         seeds = [Point(p.setting, p.row, p.lr, p.options, seed) for seed in plan.seeds(setting) for p in best]
         train_all(seeds)
         for point in seeds:

@@ -27,6 +27,7 @@ def write_page(results: Any, page: Path) -> None:
     plan = results.plan
     settings = {name: rows for name in plan.chosen_settings if (rows := finished_rows(results, name))}
     numbers = {name: {row: summary(runs) for row, runs in rows.items()} for name, rows in settings.items()}
+    sweeps = {name: points for name in plan.chosen_settings if (points := finished_sweeps(results, name))}
     for name, rows in numbers.items():
         peers = [row for row in rows if plan.rows[row].get("peer")]
         best = max(peers, key=lambda row: rows[row]["held_out"], default=None)
@@ -39,24 +40,35 @@ def write_page(results: Any, page: Path) -> None:
     def block(match: re.Match[str]) -> str:
         table, setting = match["table"], match["setting"]
         rows = {row: each for row, each in numbers.get(setting, {}).items() if table in plan.rows[row]["tables"]}
-        if not rows:
-            return match[0]
-        name = f"{page.stem}-{table}-{setting}.svg"
-        draw = draw_curves if table == "i" else draw_bars
-        (page.parent / "figures").mkdir(exist_ok=True)
-        draw(page.parent / "figures" / name, rows)
-        content = "" if table == "i" else f"{format_table(rows)}\n\n"
-        return f"{match['begin']}\n{content}![{plan.settings[setting]['title']}](figures/{name})\n<!-- end -->"
+        curves = {row: points for row, points in sweeps.get(setting, {}).items() if table in plan.rows[row]["tables"]}
+        parts = [] if table == "i" or not rows else [format_table(rows)]
+        figures = page.parent / "figures"
+        figures.mkdir(exist_ok=True)
+
+        def add(kind: str, draw: Any, content: Any) -> None:
+            name = f"{page.stem}-{kind}-{setting}.svg"
+            draw(figures / name, content)
+            parts.append(f"![{plan.settings[setting]['title']}](figures/{name})")
+
+        if rows:
+            add(table, draw_curves if table == "i" else draw_bars, rows)
+        if curves:
+            parts.append(format_sweeps(curves))
+            add(f"{table}-options", draw_sweeps, curves)
+        return "\n\n".join([f"{match['begin']}", *parts, "<!-- end -->"]) if parts else match[0]
 
     pattern = r"(?P<begin><!-- begin (?P<table>\w+) (?P<setting>[\w-]+) -->)\n.*?<!-- end -->"
     page.write_text(re.sub(pattern, block, page.read_text(), flags=re.DOTALL))
-    page.with_suffix(".json").write_text(json.dumps({"size": plan.size, "settings": numbers}, indent=1) + "\n")
+    content = {"size": plan.size, "settings": numbers, "sweeps": sweeps}
+    page.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def finished_rows(results: Any, setting: str) -> dict[str, list[dict[str, Any]]]:
     """The runs of each row's chosen point, as far as they are trained and evaluated."""
     rows = {}
     for row in results.plan.rows_of(setting):
+        if results.plan.rows[row].get("sweep"):
+            continue
         try:
             point = results.chosen(setting, row)
         except LookupError:
@@ -70,6 +82,26 @@ def finished_rows(results: Any, setting: str) -> dict[str, list[dict[str, Any]]]
             ]
             rows[row] = runs
     return rows
+
+
+def finished_sweeps(results: Any, setting: str) -> dict[str, dict[str, Any]]:
+    """The points of each row that is a sweep, by the value of its option, as far as they are trained."""
+    sweeps = {}
+    for row in results.plan.rows_of(setting):
+        content = results.plan.rows[row]
+        if not content.get("sweep"):
+            continue
+        try:
+            points = results.plan.grid(setting, row, functools.partial(results.chosen, setting))
+        except LookupError:
+            continue
+        [option] = content["grid"][0]
+        known = [(dict(point.options)[option], run) for point in points if (run := results.get(point)) is not None]
+        if known:
+            keys = ("held_out", "best_epoch", "last_step", "command")
+            values = [{"value": value, **{key: run[key] for key in keys}} for value, run in known]
+            sweeps[row] = {"title": content["title"], "option": option, "points": values}
+    return sweeps
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -136,6 +168,18 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def format_sweeps(sweeps: dict[str, dict[str, Any]]) -> str:
+    """Markdown; a row for each option."""
+    lines = [["option", "values: R@sum on the held-out images, seed 0"], ["---", "---"]]
+    for each in sweeps.values():
+        scores = [max(point["held_out"]) for point in each["points"]]
+        cells = [f"{point['value']:g}: {score:.1f}" for point, score in zip(each["points"], scores, strict=True)]
+        best = scores.index(max(scores))
+        cells[best] = f"**{cells[best]}**"
+        lines.append([f"{each['title']} (`{each['option']}`)", " · ".join(cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def spread(values: list[float]) -> str:
     """Mean, and the standard deviation of several."""
     return f"{np.mean(values):.1f}" + (f" ± {np.std(values, ddof=1):.1f} ({len(values)})" if len(values) > 1 else " (1)")
@@ -170,16 +214,29 @@ def draw_curves(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     save(plot, figure, path)
 
 
-def canvas(height: float) -> tuple[Any, Any, Any]:
+def draw_sweeps(path: Path, sweeps: dict[str, dict[str, Any]]) -> None:
+    """R@sum on the held-out images over each option's values, a panel for each."""
+    plot, figure, _ = canvas(2.2, columns=len(sweeps))
+    for axes, each in zip(figure.axes, sweeps.values(), strict=True):
+        axes.plot([point["value"] for point in each["points"]], [max(point["held_out"]) for point in each["points"]], "o-")
+        axes.set_title(plain(each["title"]), fontsize=9)
+        if min(point["value"] for point in each["points"]) > 0:
+            axes.set_xscale("log")
+    figure.axes[0].set_ylabel("R@sum, held-out images")
+    save(plot, figure, path)
+
+
+def canvas(height: float, columns: int = 1) -> tuple[Any, Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "flickr8k"  # the same file for the same numbers
     import matplotlib.pyplot as plot
 
-    figure, axes = plot.subplots(figsize=(7.5, height), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    return plot, figure, axes
+    figure, _ = plot.subplots(1, columns, figsize=(7.5, height), layout="constrained", sharey=True)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    return plot, figure, figure.axes[0]
 
 
 def plain(title: str) -> str:

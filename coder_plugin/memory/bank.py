@@ -179,8 +179,8 @@ class CoupledBank(nn.Module):
                 add(rows, ids[:, None] != of_rows, 1)
             for places, of_rows, there in zip(*(x.split(CHUNK) for x in (entries, entry_ids, found)), strict=True):
                 add(bank[places], (ids[:, None] == of_rows) & there, -1)
-            count = count.clamp(min=1)
-            part.copy_((second / count - (first / count).square()).clamp_(min=0))
+            variance = (second / count - (first / count).square()).clamp_(min=0)
+            part.copy_(variance.masked_fill_(count == 0, 0))
         return variances
 
     def _entries_with(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ class TrainingFacts:
         samples_per_epoch: number of samples in one epoch, over all ranks.
         captions: ``draw``, one caption of an image per epoch, or ``all``.
         pairs_per_step: image-text pairs of one optimizer step, over all ranks; None where no step is planned.
+        epochs: of the whole run; None where no step is planned.
         concepts: file of the concept vocabulary that the user named, or None.
         on_scenes: whether the run trains on the built-in scenes.
         train_data: the training data that the user named, for error messages.
@@ -37,6 +38,7 @@ class TrainingFacts:
     samples_per_epoch: int
     captions: Literal["draw", "all"] | None = "draw"
     pairs_per_step: int | None = None
+    epochs: int | None = None
     concepts: str | None = None
     on_scenes: bool = False
     train_data: str | None = None

@@ -26,9 +26,12 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
     the step these are written, and the momentum towers are updated (:class:`~coder_plugin.memory.momentum.MomentumCopy`).
 
     Args:
-        momentum: m of the average, in [0, 1).
-        bank_size: Q, entries per modality, at least the global batch. Trainers' default is a seventh of the training images,
-            at most 4,096: the paper's share of Flickr30K. A larger share is full of captions that fit the anchor's image too.
+        momentum: m of the average, in [0, 1). ``coder-plugin train`` derives it from the length of the run, between 0.9 and
+            the paper's 0.995: the towers average over 1 / (1 - m) steps, and keys as old as in the paper's long run would be
+            of another model in a short one.
+        bank_size: Q, entries per modality, at least the global batch. The trainer's default is a seventh of the training
+            images, at most 4,096: the paper's share of Flickr30K. A larger share is full of captions that also fit the
+            anchor's image.
         bank_dtype: storage of the entries: ``float32``, ``float16`` or ``bfloat16``.
         mode: the towers' mode, ``eval`` or ``train`` (dropout and batch statistics as in training).
 
@@ -47,7 +50,8 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
     requires = ("image", "text")
     uses = ("text_negatives",)
     provides = ("coder_image_keys", "coder_text_keys", "coder_negative_keys")
-    data_options = ("bank_size",)
+    data_options = ("bank_size", "momentum")
+    free_on_resume = ("momentum",)  # it depends on the number of epochs
 
     def __init__(
         self,
@@ -71,11 +75,16 @@ class Momentum(KeepsState, FollowsModel, RepeatsOutputs):
     @classmethod
     def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
         """``bank_size``: a seventh of the images, at most 4,096 and at least one batch. Where all captions are pairs, five
-        pairs count as an image."""
-        if "bank_size" in options:
-            return {}
-        images = facts.samples_per_epoch // (5 if facts.captions == "all" else 1)
-        return {"bank_size": max(facts.pairs_per_step or 1, min(4096, images // 7))}
+        pairs count as an image. ``momentum``: 1 / (1 - m) is a 170th of the run's steps, as with 0.995 in the paper's 34,000 on
+        Flickr30K, at least 10 and at most 200."""
+        derived: dict[str, Any] = {}
+        if "bank_size" not in options:
+            images = facts.samples_per_epoch // (5 if facts.captions == "all" else 1)
+            derived["bank_size"] = max(facts.pairs_per_step or 1, min(4096, images // 7))
+        if "momentum" not in options and facts.pairs_per_step and facts.epochs:
+            steps = facts.epochs * facts.samples_per_epoch // facts.pairs_per_step
+            derived["momentum"] = round(1 - 1 / min(200, max(10, steps // 170)), 4)
+        return derived
 
     @property
     def repeats(self) -> bool:

@@ -278,6 +278,7 @@ def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoc
         captions=config.data.captions,  # type: ignore[arg-type]
         pairs_per_step=config.optim.batch_size and config.optim.batch_size * config.optim.accum_freq * distributed.world_size(),
         concepts=config.loss.concepts,
+        epochs=config.optim.epochs,
         on_scenes=config.data.on_scenes,
         train_data=config.data.train,
     )

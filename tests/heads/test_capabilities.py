@@ -1,6 +1,7 @@
 """Capabilities: what heads declare, what they derive from the data, and that nobody asks for a head by its name."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,11 @@ def test_options_from_data():
     every = TrainingFacts(loss="x", samples_per_epoch=1000, captions="all")
     assert heads["momentum"].options_from_data({}, facts) == {"bank_size": 142}  # a seventh of 1,000
     assert heads["momentum"].options_from_data({"bank_size": 9}, facts) == {}
+    run = TrainingFacts(loss="x", samples_per_epoch=145_000, captions="all", pairs_per_step=128, epochs=30)
+    assert heads["momentum"].options_from_data({}, run) == {"bank_size": 4096, "momentum": 0.995}  # the paper's
+    assert heads["momentum"].options_from_data({"bank_size": 9, "momentum": 0.5}, run) == {}
+    for epochs, momentum in ((1, 0.9), (3, 0.9474), (15, 0.9899), (300, 0.995)):
+        assert heads["momentum"].options_from_data({}, replace(run, epochs=epochs))["momentum"] == momentum
     assert heads["momentum"].options_from_data({}, every) == {"bank_size": 28}  # 200 images
     f30k = TrainingFacts(loss="x", samples_per_epoch=145_000, captions="all", pairs_per_step=128)
     assert heads["momentum"].options_from_data({}, f30k) == {"bank_size": 4096}
@@ -124,6 +130,6 @@ def test_derived_options_are_declared():
         "alignment": ("freeze_steps",),
         "concepts": ("vocabulary",),
         "progress": ("steps_per_epoch",),
-        "momentum": ("bank_size",),
+        "momentum": ("bank_size", "momentum"),
         "prototypes": ("clusters", "recluster"),
     }

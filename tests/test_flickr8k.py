@@ -54,7 +54,7 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
         command = Plan(size).command(point)
         flags = vars(build_parser().parse_args(command[1:]))
         assert (flags["seed"], flags["lr"], flags["name"]) == (0, point.lr, point.name)
-        options = dict(option.split("=") for option in flags.get("set") or [])
+        options = dict(option.split("=", 1) for option in flags.get("set") or [])
         assert options == {name: str(value) for name, value in point.options}
         Objective.parse(flags["loss"]).with_options({name: parse_value(value) for name, value in options.items()})
 

@@ -117,7 +117,10 @@ class Plan:
     def command(self, point: Point) -> list[str]:
         """The command that trains a point, in the work folder."""
         row = self.rows[point.row]
-        flags = [*self.settings[point.setting]["flags"], *shlex.split(row.get("flags", ""))]
+        setting = self.settings[point.setting]
+        flags = [*setting["flags"], *shlex.split(row.get("flags", ""))]
+        if kwargs := [each for of in (setting, row) for each in of.get("model_kwargs", "").split()]:
+            flags += ["--model-kwargs", *kwargs]
         options = [f"{key}={value}" for key, value in point.options]
         loss = ["--loss", row["loss"], *(["--set", *options] if options else [])]
         run = ["--seed", str(point.seed), "--name", point.name, "--logs", f"runs/{self.size}/{point.setting}"]
@@ -240,6 +243,8 @@ class Work:
         encoder = model.encoder()
         measured = measure(encoder(source), 0, shortlist_length(model.rerank, encoder))
         figures: dict[str, Any] = without_tensors(measured)
+        if "shortlist" in figures:  # a fusion score; the rest is after re-ranking
+            figures["cosine"] = figures.pop("shortlist")["rsum"]
         if "concepts" in model.model.coder.heads:
             levels = sweep(encoder, source, betas=(0.0, 1.0))
             rows = {name: without_tensors(measure(encoded, 0, None)) for name, encoded in levels}

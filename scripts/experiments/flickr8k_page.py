@@ -149,9 +149,10 @@ def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict
 def format_table(rows: dict[str, dict[str, Any]]) -> str:
     """Markdown; a row for each method."""
     levels = any("concept level" in each["val"] for each in rows.values())
-    test = any("test" in each for each in rows.values())
+    test, fused = any("test" in each for each in rows.values()), any("cosine" in each["val"] for each in rows.values())
     heads = ["row", "rate and options", "held out", "val R@sum", *WAYS.values()]
-    heads += [*(["instance / concept level"] if levels else []), "above the best peer [95 %]"]
+    heads += [*(["instance / concept level"] if levels else []), *(["by the cosine alone"] if fused else [])]
+    heads.append("above the best peer [95 %]")
     heads += [*(["test R@sum"] if test else []), "s an epoch", "MB"]
     lines = [heads, ["---"] * len(heads)]
     for each in rows.values():
@@ -162,6 +163,8 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
         if levels:
             both = [val.get(f"{name} level") for name in ("instance", "concept")]
             cells.append(" / ".join(f"{np.mean(each):.1f}" for each in both) if all(both) else "")
+        if fused:
+            cells.append(spread(val["cosine"]) if "cosine" in val else "")
         cells.append("the best peer" if above is None else f"{above['mean']:+.1f} [{above['low']:+.1f}, {above['high']:+.1f}]")
         cells += [spread(each["test"]["rsum"]) if "test" in each else ""] if test else []
         lines.append([*cells, f"{each['seconds_per_epoch'] or '–'}", f"{each['memory_mb']:,}"])
@@ -173,7 +176,7 @@ def format_sweeps(sweeps: dict[str, dict[str, Any]]) -> str:
     lines = [["option", "values: R@sum on the held-out images, seed 0"], ["---", "---"]]
     for each in sweeps.values():
         scores = [max(point["held_out"]) for point in each["points"]]
-        cells = [f"{point['value']:g}: {score:.1f}" for point, score in zip(each["points"], scores, strict=True)]
+        cells = [f"{point['value']}: {score:.1f}" for point, score in zip(each["points"], scores, strict=True)]
         best = scores.index(max(scores))
         cells[best] = f"**{cells[best]}**"
         lines.append([f"{each['title']} (`{each['option']}`)", " · ".join(cells)])
@@ -218,9 +221,12 @@ def draw_sweeps(path: Path, sweeps: dict[str, dict[str, Any]]) -> None:
     """R@sum on the held-out images over each option's values, a panel for each."""
     plot, figure, _ = canvas(2.2, columns=len(sweeps))
     for axes, each in zip(figure.axes, sweeps.values(), strict=True):
-        axes.plot([point["value"] for point in each["points"]], [max(point["held_out"]) for point in each["points"]], "o-")
+        values = [point["value"] for point in each["points"]]
+        words = isinstance(values[0], str)
+        axes.plot(values, [max(point["held_out"]) for point in each["points"]], "o" if words else "o-")
         axes.set_title(plain(each["title"]), fontsize=9)
-        if min(point["value"] for point in each["points"]) > 0:
+        axes.tick_params(axis="x", labelsize=7, rotation=30 if words else 0)
+        if not words and min(values) > 0:
             axes.set_xscale("log")
     figure.axes[0].set_ylabel("R@sum, held-out images")
     save(plot, figure, path)

@@ -82,6 +82,8 @@ def test_a_setting_starts_from_the_model_of_its_base() -> None:
     assert command[-2:] == ["--pretrained", f"runs/cpu/clip-base/{base.name}/export/best"]
     assert plan.command(base)[-2:] == ["--logs", "runs/cpu/clip-base"] and plan.rows_of("clip-base") == ["base"]
     assert "base" not in plan.rows_of("clip") and "coder-clip" not in plan.rows_of("regions-bigru")
+    assert "ascl" in plan.rows_of("regions-bigru") and "ascl-fusion" not in plan.rows_of("regions-bigru")
+    assert "ascl-fusion" in Plan("gpu").rows_of("regions-bigru")
 
 
 def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,12 @@ class Plan:
     def rows_of(self, setting: str) -> list[str]:
         """The rows to train in a setting."""
         own = self.settings[setting].get("rows")
-        return [name for name in self.chosen if (name in own if own else setting in self.rows[name].get("settings", [setting]))]
+
+        def has(name: str, row: dict[str, Any]) -> bool:
+            in_setting = name in own if own else setting in row.get("settings", [setting])
+            return in_setting and self.size in row.get("sizes", [self.size])
+
+        return [name for name in self.chosen if has(name, self.rows[name])]
 
     def base(self, setting: str) -> Point | None:
         """The point whose model the setting's runs start from."""

@@ -157,6 +157,7 @@ class MadeResults:
         from flickr8k import Plan, Results
 
         self.plan = Plan("smoke", ["regions-bigru"], ["clip", "dcl"])
+        self.plan.rows["dcl"]["grid"] = [{"dcl.mu": 0.1}, {"dcl.mu": 0.05}]
         self.results = Results(folder, self.plan)
         for number, point in enumerate(points_of(self.plan, "regions-bigru")):
             self.finish(point, held_out=[10.0, 20.0 + number, 15.0])
@@ -230,7 +231,7 @@ def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
     for point in results.plan.grid("regions-bigru", "dcl", results.chosen):
         results.write(point, {"held_out": [1.0 + point.lr], "best_epoch": 1, "last_step": {}, "command": ""})
     points = results.plan.grid("regions-bigru", "mu", lambda row: results.chosen("regions-bigru", row))
-    assert {point.lr for point in points} == {6e-3} and [dict(point.options)["dcl.gamma"] for point in points] == [0.3] * 5
+    assert {point.lr for point in points} == {1.2e-2} and [dict(point.options)["dcl.gamma"] for point in points] == [0.3] * 5
     for number, point in enumerate(points[:4]):
         results.write(point, {"held_out": [1.0, 5.0 - abs(number - 2)], "best_epoch": 2, "last_step": {}, "command": "train"})
     write_page(results, page)
@@ -260,7 +261,7 @@ def test_the_smallest_size_from_training_to_the_page(tmp_path: Path, monkeypatch
     results = sorted(work.glob("results/smoke/regions-bigru/*.json"))
     before = {path: path.stat().st_mtime_ns for path in results}
     call("run", str(work), "--size", "smoke", "--rows", *rows)  # nothing to do
-    assert {path: path.stat().st_mtime_ns for path in results} == before and len(results) > 8
+    assert {path: path.stat().st_mtime_ns for path in results} == before and len(results) == 8
     published = flickr8k.Results(work / "results", flickr8k.Plan("smoke"))
     point = published.chosen("regions-bigru", "dcl")
     before_loss = published.get(point)

@@ -97,7 +97,7 @@ def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.
         """In place of the process: writes what a run leaves, and no result."""
         logs, name = (command[command.index(flag) + 1] for flag in ("--logs", "--name"))
         names.append(name)
-        (tmp_path / logs / name / "export" / "best").mkdir(parents=True)
+        (tmp_path / logs / name / "export" / "best").mkdir(parents=True, exist_ok=True)
         record = {"val/rsum": 1.0, "val/epoch": 1}
         (tmp_path / logs / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         return subprocess.Popen([sys.executable, "-c", ""])
@@ -109,6 +109,11 @@ def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.
     base = plan.base("clip")
     assert base is not None and names[0] == base.name and sorted(names[1:]) == sorted(point.name for point in points)
     assert work.results.get(base) is not None
+    work.results.file(points[0]).unlink()
+    assert work.train(points[0])["held_out"] == [1.0] and len(names) == 1 + len(points)  # known from its folder
+    (work.run_folder(base) / "result.json").unlink()
+    work.model(base)  # an export alone may be that of an epoch before a stop
+    assert names[-1] == base.name and names.count(base.name) == 2
 
 
 def test_an_unknown_row_or_setting_is_named() -> None:

@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -150,12 +151,9 @@ class Results:
         return json.loads(path.read_text()) if path.is_file() else None
 
     def write(self, point: Point, result: dict[str, Any]) -> None:
-        """As a whole or not at all."""
-        path = self.file(point)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result) + "\n")
-        temporary.replace(path)
+        """Replace what is known of a point."""
+        self.file(point).parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.file(point), result)
 
     def chosen(self, setting: str, row: str) -> Point:
         """The point of a row with the best R@sum on the held-out images."""
@@ -186,12 +184,16 @@ class Work:
         return result
 
     def model(self, point: Point) -> Path:
-        """The folder of a point's run with the model of its best epoch, trained again if only its result is there."""
-        if not (self.run_folder(point) / "export" / "best").is_dir():
-            self.results.write(point, {**self._train(point), **(self.results.get(point) or {})})
+        """The folder of a point's finished run, trained again if only its result is there."""
+        trained = self._train(point)
+        if self.results.get(point) is None:
+            self.results.write(point, trained)
         return self.run_folder(point)
 
     def _train(self, point: Point) -> dict[str, Any]:
+        finished = self.run_folder(point) / "result.json"
+        if finished.is_file():
+            return json.loads(finished.read_text())
         if (base := self.plan.base(point.setting)) is not None:
             with self._base:
                 self.model(base)
@@ -223,8 +225,8 @@ class Work:
             "memory_mb": usage.ru_maxrss // 1024,
             **read_metrics(folder / "metrics.jsonl"),
         }
-        for checkpoint in folder.glob("checkpoints/*/*.safetensors"):
-            checkpoint.unlink()
+        write_json(finished, result)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return result
 
     def evaluate(self, point: Point, split: str) -> None:
@@ -256,6 +258,13 @@ class Work:
             figures["concept level"], figures["instance level"] = [row["rsum"] for row in rows.values()]
         figures["scores"] = image_scores(measured["i2t_ranks"].tolist(), measured["t2i_ranks"].tolist())
         self.results.write(point, {**result, split: figures})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """As a whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content) + "\n")
+    temporary.replace(path)
 
 
 def read_metrics(path: Path) -> dict[str, Any]:

@@ -225,6 +225,29 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     assert (figure.read_bytes(), page.read_text()) == before  # the same file from the same numbers
 
 
+def test_the_classes_that_training_keeps(tmp_path: Path) -> None:
+    import timm
+    import torch
+    from flickr8k_kept import kept_classes
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    network, pictures = timm.create_model("test_efficientnet", num_classes=5).eval(), torch.randn(64, 3, 32, 32)
+    save_file(network.state_dict(), tmp_path / "pretrained.safetensors")
+    wanted = network(pictures).argmax(1)
+    trunk = timm.create_model("test_efficientnet", num_classes=0).eval()
+    trunk.load_state_dict({name: value for name, value in network.state_dict().items() if not name.startswith("classifier.")})
+    assert kept_classes(trunk, lambda: trunk(pictures), tmp_path / "pretrained.safetensors") == 1
+    with torch.no_grad():
+        for weight in trunk.parameters():
+            weight += 0.05 * torch.randn_like(weight)
+        changed = {name: value.clone() for name, value in trunk.state_dict().items()}
+        now = (trunk(pictures) @ network.classifier.weight.T + network.classifier.bias).argmax(1)
+        kept = kept_classes(trunk, lambda: trunk(pictures), tmp_path / "pretrained.safetensors")
+    assert kept == (now == wanted).double().mean() and 0.1 < kept < 1
+    assert all(torch.equal(value, changed[name]) for name, value in trunk.state_dict().items())
+
+
 def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
     from flickr8k import Plan, Results
     from flickr8k_page import write_page

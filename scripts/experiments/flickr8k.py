@@ -256,6 +256,11 @@ class Work:
             levels = sweep(encoder, source, betas=(0.0, 1.0))
             rows = {name: without_tensors(measure(encoded, 0, None)) for name, encoded in levels}
             figures["concept level"], figures["instance level"] = [row["rsum"] for row in rows.values()]
+        if (classifier := setting.get("classifier")) is not None:
+            from flickr8k_kept import kept_classes
+
+            trunk = model.model.visual.trunk
+            figures["kept"] = 100 * kept_classes(trunk, functools.partial(encoder, source), self.folder / classifier)
         figures["scores"] = image_scores(measured["i2t_ranks"].tolist(), measured["t2i_ranks"].tolist())
         self.results.write(point, {**result, split: figures})
 

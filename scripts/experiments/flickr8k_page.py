@@ -149,9 +149,11 @@ def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict
 def format_table(rows: dict[str, dict[str, Any]]) -> str:
     """Markdown; a row for each method."""
     levels = any("concept level" in each["val"] for each in rows.values())
-    test, fused = any("test" in each for each in rows.values()), any("cosine" in each["val"] for each in rows.values())
+    test = any("test" in each for each in rows.values())
+    fused, kept = (any(name in each["val"] for each in rows.values()) for name in ("cosine", "kept"))
     heads = ["row", "rate and options", "held out", "val R@sum", *WAYS.values()]
     heads += [*(["instance / concept level"] if levels else []), *(["by the cosine alone"] if fused else [])]
+    heads += ["classes kept, %"] if kept else []
     heads.append("above the best peer [95 %]")
     heads += [*(["test R@sum"] if test else []), "s an epoch", "MB"]
     lines = [heads, ["---"] * len(heads)]
@@ -165,6 +167,8 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
             cells.append(" / ".join(f"{np.mean(each):.1f}" for each in both) if all(both) else "")
         if fused:
             cells.append(spread(val["cosine"]) if "cosine" in val else "")
+        if kept:
+            cells.append(spread(val["kept"]) if "kept" in val else "")
         cells.append("the best peer" if above is None else f"{above['mean']:+.1f} [{above['low']:+.1f}, {above['high']:+.1f}]")
         cells += [spread(each["test"]["rsum"]) if "test" in each else ""] if test else []
         lines.append([*cells, f"{each['seconds_per_epoch'] or '–'}", f"{each['memory_mb']:,}"])

@@ -259,7 +259,7 @@ def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
     for point in results.plan.grid("regions-bigru", "dcl", results.chosen):
         results.write(point, {"held_out": [1.0 + point.lr], "best_epoch": 1, "last_step": {}, "command": ""})
     points = results.plan.grid("regions-bigru", "mu", lambda row: results.chosen("regions-bigru", row))
-    assert {point.lr for point in points} == {1.2e-2} and [dict(point.options)["dcl.gamma"] for point in points] == [0.3] * 5
+    assert {point.lr for point in points} == {6e-3} and [dict(point.options)["dcl.gamma"] for point in points] == [0.3] * 5
     for number, point in enumerate(points[:4]):
         results.write(point, {"held_out": [1.0, 5.0 - abs(number - 2)], "best_epoch": 2, "last_step": {}, "command": "train"})
     write_page(results, page)

@@ -68,7 +68,7 @@ def test_every_region_is_one_of_torchvisions_own_detections(random, results):
             ],
             1,
         )
-        torch.testing.assert_close(ours[0], rows[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours[0, 5], rows[0, 5], rtol=1e-3, atol=0)  # several may have the best score
         distance = (ours[:, None] - rows[None]).abs().amax(-1).amin(1)
         large = ((ours[:, 2:4] - ours[:, :2]) > 0.5).all(1)  # torchvision drops boxes of no width
         assert large.sum() > 10 and (distance[large] < 1e-2).all()

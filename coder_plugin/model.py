@@ -99,6 +99,8 @@ def create_model(
             raise CoderError(f"{name} pools its regions itself and has no image tower to load: leave out aggregator and path")
         if context_blocks != 1:
             raise CoderError(f"{name} has a context stage of its own: context_blocks is for open_clip's towers")
+        if needs_logit_bias(objective) and getattr(backbone.factory, "logit_bias", False):
+            options.setdefault("logit_bias", True)
         model: Any = plugin_backbones.create_backbone(backbone, pretrained=pretrained, **options)
     elif (location := transformers_clip.find_location(name)) is not None:
         model = transformers_clip.create(

@@ -23,8 +23,8 @@ from coder_plugin.data.item import UNKNOWN_IMAGE
 
 #: The file of an export that holds a backbone's name and options.
 CONFIG = "coder_model.json"
-#: The keys that a backbone returns.
-OUTPUT_KEYS = frozenset({"image_features", "text_features", "logit_scale"})
+#: The keys that a backbone returns; ``logit_bias`` if it has one.
+OUTPUT_KEYS = frozenset({"image_features", "text_features", "logit_scale", "logit_bias"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ class Backbone(nn.Module):
     """Base of the entry points of ``coder_plugin.backbones``: callables of keyword options that return one of these.
 
     Among their options are ``cache_dir`` and, in a trainer, ``example``, an image as the data load it, and ``captions``, a
-    callable that iterates over the data's captions. A callable may have an attribute ``training``: defaults of training
-    options.
+    callable that iterates over the data's captions. A callable may have two attributes: ``training``, defaults of training
+    options, and ``logit_bias``, True if it has an option of this name, which a loss that reads SigLIP's bias sets.
 
     A subclass gives the two towers, their sizes and what reads its data. ``create_model`` puts the heads under ``coder``.
     """
@@ -165,7 +165,12 @@ class Backbone(nn.Module):
 
     coder: Any
     logit_scale: nn.Parameter
+    logit_bias: nn.Parameter | None
     word_embeddings: WordEmbeddings
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("logit_bias", None)
 
     def info(self) -> BackboneInfo:
         """Sizes that heads are built from."""
@@ -250,6 +255,8 @@ class Backbone(nn.Module):
 
     def _run_towers(self, image: Any, text: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         features = {"logit_scale": self.logit_scale.exp()}
+        if self.logit_bias is not None:
+            features["logit_bias"] = self.logit_bias
         if image is not None:
             features.update(self.image_side(image))
         if text is not None:

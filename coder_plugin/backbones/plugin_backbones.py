@@ -109,13 +109,13 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 
 def fit_weights(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
-    """Load the tensors of a file into a model, in place.
+    """Load the tensors of a file into a model, in place. SigLIP's bias may be missing: it keeps its value.
 
     Raises:
         CoderError: tensors that are missing, left over or of another shape.
     """
     expected = {name: value for name, value in model.state_dict().items() if not name.startswith("coder.")}
-    missing, left = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    missing, left = sorted(expected.keys() - weights.keys() - {"logit_bias"}), sorted(weights.keys() - expected.keys())
     wrong = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     if missing or left or wrong:
         raise CoderError(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,7 @@ class Options:
         context_length: number of token positions, start and end included.
         global_dim: channels of a feature of the whole image, for heads that read one (AsCL's fusion); 0: none. For a loss
             with such a head the trainer reads the number from the data.
+        logit_bias: learn SigLIP's bias, from -10, and its temperature from 1 / 10; True by default for a loss that reads it.
     """
 
     region_dim: int = 2048
@@ -91,6 +92,7 @@ class Options:
     normalise_locals: bool = False
     context_length: int = 50
     global_dim: int = 0
+    logit_bias: bool = False
 
     def __post_init__(self) -> None:
         choices = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_origin(hint) is Literal}
@@ -148,7 +150,9 @@ class RegionText(Backbone):
             normalise_locals=options.normalise_locals,
         )
         self.text, self._tokenizer = _text_side(options, cache_dir)
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(10 if options.logit_bias else 1 / 0.07)))
+        if options.logit_bias:
+            self.logit_bias = nn.Parameter(torch.tensor(-10.0))
         if options.frozen_text:
             self.lock_text_tower()
         if options.image_pooling == "views":
@@ -349,6 +353,7 @@ class Preset:
     name: str
     options: Mapping[str, Any]
     training: Mapping[str, Any]
+    logit_bias: ClassVar[bool] = True
 
     def saved_options(self, options: Mapping[str, Any], path: Path) -> dict[str, Any]:
         """The options of an export's configuration, which somebody else may have written, with the text encoder's folder.

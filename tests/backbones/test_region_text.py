@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coder_plugin import create_loss, create_model
+from coder_plugin.backbones.base import OUTPUT_KEYS
 from coder_plugin.backbones.tokenizers import SPECIAL
 from coder_plugin.data.regions.base import Regions
 from coder_plugin.errors import CoderError
@@ -31,7 +33,7 @@ ASCL = ["ascl", "ascl(similarity=fusion) + ascl", "triplet(similarity=fusion) + 
 ANY = ["dcl", "triplet", "dcl + concept_dcl", "triplet + caption"]
 RECIPES = {
     "region-bert": [*ANY, "coder", "clip", *ASCL],
-    "region-bigru": [*ANY, "coder", "clip", *ASCL],
+    "region-bigru": [*ANY, "coder", "clip", "siglip", *ASCL],
     "region-bert-camera": [*ANY, *ASCL, "triplet + 0.01*view_diversity(reduction='sum')"],
     "region-bigru-vsrn": [*ANY, "coder", "clip", *ASCL],
 }
@@ -114,7 +116,7 @@ def test_keys_losses_and_gradients(models, name, objective):
     assert outputs["image_features"].shape == (ROWS, *views, DIM) and outputs["text_features"].shape == (ROWS, DIM)
     for key in ("image_features", "text_features"):
         torch.testing.assert_close(outputs[key].norm(dim=-1), torch.ones(outputs[key].shape[:-1]))
-    assert all(key.startswith("coder_") for key in outputs.keys() - {"image_features", "text_features", "logit_scale"})
+    assert all(key.startswith("coder_") for key in outputs.keys() - OUTPUT_KEYS)
     assert all(len(value) == ROWS for key, value in outputs.items() if key.startswith("coder_"))
     losses = loss(**outputs)
     assert len(losses) >= len(loss.objective.terms) and all(torch.isfinite(value) for value in losses.values())
@@ -456,7 +458,35 @@ def test_views_are_refused_where_one_feature_is_compared(bert, objective, messag
         create_loss(objective, model=model)
 
 
-def test_siglip_needs_a_bias(bert):
+def test_siglip_adds_a_bias_where_there_is_none(bert, tmp_path):
+    import open_clip
+
+    plain, model = made("region-bert", bert, "clip"), made("region-bert", bert, "siglip").train()
+    assert plain.logit_bias is None and "logit_bias" not in plain(**batch(plain))
+    assert model.logit_bias.item() == -10 and model.logit_scale.item() == pytest.approx(math.log(10))
+    assert set(model.state_dict()) - set(plain.state_dict()) == {"logit_bias"}
+    outputs = model(**batch(model))
+    losses = create_loss("siglip", model=model)(**outputs)
+    keys = ("image_features", "text_features", "logit_scale", "logit_bias")
+    torch.testing.assert_close(losses["siglip_loss"], open_clip.loss.SigLipLoss()(*(outputs[key] for key in keys)))
+    losses["siglip_loss"].backward()
+    assert model.logit_bias.grad is not None and model.logit_scale.grad is not None
+
+    with torch.no_grad():
+        model.logit_bias.fill_(-7)
+    weights = str(export_model(model, tmp_path / "siglip"))
+    again = create_model(str(tmp_path / "siglip"), loss="dcl", pretrained=weights)
+    assert again.logit_bias.item() == -7 and not again.logit_bias.requires_grad
+    weights = str(export_model(plain, tmp_path / "clip"))
+    tuned = create_model(str(tmp_path / "clip"), loss="siglip", pretrained=weights)
+    assert tuned.logit_bias.item() == -10 and tuned.logit_bias.requires_grad
+    assert torch.equal(tuned.logit_scale, plain.logit_scale)
+
+
+def test_a_backbone_without_a_bias_cannot_serve_siglip(bert, monkeypatch):
+    from coder_plugin.backbones.region_text import Preset
+
+    monkeypatch.setattr(Preset, "logit_bias", False)
     with pytest.raises(CoderError, match="loss 'siglip' requires 'logit_bias', which neither this model"):
         create_model("region-bert", loss="siglip", **options("region-bert", bert))
 

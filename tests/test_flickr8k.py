@@ -53,6 +53,9 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
     for point in points:
         command = Plan(size).command(point)
         flags = vars(build_parser().parse_args(command[1:]))
+        if Plan(size).fine_tuned(point) is not None:
+            assert flags["run_folder"][0].startswith(f"runs/{size}/clip/") and flags["wise_ft_save"][0] == "0.5"
+            continue
         assert (flags["seed"], flags["lr"], flags["name"]) == (0, point.lr, point.name)
         options = dict(option.split("=", 1) for option in flags.get("set") or [])
         assert options == {name: str(value) for name, value in point.options}
@@ -114,6 +117,44 @@ def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.
     (work.run_folder(base) / "result.json").unlink()
     work.model(base)  # an export alone may be that of an epoch before a stop
     assert names[-1] == base.name and names.count(base.name) == 2
+
+
+def test_weights_half_way_from_the_base_need_its_fine_tuned_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flickr8k
+
+    plan = flickr8k.Plan("cpu", ["clip"], ["clip", "clip-wise-ft"])
+    work = flickr8k.Work(tmp_path, flickr8k.Results(tmp_path / "results", plan), 1)
+    calls: list[list[str]] = []
+
+    def call(command: list[str], **_: Any) -> Any:
+        """In place of the process: writes what training or the evaluation of the interpolated weights leaves."""
+        calls.append(command)
+        if "train" in command:
+            logs, name = (command[command.index(flag) + 1] for flag in ("--logs", "--name"))
+            (tmp_path / logs / name).mkdir(parents=True)
+            (tmp_path / logs / name / "metrics.jsonl").write_text('{"val/rsum": 3.0, "val/epoch": 1}\n')
+        else:
+            folder = tmp_path / command[command.index("--wise-ft-save") + 2]
+            folder.mkdir()  # which has to be new
+            measured = {"before: base": 1.0, "clip, wise-ft 0.5": 4.004, "clip": 3.0}
+            (tmp_path / command[command.index("--json") + 1]).write_text(
+                json.dumps([{"name": name, "rsum": rsum} for name, rsum in measured.items()])
+            )
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(Popen=call, STDOUT=None))
+    for point in plan.grid("clip", "clip", lambda row: pytest.fail(row)):
+        work.train(point)
+    [point] = plan.grid("clip", "clip-wise-ft", lambda row: work.results.chosen("clip", row))
+    tuned = work.results.chosen("clip", "clip")
+    assert plan.fine_tuned(point) == tuned and plan.fine_tuned(tuned) is None and point.lr == tuned.lr
+    work.run_folder(point).mkdir()  # what a stopped evaluation leaves
+    result = work.train(point)
+    assert result["held_out"] == [4.0] and result["command"].startswith(f"coder-plugin eval runs/cpu/clip/{tuned.name} ")
+    assert f"--wise-ft-save 0.5 runs/cpu/clip/{point.name} " in result["command"] and len(calls) == 1 + 3 + 1
+    other_seed = flickr8k.Point("clip", point.row, point.lr, point.options, 1)
+    work.train(other_seed)  # trains what it lies before
+    assert len(calls) == 7 and calls[-2][calls[-2].index("--name") + 1] == tuned.name.replace("seed0", "seed1")
 
 
 def test_an_unknown_row_or_setting_is_named() -> None:

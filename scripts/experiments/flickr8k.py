@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Plan:
     def grid(self, setting: str, row: str, chosen: Callable[[str], Point]) -> list[Point]:
         """The points of a row to choose from, with seed 0."""
         content = self.rows[row]
-        rates, fixed = self.settings[setting]["lr"], dict(content.get("options", {}))
+        rates, fixed = content.get("lr", self.settings[setting]["lr"]), dict(content.get("options", {}))
         if "like" in content:
             like = chosen(content["like"])
             known = dict(like.options)
@@ -120,10 +120,23 @@ class Plan:
         points = itertools.product(rates, content.get("grid", [{}]))
         return [Point(setting, row, lr, tuple({**fixed, **options}.items()), 0) for lr, options in points]
 
+    def fine_tuned(self, point: Point) -> Point | None:
+        """The point whose model a point's weights lie before, on the way from the base (WiSE-FT); None if it is trained."""
+        row = self.rows[point.row]
+        return replace(point, row=row["like"]) if "wise_ft" in row else None
+
+    def run_folder(self, point: Point) -> str:
+        """Of a point's training run, in the work folder; of a point that is not trained, its export."""
+        return f"runs/{self.size}/{point.setting}/{point.name}"
+
     def command(self, point: Point) -> list[str]:
-        """The command that trains a point, in the work folder."""
+        """The command that makes a point's model, in the work folder."""
         row = self.rows[point.row]
         setting = self.settings[point.setting]
+        if (tuned := self.fine_tuned(point)) is not None:
+            folder, held_out = self.run_folder(point), setting["flags"][setting["flags"].index("--val-data") + 1]
+            save = ["--wise-ft-save", str(row["wise_ft"]), folder]
+            return ["coder-plugin", "eval", self.run_folder(tuned), "--val-data", held_out, *save, "--json", f"{folder}.json"]
         flags = [*setting["flags"], *shlex.split(row.get("flags", ""))]
         if kwargs := [each for of in (setting, row) for each in of.get("model_kwargs", "").split()]:
             flags += ["--model-kwargs", *kwargs]
@@ -131,7 +144,7 @@ class Plan:
         loss = ["--loss", row["loss"], *(["--set", *options] if options else [])]
         run = ["--seed", str(point.seed), "--name", point.name, "--logs", f"runs/{self.size}/{point.setting}"]
         if (base := self.base(point.setting)) is not None:
-            run += ["--pretrained", f"runs/{self.size}/{base.setting}/{base.name}/export/best"]
+            run += ["--pretrained", f"{self.run_folder(base)}/export/best"]
         return ["coder-plugin", "train", *flags, *loss, "--lr", f"{point.lr:g}", *run]
 
 
@@ -169,43 +182,52 @@ class Work:
 
     def __init__(self, folder: Path, results: Results, threads: int) -> None:
         self.folder, self.results, self.plan, self.threads = folder, results, results.plan, threads
-        self._base = threading.Lock()
+        self._locks: dict[Path, threading.Lock] = {}
 
     def run_folder(self, point: Point) -> Path:
         """Of a point's training run."""
-        return self.folder / "runs" / self.plan.size / point.setting / point.name
+        return self.folder / self.plan.run_folder(point)
 
     def train(self, point: Point) -> dict[str, Any]:
         """Train a point, or continue, unless its result is known."""
         if (result := self.results.get(point)) is None:
-            result = self._train(point)
+            result = self._make(point)
             self.results.write(point, result)
             print(f"{point.setting} {point.name}: held out {max(result['held_out']):.1f}, {result['seconds']} s", flush=True)
         return result
 
     def model(self, point: Point) -> Path:
         """The folder of a point's finished run, trained again if only its result is there."""
-        trained = self._train(point)
+        trained = self._make(point)
         if self.results.get(point) is None:
             self.results.write(point, trained)
         return self.run_folder(point)
 
+    def _make(self, point: Point) -> dict[str, Any]:
+        folder = self.run_folder(point)
+        with self._locks.setdefault(folder, threading.Lock()):  # several points need the base
+            if (finished := folder / "result.json").is_file():
+                return json.loads(finished.read_text())
+            result = self._train(point)
+            write_json(finished, result)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return result
+
     def _train(self, point: Point) -> dict[str, Any]:
-        finished = self.run_folder(point) / "result.json"
-        if finished.is_file():
-            return json.loads(finished.read_text())
-        if (base := self.plan.base(point.setting)) is not None:
-            with self._base:
-                self.model(base)
+        tuned = self.plan.fine_tuned(point)
+        if (needed := tuned or self.plan.base(point.setting)) is not None:
+            self.model(needed)
         folder, command = self.run_folder(point), self.plan.command(point)
         resume = ["--resume", "latest"] if any(folder.glob("checkpoints/step_*")) else []
         log = folder.with_name(f"{folder.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
-        quiet = ["--no-report", "--workers", "1" if self.plan.size != "smoke" else "0"]
+        options = ["--workers", "1" if self.plan.size != "smoke" else "0", *(["--no-report"] if tuned is None else [])]
+        if tuned is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # it may be half of an export
         with log.open("a") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "coder_plugin.cli", *command[1:], *quiet, *resume],
+                [sys.executable, "-m", "coder_plugin.cli", *command[1:], *options, *resume],
                 cwd=self.folder,
                 env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
                 stdout=output,
@@ -214,7 +236,7 @@ class Work:
             _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"{shlex.join(command)} failed, see {log}")
-        result = {
+        return {
             "setting": point.setting,
             "row": point.row,
             "lr": point.lr,
@@ -223,11 +245,8 @@ class Work:
             "command": shlex.join(command),
             "seconds": round(time.monotonic() - begun) if not resume else None,
             "memory_mb": usage.ru_maxrss // 1024,
-            **read_metrics(folder / "metrics.jsonl"),
+            **(read_metrics(folder / "metrics.jsonl") if tuned is None else read_evaluation(Path(f"{folder}.json"))),
         }
-        write_json(finished, result)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        return result
 
     def evaluate(self, point: Point, split: str) -> None:
         """Measure a trained point on "val" or "test", and keep each image's score."""
@@ -283,6 +302,12 @@ def read_metrics(path: Path) -> dict[str, Any]:
             last = record
     scores = [round(held_out[epoch], 2) for epoch in sorted(held_out) if epoch > 0]
     return {"held_out": scores, "best_epoch": scores.index(max(scores)) + 1, "last_step": last}
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """The same of the interpolated weights that ``coder-plugin eval --wise-ft-save`` has measured."""
+    [rsum] = [row["rsum"] for row in json.loads(path.read_text()) if ", wise-ft " in row["name"]]
+    return {"held_out": [round(rsum, 2)], "best_epoch": 1, "last_step": {}}
 
 
 def image_scores(image_ranks: list[int], caption_ranks: list[int]) -> list[float]:

@@ -73,6 +73,8 @@ def test_rows_take_the_options_of_the_row_that_they_are_like() -> None:
     plan.rows["other"] = {"like": "dcl", "same_rate": True, "grid": [{"dcl.mu": 0.1}], "loss": "dcl"}
     [point] = plan.grid("regions-bigru", "other", {"dcl": dcl}.__getitem__)
     assert (point.lr, dict(point.options)) == (3e-3, {"dcl.mu": 0.1, "dcl.gamma": 0.5})
+    plan.rows["own"] = {"lr": [7e-3], "loss": "dcl"}
+    assert [point.lr for point in plan.grid("regions-bigru", "own", lambda row: pytest.fail(row))] == [7e-3]
 
 
 def test_a_setting_starts_from_the_model_of_its_base() -> None:

@@ -124,7 +124,7 @@ def read_released(path: str, model: Backbone) -> State:
             f"{path} has {len(rows)} words, this model's vocabulary {len(expected['text.embed.weight'])}: use the vocabulary "
             "of its training, --model-kwargs vocabulary=FILE"
         )
-    ours = {"logit_scale", "logit_bias", *(name for name, _ in model.named_buffers() if name not in weights)} & expected.keys()
+    ours = {"logit_scale", *(name for name, _ in model.named_buffers() if name not in weights)} & expected.keys()
     statistics = sorted(name for name in ours if name.endswith(("running_mean", "running_var")))
     if statistics:
         raise CoderError(f"{path} lacks BatchNorm's {statistics[0]}")

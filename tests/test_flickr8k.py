@@ -62,17 +62,82 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
         Objective.parse(flags["loss"]).with_options({name: parse_value(value) for name, value in options.items()})
 
 
+def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> None:
+    import frozen_towers
+    from flickr8k import Plan
+
+    pytest.importorskip("pytorch_metric_learning")
+    plan = Plan("cpu")
+    points = points_of(plan, "frozen")
+    assert len({point.name for point in points}) == len(points) > 50
+    rates: dict[str, set[float]] = {point.row: set() for point in points}
+    for point in points:
+        python, script, *command = plan.command(point)
+        assert (python, script) == ("python", "scripts/experiments/frozen_towers.py")
+        options = frozen_towers.build_parser().parse_args(command)
+        assert (options.seeds, options.lr, options.hold_out) == ([point.seed], [point.lr], 1000)
+        assert options.set == [f"{name}={value}" for name, value in point.options] and len(options.losses) == 1
+        assert options.batch_size == (32 if point.row.endswith("-batch32") else 128)
+        rates[point.row].add(point.lr)
+    assert rates["coder"] == rates["clip"] == {1e-4, 3e-4, 1e-3} and len(rates["mu"]) == 1
+
+
+def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flickr8k
+    import frozen_towers
+    import torch
+
+    from tests.backbones import tiny_bert
+
+    text = {"hf_model_name": tiny_bert.make(tmp_path / "bert"), "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
+    text |= {"hf_tokenizer_name": text["hf_model_name"], "context_length": 6}
+    image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 64}
+    (tmp_path / "tiny.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": image, "text_cfg": text}))
+    generator = torch.Generator().manual_seed(0)
+    width, channels, cache = 256, json.loads((tmp_path / "bert" / "config.json").read_text())["hidden_size"], {}
+    for split, images in (("train", 60), ("val", 20)):
+        features, image_of = torch.randn(images, width, generator=generator), torch.arange(images).repeat_interleave(2)
+        ids = torch.randint(5, 20, (2 * images, 6), generator=generator)
+        tokens = features[image_of, None, :channels].expand(-1, 6, -1).half().contiguous()
+        cache[split] = {"images": features, "ids": ids, "tokens": tokens, "image_of_caption": image_of}
+    torch.save(cache, tmp_path / "frozen.pt")
+    plan = flickr8k.Plan("cpu", ["frozen"], ["clip"])
+    setting = plan.settings["frozen"]
+    setting["flags"] = shlex.split("train frozen.pt --model tiny.json --hold-out 20 --epochs 4 --batch-size 20")
+
+    def start(command: list[str], *, cwd: Path, **_: Any) -> Any:
+        monkeypatch.chdir(cwd)
+        frozen_towers.main(command[2:])
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(Popen=start, STDOUT=None))
+    work = flickr8k.Work(tmp_path, flickr8k.Results(tmp_path / "results", plan), torch.get_num_threads())
+    point = flickr8k.Point("frozen", "clip", 3e-2, (), 0)
+    work.evaluate(point, "val")
+    result = work.results.get(point)
+    assert len(result["held_out"]) == 4 and result["best_epoch"] == result["held_out"].index(max(result["held_out"])) + 1
+    assert len(result["val"]["scores"]) == 20
+    assert np.mean(result["val"]["scores"]) == pytest.approx(result["val"]["rsum"], abs=1e-3)
+    record = json.loads((tmp_path / f"{plan.run_folder(point)}.json").read_text())
+    assert result["held_out"][-1] > 1.5 * record["results"]["0"]["rsum"]  # it has learned
+    assert record["report"]["rsum"] != record["results"][str(result["best_epoch"])]["rsum"]  # other images
+
+
 def test_rows_take_the_options_of_the_row_that_they_are_like() -> None:
     from flickr8k import Plan, Point
 
-    plan = Plan("cpu", ["regions-bigru"])
     dcl = Point("regions-bigru", "dcl", 3e-3, (("dcl.mu", 0.05), ("dcl.gamma", 0.5)), 0)
-    points = plan.grid("regions-bigru", "m_dcl", {"dcl": dcl}.__getitem__)
-    assert [point.lr for point in points] == plan.settings["regions-bigru"]["lr"]
-    assert dict(points[0].options) == {"dcl.mu": 0.05, "dcl.gamma": 0.5, "m_dcl.mu": 0.05, "m_dcl.gamma": 0.5}
+    for size, rates in (("cpu", [3e-3]), ("gpu", Plan("gpu").settings["regions-bigru"]["lr"])):  # the first saves hours
+        points = Plan(size).grid("regions-bigru", "m_dcl", {"dcl": dcl}.__getitem__)
+        assert [point.lr for point in points] == rates
+        assert dict(points[0].options) == {"dcl.mu": 0.05, "dcl.gamma": 0.5, "m_dcl.mu": 0.05, "m_dcl.gamma": 0.5}
+    plan = Plan("gpu", ["regions-bigru"])
     plan.rows["other"] = {"like": "dcl", "same_rate": True, "grid": [{"dcl.mu": 0.1}], "loss": "dcl"}
     [point] = plan.grid("regions-bigru", "other", {"dcl": dcl}.__getitem__)
     assert (point.lr, dict(point.options)) == (3e-3, {"dcl.mu": 0.1, "dcl.gamma": 0.5})
+    plan.settings["regions-bigru"]["own"] = {"other": {"grid": [{"dcl.mu": 0.2}]}}
+    [point] = plan.grid("regions-bigru", "other", {"dcl": dcl}.__getitem__)
+    assert (point.lr, dict(point.options)) == (3e-3, {"dcl.mu": 0.2, "dcl.gamma": 0.5})
     plan.rows["own"] = {"lr": [7e-3], "loss": "dcl"}
     assert [point.lr for point in plan.grid("regions-bigru", "own", lambda row: pytest.fail(row))] == [7e-3]
 
@@ -186,16 +251,22 @@ def test_the_mean_of_the_images_scores_is_their_rsum() -> None:
 
 
 def test_intervals_of_differences() -> None:
-    from flickr8k_page import difference
+    from flickr8k_page import difference, format_difference
 
-    runs = [{"val": {"scores": random_scores(seed)[0]}} for seed in range(3)]
-    one = difference(runs[:1], runs[:1])
-    assert one == {"mean": 0.0, "low": 0.0, "high": 0.0}  # paired: the same images are drawn for both
-    none = difference(runs, runs)  # the seeds are drawn for each row
-    assert none["mean"] == 0 and none["low"] < 0 < none["high"]
-    above = difference([{"val": {"scores": [600.0] * 40}}], runs)
-    expected = 600 - np.mean([random_scores(seed)[1] for seed in range(3)])
-    assert above["mean"] == pytest.approx(expected, abs=1e-4) and 0 < above["low"] < above["mean"] < above["high"]
+    def runs(*seeds: int, add: float = 0.0) -> list[dict[str, Any]]:
+        return [{"seed": seed, "val": {"scores": [each + add for each in random_scores(seed)[0]]}} for seed in seeds]
+
+    same = difference(runs(0, 1, 2, add=7.0), runs(0, 1, 2))  # the same images and seeds are drawn for both
+    assert same == pytest.approx({"mean": 7.0, "low": 7.0, "high": 7.0})
+    common = difference(runs(0, 1, add=7.0), runs(1, 2, 0))
+    assert common == pytest.approx({"mean": 7.0, "low": 7.0, "high": 7.0})
+    one = difference(runs(0, add=7.0), runs(0, 1, 2))
+    assert one == {"mean": pytest.approx(7.0), "low": None, "high": None}
+    assert format_difference(one) == "+7.0 (1 seed)"
+    others = [{**run, "seed": (run["seed"] + 1) % 3} for run in runs(0, 1, 2)]
+    above = difference(runs(0, 1, 2, add=7.0), others)
+    assert above["mean"] == pytest.approx(7.0) and above["low"] < 7 < above["high"]
+    assert format_difference(above) == f"+7.0 [{above['low']:+.1f}, {above['high']:+.1f}]"
 
 
 class MadeResults:
@@ -257,7 +328,7 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     scores = [random_scores(number)[1] for number in (0, 1, 2)]
     assert len(lines) == 4 and f"| {scores[0]:.1f} (1) |" in lines[2] and "| the best peer |" in lines[2]
     assert f"| {np.mean(scores[1:]):.1f} ± {np.std(scores[1:], ddof=1):.1f} (2) |" in lines[3]
-    assert f"| {np.mean(scores[1:]) - scores[0]:+.1f} [" in lines[3] and "| 3.0 | 1,234 |" in lines[3]
+    assert f"| {scores[1] - scores[0]:+.1f} (1 seed) |" in lines[3] and "| 3.0 | 1,234 |" in lines[3]
     numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
     assert numbers["dcl"]["seeds"] == [0, 1] and numbers["dcl"]["best_peer"] == "clip" and len(numbers["dcl"]["tried"]) == 2
     assert "--seed 0" in numbers["dcl"]["command"] and numbers["clip"]["val"]["rsum"] == [pytest.approx(scores[0])]

@@ -87,6 +87,10 @@ class Plan:
         tables = set(tables)
         self.chosen = list(rows) or [name for name, row in self.rows.items() if not tables or tables & set(row["tables"])]
 
+    def row(self, setting: str, row: str) -> dict[str, Any]:
+        """What a row is in a setting."""
+        return {**self.rows[row], **self.settings[setting].get("own", {}).get(row, {})}
+
     def rows_of(self, setting: str) -> list[str]:
         """The rows to train in a setting."""
         own = self.settings[setting].get("rows")
@@ -110,13 +114,13 @@ class Plan:
 
     def grid(self, setting: str, row: str, chosen: Callable[[str], Point]) -> list[Point]:
         """The points of a row to choose from, with seed 0."""
-        content = self.rows[row]
+        content = self.row(setting, row)
         rates, fixed = content.get("lr", self.settings[setting]["lr"]), dict(content.get("options", {}))
         if "like" in content:
             like = chosen(content["like"])
             known = dict(like.options)
             fixed = {**known, **{name: known[other] for name, other in content.get("copies", {}).items()}, **fixed}
-            rates = [like.lr] if content.get("same_rate") else rates
+            rates = [like.lr] if content.get("same_rate") or self.settings[setting].get("same_rate") else rates
         points = itertools.product(rates, content.get("grid", [{}]))
         return [Point(setting, row, lr, tuple({**fixed, **options}.items()), 0) for lr, options in points]
 
@@ -131,8 +135,7 @@ class Plan:
 
     def command(self, point: Point) -> list[str]:
         """The command that makes a point's model, in the work folder."""
-        row = self.rows[point.row]
-        setting = self.settings[point.setting]
+        row, setting = self.row(point.setting, point.row), self.settings[point.setting]
         if (tuned := self.fine_tuned(point)) is not None:
             folder, held_out = self.run_folder(point), setting["flags"][setting["flags"].index("--val-data") + 1]
             save = ["--wise-ft-save", str(row["wise_ft"]), folder]
@@ -141,11 +144,14 @@ class Plan:
         if kwargs := [each for of in (setting, row) for each in of.get("model_kwargs", "").split()]:
             flags += ["--model-kwargs", *kwargs]
         options = [f"{key}={value}" for key, value in point.options]
-        loss = ["--loss", row["loss"], *(["--set", *options] if options else [])]
+        loss = [row["loss"], *(["--set", *options] if options else []), "--lr", f"{point.lr:g}"]
+        if (script := setting.get("script")) is not None:
+            run = ["--seeds", str(point.seed), "--json", f"{self.run_folder(point)}.json"]
+            return ["python", f"scripts/experiments/{script}", *flags, "--losses", *loss, *run]
         run = ["--seed", str(point.seed), "--name", point.name, "--logs", f"runs/{self.size}/{point.setting}"]
         if (base := self.base(point.setting)) is not None:
             run += ["--pretrained", f"{self.run_folder(base)}/export/best"]
-        return ["coder-plugin", "train", *flags, *loss, "--lr", f"{point.lr:g}", *run]
+        return ["coder-plugin", "train", *flags, "--loss", *loss, *run]
 
 
 class Results:
@@ -222,12 +228,19 @@ class Work:
         log = folder.with_name(f"{folder.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
-        options = ["--workers", "1" if self.plan.size != "smoke" else "0", *(["--no-report"] if tuned is None else [])]
+        record = Path(f"{folder}.json")
+        if (script := self.plan.settings[point.setting].get("script")) is not None:
+            folder.mkdir(exist_ok=True)
+            record.unlink(missing_ok=True)
+            started, options = [str(HERE / script), *command[2:]], ["--threads", str(self.threads)]
+        else:
+            started = ["-m", "coder_plugin.cli", *command[1:]]
+            options = ["--workers", "1" if self.plan.size != "smoke" else "0", *(["--no-report"] if tuned is None else [])]
         if tuned is not None:
             shutil.rmtree(folder, ignore_errors=True)  # it may be half of an export
         with log.open("a") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "coder_plugin.cli", *command[1:], *options, *resume],
+                [sys.executable, *started, *options, *resume],
                 cwd=self.folder,
                 env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
                 stdout=output,
@@ -236,6 +249,12 @@ class Work:
             _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"{shlex.join(command)} failed, see {log}")
+        if script is not None:
+            measured = read_record(record)
+        elif tuned is not None:
+            measured = read_evaluation(record)
+        else:
+            measured = read_metrics(folder / "metrics.jsonl")
         return {
             "setting": point.setting,
             "row": point.row,
@@ -245,7 +264,7 @@ class Work:
             "command": shlex.join(command),
             "seconds": round(time.monotonic() - begun) if not resume else None,
             "memory_mb": usage.ru_maxrss // 1024,
-            **(read_metrics(folder / "metrics.jsonl") if tuned is None else read_evaluation(Path(f"{folder}.json"))),
+            **measured,
         }
 
     def evaluate(self, point: Point, split: str) -> None:
@@ -310,6 +329,17 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return {"held_out": [round(rsum, 2)], "best_epoch": 1, "last_step": {}}
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """The same of what frozen_towers.py has written, and the validation split at the best epoch."""
+    record = json.loads(path.read_text())
+    held_out = [round(record["results"][epoch]["rsum"], 2) for epoch in sorted(record["results"], key=int) if epoch != "0"]
+    val = record["report"]
+    val["scores"] = image_scores(val.pop("i2t_ranks"), val.pop("t2i_ranks"))
+    levels = {f"{name} level": val.pop(f"{name} rsum") for name in ("instance", "concept") if f"{name} rsum" in val}
+    last = {name: end for name, (_, end) in record["losses"].items()} | record["results"][str(len(held_out))]
+    return {"held_out": held_out, "best_epoch": record["best_epoch"], "last_step": last, "val": {**val, **levels}}
+
+
 def image_scores(image_ranks: list[int], caption_ranks: list[int]) -> list[float]:
     """What each image adds to R@sum, in points: its own hits, and those of its captions; their mean is R@sum.
 
@@ -361,6 +391,10 @@ def prepare(options: argparse.Namespace) -> None:
     for data, folder, split in parts:
         if data is not None and not (work / folder / f"{split}_ims.npy").is_file():
             call("-m", "coder_plugin.cli", "regions", "extract", absolute(data), folder, *NETWORK, "--to-split", split)
+    if not (work / "frozen.pt").is_file():
+        splits = ["--train-data", "shards/train/*.tar::shards/held-out/*.tar", "--val-data", "shards/val/*.tar"]
+        towers = ["--model", "towers/lite0-minilm.json", "--image-weights", "towers/lite0.safetensors"]
+        call(str(HERE / "frozen_towers.py"), "cache", "frozen.pt", *towers, *splits)
     if not (work / "concepts.safetensors").is_file():
         words = ["--vectors", absolute(options.vectors), "--output", "concepts.safetensors", "--tagger", options.tagger]
         call("-m", "coder_plugin.cli", "concepts", "--train-data", "regions", *words)
@@ -389,7 +423,7 @@ def run(options: argparse.Namespace) -> None:
         train_all(seeds)
         for point in seeds:
             work.evaluate(point, "val")
-            if any(work.folder.glob(plan.settings[setting]["test_data"])):
+            if (test := plan.settings[setting].get("test_data")) is not None and any(work.folder.glob(test)):
                 work.evaluate(point, "test")
 
 

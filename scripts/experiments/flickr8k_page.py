@@ -132,18 +132,25 @@ def seconds_per_epoch(runs: list[dict[str, Any]]) -> float | None:
     return round(float(np.median(timed)), 1) if timed else None
 
 
-def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean difference of R@sum, and its 95 % interval: images and seeds are drawn anew, the images for both rows alike."""
+def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Mean difference of R@sum over the seeds that both rows have, and its 95 % interval: seeds and images are drawn anew, the
+    same ones for both rows. A seed decides the order of the data and, but for the heads, the first weights, for all rows alike.
+    One seed has no interval.
+    """
+    by_seed = [{run["seed"]: run["val"]["scores"] for run in each} for each in (runs, others)]
+    both = sorted(by_seed[0].keys() & by_seed[1].keys())
+    scores, other_scores = (np.array([each[seed] for seed in both]) for each in by_seed)
+    differences = scores - other_scores
+    mean, (count, images) = float(differences.mean()), differences.shape
+    if count == 1:
+        return {"mean": mean, "low": None, "high": None}
     generator = np.random.default_rng(0)
-    scores, other_scores = (np.array([run["val"]["scores"] for run in each]) for each in (runs, others))
-    images = scores.shape[1]
     drawn = np.empty(RESAMPLES)
     for number in range(RESAMPLES):
-        seeds, other_seeds = (generator.integers(len(each), size=len(each)) for each in (scores, other_scores))
-        rows = generator.integers(images, size=images)
-        drawn[number] = (scores[seeds].mean(0) - other_scores[other_seeds].mean(0))[rows].mean()
+        seeds, rows = generator.integers(count, size=count), generator.integers(images, size=images)
+        drawn[number] = differences[seeds].mean(0)[rows].mean()
     low, high = np.percentile(drawn, [2.5, 97.5])
-    return {"mean": float(scores.mean() - other_scores.mean()), "low": float(low), "high": float(high)}
+    return {"mean": mean, "low": float(low), "high": float(high)}
 
 
 def format_table(rows: dict[str, dict[str, Any]]) -> str:
@@ -169,10 +176,16 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
             cells.append(spread(val["cosine"]) if "cosine" in val else "")
         if kept:
             cells.append(spread(val["kept"]) if "kept" in val else "")
-        cells.append("the best peer" if above is None else f"{above['mean']:+.1f} [{above['low']:+.1f}, {above['high']:+.1f}]")
+        cells.append("the best peer" if above is None else format_difference(above))
         cells += [spread(each["test"]["rsum"]) if "test" in each else ""] if test else []
         lines.append([*cells, f"{each['seconds_per_epoch'] or '–'}", f"{each['memory_mb']:,}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_difference(above: dict[str, float | None]) -> str:
+    """With its interval, if it has one."""
+    interval = "(1 seed)" if above["low"] is None else f"[{above['low']:+.1f}, {above['high']:+.1f}]"
+    return f"{above['mean']:+.1f} {interval}"
 
 
 def format_sweeps(sweeps: dict[str, dict[str, Any]]) -> str:

@@ -7,10 +7,11 @@
     python scripts/experiments/frozen_towers.py train cache.pt --model towers/lite0-minilm.json \\
         --losses dcl coder --concepts concepts.safetensors
 
-`cache` encodes every image (evaluation transform: no augmentation) and every caption once, with an open_clip model that has
-a timm image tower and a transformers text tower. `train` builds the same model, puts the cached features in the place of the
-two towers, and trains the projections and heads. Losses, heads, `post_step` and `embed_*` are those of the package. The
-momentum copy consists of projections and heads too: frozen towers would give it the same features.
+flickr8k.py runs both for the tables of docs/flickr8k.md. `cache` encodes every image (evaluation transform: no augmentation)
+and every caption once, with an open_clip model that has a timm image tower and a transformers text tower. `train` builds the
+same model, puts the cached features in the place of the two towers, and trains the projections and heads. Losses, heads,
+`post_step` and `embed_*` are those of the package. The momentum copy consists of projections and heads too: frozen towers would
+give it the same features.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
 from coder_plugin.training.step import gradient_shares
 
 
-def main() -> None:
-    options = arguments()
-    logging.disable(logging.WARNING)
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     if options.command == "cache":
         cache(options)
@@ -53,8 +53,8 @@ def main() -> None:
     data = torch.load(options.cache, mmap=True, weights_only=True)
     initial = torch.load(options.init, weights_only=True) if options.init else None
     if options.hold_out:
-        data = hold_out(data, options.hold_out)
-    CachedTransformer.take(data["train"], data["val"])
+        data = {**hold_out(data, options.hold_out), "report": data["val"]}
+    CachedTransformer.take(*data.values())
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         begun = time.perf_counter()
         results, model, losses = train(text, lr, seed, data, options, initial)
@@ -70,6 +70,9 @@ def main() -> None:
         if options.json:
             record = {"objective": text, "set": options.set, "lr": lr, "seed": seed, "hold_out": options.hold_out,
                       "name": options.name, "results": results, "losses": losses}  # fmt: skip
+            if options.hold_out:
+                record["best_epoch"] = max(range(1, options.epochs + 1), key=lambda epoch: results[epoch]["rsum"])
+                record["report"] = evaluate_levels(model, data["report"], options.betas, ranks=True)
             with Path(options.json).open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
@@ -197,7 +200,7 @@ def train(
     objective = objective.with_options({key: value for key, value in settings.items() if key.split(".")[0] in owners})
     facts = TrainingFacts(
         loss=text, samples_per_epoch=len(data["train"]["images" if options.captions == "draw" else "ids"]),
-        captions=options.captions, pairs_per_step=options.batch_size, concepts=options.concepts,
+        captions=options.captions, pairs_per_step=options.batch_size, epochs=options.epochs, concepts=options.concepts,
     )  # fmt: skip
     chosen = {name: dict(values) for name, values in objective.heads}
     derived = {name: head.options_from_data(chosen.get(name, {}), facts) for name, head in heads.items()}
@@ -216,6 +219,7 @@ def train(
     prototypes = model.coder.heads["prototypes"] if "prototypes" in model.coder.heads else None
     labels, before = torch.full((len(image_of),), -1), torch.full((len(image_of),), -1)
     means: dict[str, list[list[float]]] = {}
+    best: dict[str, Tensor] = {}
     for epoch in range(options.epochs):
         order = torch.randperm(len(image_of) if options.captions == "all" else images, generator=generator)
         if options.captions == "draw":
@@ -243,6 +247,11 @@ def train(
         figures = model.coder.health() | label_figures(labels, before, image_of)
         results[epoch + 1] = evaluate_levels(model, data["val"], options.betas) | figures
         before = labels.clone()
+        past = [results[number]["rsum"] for number in range(1, epoch + 1)]
+        if options.hold_out and results[epoch + 1]["rsum"] > max(past, default=-1.0):
+            best = {name: value.clone() for name, value in model.state_dict().items()}
+    if best:
+        model.load_state_dict(best)
     mean = {name: [sum(epoch) / len(epoch) for epoch in epochs] for name, epochs in means.items()}
     # a term that is zero in the first epoch is reported from its first epoch with a value
     first_and_last = {name: (next((v for v in values if v), 0.0), values[-1]) for name, values in mean.items()}
@@ -258,6 +267,7 @@ def make_optimizer(model: nn.Module, lr: float, wd: float) -> torch.optim.AdamW:
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=lr,
+        fused=True,
     )
 
 
@@ -288,8 +298,9 @@ def label_figures(labels: Tensor, before: Tensor, image_of: Tensor) -> dict[str,
 
 
 @torch.no_grad()
-def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float]) -> dict[str, float]:
-    """Recall of the score, and R@sum of its instance level and its concept level alone, and with other weights beta."""
+def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float], ranks: bool = False) -> dict[str, Any]:
+    """Recall of the score, and R@sum of its instance level and its concept level alone, and with other weights beta. With
+    ``ranks`` the ranks of every image and caption too, as lists."""
     model.eval()
     images, texts = model.embed_image(split["images"]), []
     for ids in split["ids"].split(500):
@@ -297,7 +308,9 @@ def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float]) ->
     model.train()
     vectors = images, torch.cat(texts)
     result = recall_from_embeddings(*vectors, split["image_of_caption"])
-    figures = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+    figures: dict[str, Any] = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+    if ranks:
+        figures |= {key: result[key].tolist() for key in ("i2t_ranks", "t2i_ranks")}
     scoring = "concepts" in model.coder.heads and model.coder.heads["concepts"].score_weights()[1] > 0
     if scoring:  # the vectors are [sqrt(beta) v, sqrt(1 - beta) v_C]
         dim = model.coder.heads["concepts"].block_dim
@@ -309,7 +322,7 @@ def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float]) ->
     return figures
 
 
-def arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     cache_command = commands.add_parser("cache", help="encode the data once")
@@ -336,14 +349,16 @@ def arguments() -> argparse.Namespace:
     train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
     train_command.add_argument("--betas", type=float, nargs="*", default=[], help="also evaluate other weights of the levels")
     train_command.add_argument("--hold-out", type=int, default=0, metavar="N",
-                               help="choose settings: train without the last N training images and evaluate on these")
+                               help="choose settings: train without the last N training images and evaluate on these; with "
+                               "--json the best epoch is then evaluated on the validation split too")
     train_command.add_argument("--name", default="", help="a name for the rows of --json")
     train_command.add_argument("--shares", action="store_true", help="print each term's share of the gradient, once per epoch")
     train_command.add_argument("--init", help="start from the weights of an earlier --save")
     train_command.add_argument("--save", help="write the trained projections to this file")
     train_command.add_argument("--json", help="append results to this file")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()

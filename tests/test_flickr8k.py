@@ -142,6 +142,20 @@ def test_rows_take_the_options_of_the_row_that_they_are_like() -> None:
     assert [point.lr for point in plan.grid("regions-bigru", "own", lambda row: pytest.fail(row))] == [7e-3]
 
 
+def test_the_recipe_of_the_best_row_has_its_settings() -> None:
+    from flickr8k import Plan, Point
+
+    from coder_plugin import recipes
+    from coder_plugin.losses.dcl import DCL
+
+    recipe = recipes.load("dcl-bigru")
+    row = Point("regions-bigru", "dcl", 6e-3, (("dcl.mu", 0.1), ("dcl.gamma", 0.3)), 0)
+    flags = vars(build_parser().parse_args(Plan("cpu").command(row)[1:]))
+    assert recipe.loss == flags["loss"]
+    assert {name: flags[name] for name in recipe.settings} == recipe.settings
+    assert row.options == tuple((f"dcl.{name}", DCL().options[name]) for name in ("mu", "gamma"))
+
+
 def test_a_setting_starts_from_the_model_of_its_base() -> None:
     from flickr8k import Plan
 

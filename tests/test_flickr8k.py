@@ -82,6 +82,19 @@ def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> 
     assert rates["coder"] == rates["clip"] == {1e-4, 3e-4, 1e-3} and len(rates["mu"]) == 1
 
 
+def test_frozen_towers_take_the_settings_of_their_terms_and_heads() -> None:
+    import frozen_towers
+
+    pytest.importorskip("pytorch_metric_learning")
+    settings = ["dcl.mu=0.2", "pml.NTXentLoss.temperature=0.3", "momentum.momentum=0.9", "m_dcl.mu=0.4"]
+    objective = frozen_towers.with_settings(Objective.parse("dcl + pml.NTXentLoss"), settings)
+    given = {term.name: dict(term.options) for term in objective.terms}
+    assert given == {"dcl": {"mu": 0.2}, "pml.NTXentLoss": {"temperature": 0.3}}
+    assert "momentum" not in dict(objective.heads)
+    objective = frozen_towers.with_settings(Objective.parse("m_dcl"), settings)
+    assert dict(dict(objective.heads)["momentum"])["momentum"] == 0.9 and dict(objective.terms[0].options) == {"mu": 0.4}
+
+
 def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import flickr8k
     import frozen_towers

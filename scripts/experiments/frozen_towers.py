@@ -193,11 +193,8 @@ def make_model(objective: Objective, seed: int, path: str, initial: dict[str, Te
 def train(
     text: str, lr: float, seed: int, data: dict[str, Any], options: argparse.Namespace, initial: dict[str, Tensor] | None
 ) -> tuple[dict[int, dict[str, float]], Any, dict[str, tuple[float, float]]]:
-    settings = {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in options.set)}
-    objective = Objective.parse(text)
+    objective = with_settings(Objective.parse(text), options.set)
     heads = coder_plugin.model.required_heads_with(objective, Head)
-    owners = {*heads, *(term.name for term in objective.terms)}
-    objective = objective.with_options({key: value for key, value in settings.items() if key.split(".")[0] in owners})
     facts = TrainingFacts(
         loss=text, samples_per_epoch=len(data["train"]["images" if options.captions == "draw" else "ids"]),
         captions=options.captions, pairs_per_step=options.batch_size, epochs=options.epochs, concepts=options.concepts,
@@ -256,6 +253,13 @@ def train(
     # a term that is zero in the first epoch is reported from its first epoch with a value
     first_and_last = {name: (next((v for v in values if v), 0.0), values[-1]) for name, values in mean.items()}
     return results, model, first_and_last
+
+
+def with_settings(objective: Objective, settings: list[str]) -> Objective:
+    """The objective with ``OWNER.OPTION=VALUE``, of the owners that it has."""
+    owners = {*coder_plugin.model.required_heads_with(objective, Head), *(term.name for term in objective.terms)}
+    given = {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in settings)}
+    return objective.with_options({key: value for key, value in given.items() if key.rpartition(".")[0] in owners})
 
 
 def make_optimizer(model: nn.Module, lr: float, wd: float) -> torch.optim.AdamW:

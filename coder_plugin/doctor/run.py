@@ -219,7 +219,7 @@ def _accuracies(records: Records) -> Iterator[Finding]:
     before, last = measured[0]["zeroshot_top1"], measured[-1]["zeroshot_top1"]
     figures = f"zero-shot top-1 {last:.1f} %, {before:.1f} % before the first step"
     if last < _WORSE * before:
-        do = "weights between before and after: eval --wise-ft; next time a lower --lr, or --loss 'clip + distill'"
+        do = "weights between before and after: eval --wise-ft; next time a lower --lr, or --recipe finetune-clip"
         yield warning("run.zeroshot.fallen", figures, do)
     else:
         yield ok("run.zeroshot", figures)

@@ -120,7 +120,8 @@ class Plan:
             like = chosen(content["like"])
             known = dict(like.options)
             fixed = {**known, **{name: known[other] for name, other in content.get("copies", {}).items()}, **fixed}
-            rates = [like.lr] if content.get("same_rate") or self.settings[setting].get("same_rate") else rates
+            same = "lr" not in content and self.settings[setting].get("same_rate")
+            rates = [like.lr] if same or content.get("same_rate") else rates
         points = itertools.product(rates, content.get("grid", [{}]))
         return [Point(setting, row, lr, tuple({**fixed, **options}.items()), 0) for lr, options in points]
 
@@ -165,9 +166,11 @@ class Results:
         return self.folder / self.plan.size / point.setting / f"{point.name}.json"
 
     def get(self, point: Point) -> dict[str, Any] | None:
-        """What :meth:`write` wrote, if it did."""
-        path = self.file(point)
-        return json.loads(path.read_text()) if path.is_file() else None
+        """What :meth:`write` wrote, if it did, and if the point's command still has the same words."""
+        if not (path := self.file(point)).is_file():
+            return None
+        result = json.loads(path.read_text())
+        return result if sorted(shlex.split(result["command"])) == sorted(self.plan.command(point)) else None
 
     def write(self, point: Point, result: dict[str, Any]) -> None:
         """Replace what is known of a point."""
@@ -305,7 +308,7 @@ class Work:
 
 def write_json(path: Path, content: Any) -> None:
     """As a whole or not at all."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{threading.get_ident()}.tmp")  # two runs may need the same base
     temporary.write_text(json.dumps(content) + "\n")
     temporary.replace(path)
 

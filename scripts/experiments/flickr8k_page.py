@@ -33,9 +33,9 @@ def write_page(results: Any, page: Path) -> None:
         best = max(peers, key=lambda row: rows[row]["held_out"], default=None)
         for row, each in rows.items():
             each["title"] = plan.rows[row]["title"]
+            each["above"] = {peer: difference(settings[name][row], settings[name][peer]) for peer in peers if peer != row}
             if best is not None and row != best:
-                each["above_best_peer"] = difference(settings[name][row], settings[name][best])
-                each["best_peer"] = best
+                each["above_best_peer"], each["best_peer"] = each["above"][best], best
 
     def block(match: re.Match[str]) -> str:
         table, setting = match["table"], match["setting"]

@@ -55,6 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.hold_out:
         data = {**hold_out(data, options.hold_out), "report": data["val"]}
     CachedTransformer.take(*data.values())
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         begun = time.perf_counter()
         results, model, losses = train(text, lr, seed, data, options, initial)
@@ -354,7 +356,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_command.add_argument("--betas", type=float, nargs="*", default=[], help="also evaluate other weights of the levels")
     train_command.add_argument("--hold-out", type=int, default=0, metavar="N",
                                help="choose settings: train without the last N training images and evaluate on these; with "
-                               "--json the best epoch is then evaluated on the validation split too")
+                               "--json the best epoch, which --save writes, is then evaluated on the validation split too")
     train_command.add_argument("--name", default="", help="a name for the rows of --json")
     train_command.add_argument("--shares", action="store_true", help="print each term's share of the gradient, once per epoch")
     train_command.add_argument("--init", help="start from the weights of an earlier --save")

@@ -340,7 +340,8 @@ def read_record(path: Path) -> dict[str, Any]:
     val["scores"] = image_scores(val.pop("i2t_ranks"), val.pop("t2i_ranks"))
     levels = {f"{name} level": val.pop(f"{name} rsum") for name in ("instance", "concept") if f"{name} rsum" in val}
     last = {name: end for name, (_, end) in record["losses"].items()} | record["results"][str(len(held_out))]
-    return {"held_out": held_out, "best_epoch": record["best_epoch"], "last_step": last, "val": {**val, **levels}}
+    best = held_out.index(max(held_out)) + 1
+    return {"held_out": held_out, "best_epoch": best, "last_step": last, "val": {**val, **levels}}
 
 
 def image_scores(image_ranks: list[int], caption_ranks: list[int]) -> list[float]:

@@ -26,15 +26,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from frozen_towers import parse_settings, with_settings
 from torch import Tensor, nn
 
 import coder_plugin
 from coder_plugin.backbones.word_embeddings import TextBatch, noised_names
 from coder_plugin.data import open_source
 from coder_plugin.evaluation import recall, recall_from_embeddings
-from coder_plugin.expression import parse_value
 from coder_plugin.heads.asymmetry import Asymmetry
-from coder_plugin.model import required_heads
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
 
@@ -185,12 +184,9 @@ def train(
 
 def objective_of(row: str, options: argparse.Namespace) -> Objective:
     loss, asymmetry = ROWS[row]
-    objective = Objective.parse(loss)
-    owners = {*required_heads(objective), *(term.name for term in objective.terms)}
     settings: dict[str, Any] = {"ascl.temperature": options.temperature, "fusion.recompute": False}
     settings |= {f"asymmetry.{name}": value for name, value in asymmetry.items()}
-    settings |= {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in options.set)}
-    return objective.with_options({key: value for key, value in settings.items() if key.split(".")[0] in owners})
+    return with_settings(Objective.parse(loss), settings | parse_settings(options.set))
 
 
 def rate(step: int, total: int) -> float:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from frozen_towers import rate
+from frozen_towers import parse_settings, rate, with_settings
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -41,7 +41,6 @@ import coder_plugin
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings, rerank
 from coder_plugin.evaluation.rerank import MeanScore, Products
-from coder_plugin.expression import parse_value
 from coder_plugin.functional.masked_sets import mean
 from coder_plugin.heads.rerankers import make_reranker, required_keys
 from coder_plugin.objective import Objective
@@ -241,10 +240,7 @@ def train(
     """Validation recall of the full score, that of S_b alone, values of the first and the last epoch (the mean of each loss,
     and the heads' figures at the epoch's end), and recall by each re-ranker."""
     torch.manual_seed(seed)
-    objective = Objective.parse(text)
-    owners = {*coder_plugin.model.required_heads(objective), *(term.name for term in objective.terms)}
-    pairs = dict(setting.split("=", 1) for setting in options.set)
-    objective = objective.with_options({k: parse_value(v) for k, v in pairs.items() if k.split(".")[0] in owners})
+    objective = with_settings(Objective.parse(text), parse_settings(options.set))
     split, size = data["train"], options.batch_size
     runner = KINDS[options.kind](objective, options, split["grids"].shape[2])
     model = runner.model.train()

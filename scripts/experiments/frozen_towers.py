@@ -73,7 +73,6 @@ def main(arguments: list[str] | None = None) -> None:
             record = {"objective": text, "set": options.set, "lr": lr, "seed": seed, "hold_out": options.hold_out,
                       "name": options.name, "results": results, "losses": losses}  # fmt: skip
             if options.hold_out:
-                record["best_epoch"] = max(range(1, options.epochs + 1), key=lambda epoch: results[epoch]["rsum"])
                 record["report"] = evaluate_levels(model, data["report"], options.betas, ranks=True)
             with Path(options.json).open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -195,7 +194,7 @@ def make_model(objective: Objective, seed: int, path: str, initial: dict[str, Te
 def train(
     text: str, lr: float, seed: int, data: dict[str, Any], options: argparse.Namespace, initial: dict[str, Tensor] | None
 ) -> tuple[dict[int, dict[str, float]], Any, dict[str, tuple[float, float]]]:
-    objective = with_settings(Objective.parse(text), options.set)
+    objective = with_settings(Objective.parse(text), parse_settings(options.set))
     heads = coder_plugin.model.required_heads_with(objective, Head)
     facts = TrainingFacts(
         loss=text, samples_per_epoch=len(data["train"]["images" if options.captions == "draw" else "ids"]),
@@ -257,11 +256,15 @@ def train(
     return results, model, first_and_last
 
 
-def with_settings(objective: Objective, settings: list[str]) -> Objective:
-    """The objective with ``OWNER.OPTION=VALUE``, of the owners that it has."""
-    owners = {*coder_plugin.model.required_heads_with(objective, Head), *(term.name for term in objective.terms)}
-    given = {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in settings)}
-    return objective.with_options({key: value for key, value in given.items() if key.rpartition(".")[0] in owners})
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """``OWNER.OPTION=VALUE`` as values by ``OWNER.OPTION``."""
+    return {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in settings)}
+
+
+def with_settings(objective: Objective, settings: dict[str, Any]) -> Objective:
+    """The objective with those settings whose owner, a term or a head, it has."""
+    owners = {*coder_plugin.model.required_heads(objective), *(term.name for term in objective.terms)}
+    return objective.with_options({key: value for key, value in settings.items() if key.rpartition(".")[0] in owners})
 
 
 def make_optimizer(model: nn.Module, lr: float, wd: float) -> torch.optim.AdamW:

@@ -45,15 +45,15 @@ def cases() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("size", "setting"), cases())
 def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
-    from flickr8k import Plan
+    from flickr8k import Plan, make_run
 
     pytest.importorskip("pytorch_metric_learning")
     points = points_of(Plan(size), setting)
     assert len({point.name for point in points}) == len(points) > (0 if setting == "clip-base" else 14)
     for point in points:
-        command = Plan(size).command(point)
+        command = make_run(Plan(size), point).command
         flags = vars(build_parser().parse_args(command[1:]))
-        if Plan(size).fine_tuned(point) is not None:
+        if command[1] == "eval":
             assert flags["run_folder"][0].startswith(f"runs/{size}/clip/") and flags["wise_ft_save"][0] == "0.5"
             continue
         assert (flags["seed"], flags["lr"], flags["name"]) == (0, point.lr, point.name)
@@ -64,7 +64,7 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
 
 def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> None:
     import frozen_towers
-    from flickr8k import Plan
+    from flickr8k import Plan, make_run
 
     pytest.importorskip("pytorch_metric_learning")
     plan = Plan("cpu")
@@ -72,7 +72,7 @@ def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> 
     assert len({point.name for point in points}) == len(points) > 50
     rates: dict[str, set[float]] = {point.row: set() for point in points}
     for point in points:
-        python, script, *command = plan.command(point)
+        python, script, *command = make_run(plan, point).command
         assert (python, script) == ("python", "scripts/experiments/frozen_towers.py")
         options = frozen_towers.build_parser().parse_args(command)
         assert (options.seeds, options.lr, options.hold_out) == ([point.seed], [point.lr], 1000)
@@ -133,7 +133,7 @@ def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = work.results.get(point)
     assert len(result["held_out"]) == 4 and len(result["val"]["scores"]) == 20
     assert np.mean(result["val"]["scores"]) == pytest.approx(result["val"]["rsum"], abs=1e-3)
-    record = json.loads((tmp_path / f"{plan.run_folder(point)}.json").read_text())
+    record = json.loads((tmp_path / f"{flickr8k.make_run(plan, point).folder}.json").read_text())
     assert result["held_out"][-1] > 1.5 * record["results"]["0"]["rsum"]  # it has learned
     # the images reported are others than those held out; where they are the same, their recall is that of the best epoch
     assert record["report"]["rsum"] != record["results"][str(result["best_epoch"])]["rsum"]
@@ -168,28 +168,28 @@ def test_rows_take_the_options_of_the_row_that_they_are_like() -> None:
 
 
 def test_the_recipe_of_the_best_row_has_its_settings() -> None:
-    from flickr8k import Plan, Point
+    from flickr8k import Plan, Point, make_run
 
     from coder_plugin import recipes
     from coder_plugin.losses.dcl import DCL
 
     recipe = recipes.load("dcl-bigru")
     row = Point("regions-bigru", "dcl", 6e-3, (("dcl.mu", 0.1), ("dcl.gamma", 0.3)), 0)
-    flags = vars(build_parser().parse_args(Plan("cpu").command(row)[1:]))
+    flags = vars(build_parser().parse_args(make_run(Plan("cpu"), row).command[1:]))
     assert recipe.loss == flags["loss"]
     assert {name: flags[name] for name in recipe.settings} == recipe.settings
     assert row.options == tuple((f"dcl.{name}", DCL().options[name]) for name in ("mu", "gamma"))
 
 
 def test_a_setting_starts_from_the_model_of_its_base() -> None:
-    from flickr8k import Plan
+    from flickr8k import Plan, make_run
 
     plan = Plan("cpu", ["clip"])
     point = plan.grid("clip", "clip", lambda row: pytest.fail(row))[0]
-    command, base = plan.command(point), plan.base("clip")
+    command, base = make_run(plan, point).command, plan.base("clip")
     assert base is not None and plan.base("clip-base") is None and plan.base("regions-bigru") is None
     assert command[-2:] == ["--pretrained", f"runs/cpu/clip-base/{base.name}/export/best"]
-    assert plan.command(base)[-2:] == ["--logs", "runs/cpu/clip-base"] and plan.rows_of("clip-base") == ["base"]
+    assert make_run(plan, base).command[-2:] == ["--logs", "runs/cpu/clip-base"] and plan.rows_of("clip-base") == ["base"]
     assert "base" not in plan.rows_of("clip") and "coder-clip" not in plan.rows_of("regions-bigru")
     assert "ascl" in plan.rows_of("regions-bigru") and "ascl-fusion" not in plan.rows_of("regions-bigru")
     assert "ascl-fusion" in Plan("gpu").rows_of("regions-bigru")
@@ -253,7 +253,8 @@ def test_weights_half_way_from_the_base_need_its_fine_tuned_model(tmp_path: Path
         work.train(point)
     [point] = plan.grid("clip", "clip-wise-ft", lambda row: work.results.chosen("clip", row))
     tuned = work.results.chosen("clip", "clip")
-    assert plan.fine_tuned(point) == tuned and plan.fine_tuned(tuned) is None and point.lr == tuned.lr
+    assert flickr8k.make_run(plan, point).needs == tuned and point.lr == tuned.lr
+    assert flickr8k.make_run(plan, tuned).needs == plan.base("clip")
     work.run_folder(point).mkdir()  # what a stopped evaluation leaves
     result = work.train(point)
     assert result["held_out"] == [4.0] and result["command"].startswith(f"coder-plugin eval runs/cpu/clip/{tuned.name} ")
@@ -306,6 +307,11 @@ def test_intervals_of_differences() -> None:
     above = difference(runs(0, 1, 2, add=7.0), others)
     assert above["mean"] == pytest.approx(7.0) and above["low"] < 7 < above["high"]
     assert format_difference(above) == f"+7.0 [{above['low']:+.1f}, {above['high']:+.1f}]"
+    # three of four seeds: a mean of -3 has a probability of 1/64, one of -7/3 or less has 4/64
+    first, scores = random_scores(0)[0], enumerate((-3.0, -1.0, 1.0, 3.0))
+    shifted = [{"seed": seed, "val": {"scores": [each + add for each in first]}} for seed, add in scores]
+    seeds_alone = difference(shifted, [{"seed": seed, "val": {"scores": first}} for seed in range(4)])
+    assert seeds_alone == pytest.approx({"mean": 0.0, "low": -7 / 3, "high": 7 / 3})
 
 
 class MadeResults:
@@ -322,8 +328,10 @@ class MadeResults:
 
     def finish(self, point: Any, held_out: list[float], seconds: int | None = 9) -> None:
         """Write what training writes."""
-        result = {"command": shlex.join(self.plan.command(point)), "seed": point.seed, "lr": point.lr, "seconds": seconds}
-        result |= {"options": dict(point.options), "memory_mb": 1234, "last_step": {"loss": 1.0}}
+        from flickr8k import make_run
+
+        result = {"command": shlex.join(make_run(self.plan, point).command), "seed": point.seed, "lr": point.lr}
+        result |= {"seconds": seconds, "options": dict(point.options), "memory_mb": 1234, "last_step": {"loss": 1.0}}
         self.results.write(point, {**result, "held_out": held_out, "best_epoch": 2})
 
     def evaluate(self, point: Any, seed: int) -> None:
@@ -402,7 +410,7 @@ def test_the_classes_that_training_keeps(tmp_path: Path) -> None:
 
 
 def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
-    from flickr8k import Plan, Results
+    from flickr8k import Plan, Results, make_run
     from flickr8k_page import write_page
 
     pytest.importorskip("matplotlib")
@@ -410,13 +418,14 @@ def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
     page.write_text("<!-- begin d regions-bigru -->\n<!-- end -->\n")
     results = Results(tmp_path / "results", Plan("cpu", ["regions-bigru"], ["dcl", "mu", "epsilon"]))
     for point in results.plan.grid("regions-bigru", "dcl", results.chosen):
-        command = shlex.join(results.plan.command(point))
+        command = shlex.join(make_run(results.plan, point).command)
         results.write(point, {"held_out": [1.0 + point.lr], "best_epoch": 1, "last_step": {}, "command": command})
     points = results.plan.grid("regions-bigru", "mu", lambda row: results.chosen("regions-bigru", row))
     assert {point.lr for point in points} == {6e-3} and [dict(point.options)["dcl.gamma"] for point in points] == [0.3] * 5
     for number, point in enumerate(points[:4]):
         result = {"held_out": [1.0, 5.0 - abs(number - 2)], "best_epoch": 2, "last_step": {}}
-        results.write(point, {**result, "command": shlex.join(reversed(results.plan.command(point)))})  # the same words
+        words = reversed(make_run(results.plan, point).command)  # in another order
+        results.write(point, {**result, "command": shlex.join(words)})
     write_page(results, page)
     line = "| μ (`dcl.mu`) | 0.02: 3.0 · 0.035: 4.0 · **0.05: 5.0** · 0.1: 4.0 |"
     assert line in page.read_text() and "ε" not in page.read_text()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import shlex
@@ -29,130 +28,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from braceexpand import braceexpand
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+from flickr8k_plan import Plan, Point
+from flickr8k_runs import image_scores, make_run
 
 HERE = Path(__file__).resolve().parent
-PLAN = HERE / "flickr8k.toml"
 #: 36 regions of an image: the cells of the last feature map.
 NETWORK = shlex.split(
     "--detector timm --detector-model tf_efficientnet_lite0 --weights towers/lite0.safetensors --image-size 192 "
     "--to precomp --split val"
 )
-
-
-@dataclass(frozen=True)
-class Point:
-    """A row of the tables at one learning rate, with values of its options and a seed."""
-
-    setting: str
-    row: str
-    lr: float
-    options: tuple[tuple[str, Any], ...]
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Of the run's folder."""
-        options = "".join(f"-{key.split('.')[-1]}{value}" for key, value in self.options)
-        return f"{self.row}{options}-lr{self.lr:g}-seed{self.seed}"
-
-
-class Plan:
-    """What is trained: flickr8k.toml at a size."""
-
-    def __init__(self, size: str, settings: Iterable[str] = (), rows: Iterable[str] = (), tables: Iterable[str] = ()) -> None:
-        content = tomllib.loads(PLAN.read_text())
-        self.size, self.rows = size, content["rows"]
-        known = {name: each for name, each in content["settings"].items() if size in each["sizes"]}
-        if unknown := [name for name in settings if name not in known]:
-            raise SystemExit(f"no setting {unknown[0]} of size {size} in {PLAN.name}: one of {', '.join(known)}")
-        if unknown := [name for name in rows if name not in self.rows]:
-            raise SystemExit(f"no row {unknown[0]} in {PLAN.name}: one of {', '.join(self.rows)}")
-        #: Those to train, and those that they start from.
-        self.settings = {name: {**known[name], **known[name]["sizes"][size]} for name in known}
-        for name, setting in self.settings.items():
-            setting["flags"] = shlex.split(f"{known[name]['flags']} {setting['flags']}")
-        self.chosen_settings = list(settings) or list(known)
-        tables = set(tables)
-        self.chosen = list(rows) or [name for name, row in self.rows.items() if not tables or tables & set(row["tables"])]
-
-    def row(self, setting: str, row: str) -> dict[str, Any]:
-        """What a row is in a setting."""
-        return {**self.rows[row], **self.settings[setting].get("own", {}).get(row, {})}
-
-    def rows_of(self, setting: str) -> list[str]:
-        """The rows to train in a setting."""
-        own = self.settings[setting].get("rows")
-
-        def has(name: str, row: dict[str, Any]) -> bool:
-            in_setting = name in own if own else setting in row.get("settings", [setting])
-            return in_setting and self.size in row.get("sizes", [self.size])
-
-        return [name for name in self.chosen if has(name, self.rows[name])]
-
-    def base(self, setting: str) -> Point | None:
-        """The point whose model the setting's runs start from."""
-        if (name := self.settings[setting].get("base")) is None:
-            return None
-        [row], [rate] = self.settings[name]["rows"], self.settings[name]["lr"]
-        return Point(name, row, rate, (), 0)
-
-    def seeds(self, setting: str) -> range:
-        """The seeds of the chosen point of each row."""
-        return range(self.settings[setting]["seeds"])
-
-    def grid(self, setting: str, row: str, chosen: Callable[[str], Point]) -> list[Point]:
-        """The points of a row to choose from, with seed 0."""
-        content = self.row(setting, row)
-        rates, fixed = content.get("lr", self.settings[setting]["lr"]), dict(content.get("options", {}))
-        if "like" in content:
-            like = chosen(content["like"])
-            known = dict(like.options)
-            fixed = {**known, **{name: known[other] for name, other in content.get("copies", {}).items()}, **fixed}
-            same = "lr" not in content and self.settings[setting].get("same_rate")
-            rates = [like.lr] if same or content.get("same_rate") else rates
-        points = itertools.product(rates, content.get("grid", [{}]))
-        return [Point(setting, row, lr, tuple({**fixed, **options}.items()), 0) for lr, options in points]
-
-    def fine_tuned(self, point: Point) -> Point | None:
-        """The point whose model a point's weights lie before, on the way from the base (WiSE-FT); None if it is trained."""
-        row = self.rows[point.row]
-        return replace(point, row=row["like"]) if "wise_ft" in row else None
-
-    def run_folder(self, point: Point) -> str:
-        """Of a point's training run, in the work folder; of a point that is not trained, its export."""
-        return f"runs/{self.size}/{point.setting}/{point.name}"
-
-    def command(self, point: Point) -> list[str]:
-        """The command that makes a point's model, in the work folder."""
-        row, setting = self.row(point.setting, point.row), self.settings[point.setting]
-        if (tuned := self.fine_tuned(point)) is not None:
-            folder, held_out = self.run_folder(point), setting["flags"][setting["flags"].index("--val-data") + 1]
-            save = ["--wise-ft-save", str(row["wise_ft"]), folder]
-            return ["coder-plugin", "eval", self.run_folder(tuned), "--val-data", held_out, *save, "--json", f"{folder}.json"]
-        flags = [*setting["flags"], *shlex.split(row.get("flags", ""))]
-        if kwargs := [each for of in (setting, row) for each in of.get("model_kwargs", "").split()]:
-            flags += ["--model-kwargs", *kwargs]
-        options = [f"{key}={value}" for key, value in point.options]
-        loss = [row["loss"], *(["--set", *options] if options else []), "--lr", f"{point.lr:g}"]
-        if (script := setting.get("script")) is not None:
-            run = ["--seeds", str(point.seed), "--json", f"{self.run_folder(point)}.json"]
-            return ["python", f"scripts/experiments/{script}", *flags, "--losses", *loss, *run]
-        run = ["--seed", str(point.seed), "--name", point.name, "--logs", f"runs/{self.size}/{point.setting}"]
-        if (base := self.base(point.setting)) is not None:
-            run += ["--pretrained", f"{self.run_folder(base)}/export/best"]
-        return ["coder-plugin", "train", *flags, "--loss", *loss, *run]
 
 
 class Results:
@@ -170,7 +60,7 @@ class Results:
         if not (path := self.file(point)).is_file():
             return None
         result = json.loads(path.read_text())
-        return result if sorted(shlex.split(result["command"])) == sorted(self.plan.command(point)) else None
+        return result if sorted(shlex.split(result["command"])) == sorted(make_run(self.plan, point).command) else None
 
     def write(self, point: Point, result: dict[str, Any]) -> None:
         """Replace what is known of a point."""
@@ -195,7 +85,7 @@ class Work:
 
     def run_folder(self, point: Point) -> Path:
         """Of a point's training run."""
-        return self.folder / self.plan.run_folder(point)
+        return self.folder / make_run(self.plan, point).folder
 
     def train(self, point: Point) -> dict[str, Any]:
         """Train a point, or continue, unless its result is known."""
@@ -223,27 +113,16 @@ class Work:
         return result
 
     def _train(self, point: Point) -> dict[str, Any]:
-        tuned = self.plan.fine_tuned(point)
-        if (needed := tuned or self.plan.base(point.setting)) is not None:
-            self.model(needed)
-        folder, command = self.run_folder(point), self.plan.command(point)
+        run, folder = make_run(self.plan, point), self.run_folder(point)
+        if run.needs is not None:
+            self.model(run.needs)
         resume = ["--resume", "latest"] if any(folder.glob("checkpoints/step_*")) else []
         log = folder.with_name(f"{folder.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        run.prepare(folder)
         begun = time.monotonic()
-        record = Path(f"{folder}.json")
-        if (script := self.plan.settings[point.setting].get("script")) is not None:
-            folder.mkdir(exist_ok=True)
-            record.unlink(missing_ok=True)
-            started, options = [str(HERE / script), *command[2:]], ["--threads", str(self.threads)]
-        else:
-            started = ["-m", "coder_plugin.cli", *command[1:]]
-            options = ["--workers", "1" if self.plan.size != "smoke" else "0", *(["--no-report"] if tuned is None else [])]
-        if tuned is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # it may be half of an export
         with log.open("a") as output:
             process = subprocess.Popen(
-                [sys.executable, *started, *options, *resume],
+                [sys.executable, *run.arguments(self.threads), *resume],
                 cwd=self.folder,
                 env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
                 stdout=output,
@@ -251,23 +130,17 @@ class Work:
             )
             _, status, usage = os.wait4(process.pid, 0)
         if status:
-            raise SystemExit(f"{shlex.join(command)} failed, see {log}")
-        if script is not None:
-            measured = read_record(record)
-        elif tuned is not None:
-            measured = read_evaluation(record)
-        else:
-            measured = read_metrics(folder / "metrics.jsonl")
+            raise SystemExit(f"{shlex.join(run.command)} failed, see {log}")
         return {
             "setting": point.setting,
             "row": point.row,
             "lr": point.lr,
             "options": dict(point.options),
             "seed": point.seed,
-            "command": shlex.join(command),
+            "command": shlex.join(run.command),
             "seconds": round(time.monotonic() - begun) if not resume else None,
             "memory_mb": usage.ru_maxrss // 1024,
-            **measured,
+            **run.measured(folder),
         }
 
     def evaluate(self, point: Point, split: str) -> None:
@@ -311,51 +184,6 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_suffix(f".{threading.get_ident()}.tmp")  # two runs may need the same base
     temporary.write_text(json.dumps(content) + "\n")
     temporary.replace(path)
-
-
-def read_metrics(path: Path) -> dict[str, Any]:
-    """Held-out R@sum after each epoch, the best epoch, and what the last step logged."""
-    held_out, last = {}, {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        if "val/rsum" in record:
-            held_out[record["val/epoch"]] = record["val/rsum"]
-        elif "loss" in record:
-            last = record
-    scores = [round(held_out[epoch], 2) for epoch in sorted(held_out) if epoch > 0]
-    return {"held_out": scores, "best_epoch": scores.index(max(scores)) + 1, "last_step": last}
-
-
-def read_evaluation(path: Path) -> dict[str, Any]:
-    """The same of the interpolated weights that ``coder-plugin eval --wise-ft-save`` has measured."""
-    [rsum] = [row["rsum"] for row in json.loads(path.read_text()) if ", wise-ft " in row["name"]]
-    return {"held_out": [round(rsum, 2)], "best_epoch": 1, "last_step": {}}
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The same of what frozen_towers.py has written, and the validation split at the best epoch."""
-    record = json.loads(path.read_text())
-    held_out = [round(record["results"][epoch]["rsum"], 2) for epoch in sorted(record["results"], key=int) if epoch != "0"]
-    val = record["report"]
-    val["scores"] = image_scores(val.pop("i2t_ranks"), val.pop("t2i_ranks"))
-    levels = {f"{name} level": val.pop(f"{name} rsum") for name in ("instance", "concept") if f"{name} rsum" in val}
-    last = {name: end for name, (_, end) in record["losses"].items()} | record["results"][str(len(held_out))]
-    best = held_out.index(max(held_out)) + 1
-    return {"held_out": held_out, "best_epoch": best, "last_step": last, "val": {**val, **levels}}
-
-
-def image_scores(image_ranks: list[int], caption_ranks: list[int]) -> list[float]:
-    """What each image adds to R@sum, in points: its own hits, and those of its captions; their mean is R@sum.
-
-    Every image must have as many captions as the others, in the order of the images.
-    """
-    captions = len(caption_ranks) // len(image_ranks)
-    own = [caption_ranks[number * captions : (number + 1) * captions] for number in range(len(image_ranks))]
-
-    def share(ranks: list[int]) -> float:
-        return sum(rank < k for rank in ranks for k in (1, 5, 10)) / len(ranks)
-
-    return [round(100 * (share([rank]) + share(ranks)), 4) for rank, ranks in zip(image_ranks, own, strict=True)]
 
 
 def prepare(options: argparse.Namespace) -> None:

@@ -135,7 +135,8 @@ def seconds_per_epoch(runs: list[dict[str, Any]]) -> float | None:
 def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, float | None]:
     """Mean difference of R@sum over the seeds that both rows have, and its 95 % interval: seeds and images are drawn anew, the
     same ones for both rows. A seed decides the order of the data and, but for the heads, the first weights, for all rows alike.
-    One seed has no interval.
+    One seed fewer is drawn than there are (Rao and Wu 1988): drawing three of three would make the variance of their mean a
+    third too small. One seed has no interval.
     """
     by_seed = [{run["seed"]: run["val"]["scores"] for run in each} for each in (runs, others)]
     both = sorted(by_seed[0].keys() & by_seed[1].keys())
@@ -147,7 +148,7 @@ def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict
     generator = np.random.default_rng(0)
     drawn = np.empty(RESAMPLES)
     for number in range(RESAMPLES):
-        seeds, rows = generator.integers(count, size=count), generator.integers(images, size=images)
+        seeds, rows = generator.integers(count, size=count - 1), generator.integers(images, size=images)
         drawn[number] = differences[seeds].mean(0)[rows].mean()
     low, high = np.percentile(drawn, [2.5, 97.5])
     return {"mean": mean, "low": float(low), "high": float(high)}

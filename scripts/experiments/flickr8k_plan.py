@@ -1,0 +1,92 @@
+"""What flickr8k.py trains: the settings, rows and points of flickr8k.toml."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+PLAN = Path(__file__).resolve().parent / "flickr8k.toml"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of the tables at one learning rate, with values of its options and a seed."""
+
+    setting: str
+    row: str
+    lr: float
+    options: tuple[tuple[str, Any], ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder."""
+        options = "".join(f"-{key.split('.')[-1]}{value}" for key, value in self.options)
+        return f"{self.row}{options}-lr{self.lr:g}-seed{self.seed}"
+
+
+class Plan:
+    """What is trained: flickr8k.toml at a size."""
+
+    def __init__(self, size: str, settings: Iterable[str] = (), rows: Iterable[str] = (), tables: Iterable[str] = ()) -> None:
+        content = tomllib.loads(PLAN.read_text())
+        self.size, self.rows = size, content["rows"]
+        known = {name: each for name, each in content["settings"].items() if size in each["sizes"]}
+        if unknown := [name for name in settings if name not in known]:
+            raise SystemExit(f"no setting {unknown[0]} of size {size} in {PLAN.name}: one of {', '.join(known)}")
+        if unknown := [name for name in rows if name not in self.rows]:
+            raise SystemExit(f"no row {unknown[0]} in {PLAN.name}: one of {', '.join(self.rows)}")
+        #: Those to train, and those that they start from.
+        self.settings = {name: {**known[name], **known[name]["sizes"][size]} for name in known}
+        for name, setting in self.settings.items():
+            setting["flags"] = shlex.split(f"{known[name]['flags']} {setting['flags']}")
+        self.chosen_settings = list(settings) or list(known)
+        tables = set(tables)
+        self.chosen = list(rows) or [name for name, row in self.rows.items() if not tables or tables & set(row["tables"])]
+
+    def row(self, setting: str, row: str) -> dict[str, Any]:
+        """What a row is in a setting."""
+        return {**self.rows[row], **self.settings[setting].get("own", {}).get(row, {})}
+
+    def rows_of(self, setting: str) -> list[str]:
+        """The rows to train in a setting."""
+        own = self.settings[setting].get("rows")
+
+        def has(name: str, row: dict[str, Any]) -> bool:
+            in_setting = name in own if own else setting in row.get("settings", [setting])
+            return in_setting and self.size in row.get("sizes", [self.size])
+
+        return [name for name in self.chosen if has(name, self.rows[name])]
+
+    def base(self, setting: str) -> Point | None:
+        """The point whose model the setting's runs start from."""
+        if (name := self.settings[setting].get("base")) is None:
+            return None
+        [row], [rate] = self.settings[name]["rows"], self.settings[name]["lr"]
+        return Point(name, row, rate, (), 0)
+
+    def seeds(self, setting: str) -> range:
+        """The seeds of the chosen point of each row."""
+        return range(self.settings[setting]["seeds"])
+
+    def grid(self, setting: str, row: str, chosen: Callable[[str], Point]) -> list[Point]:
+        """The points of a row to choose from, with seed 0."""
+        content = self.row(setting, row)
+        rates, fixed = content.get("lr", self.settings[setting]["lr"]), dict(content.get("options", {}))
+        if "like" in content:
+            like = chosen(content["like"])
+            known = dict(like.options)
+            fixed = {**known, **{name: known[other] for name, other in content.get("copies", {}).items()}, **fixed}
+            same = "lr" not in content and self.settings[setting].get("same_rate")
+            rates = [like.lr] if same or content.get("same_rate") else rates
+        points = itertools.product(rates, content.get("grid", [{}]))
+        return [Point(setting, row, lr, tuple({**fixed, **options}.items()), 0) for lr, options in points]

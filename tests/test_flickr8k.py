@@ -77,10 +77,11 @@ def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> 
         options = frozen_towers.build_parser().parse_args(command)
         assert (options.seeds, options.lr, options.hold_out) == ([point.seed], [point.lr], 1000)
         assert options.set == [f"{name}={value}" for name, value in point.options] and len(options.losses) == 1
-        assert options.batch_size == 128
+        assert options.batch_size == (int(point.row[-2:]) if "-batch" in point.row else 128)
         rates[point.row].add(point.lr)
     assert rates["coder-paper"] == {1e-4, 3e-4, 1e-3} and rates["clip"] == {3e-5, 1e-4, 3e-4, 1e-3}
     assert rates["coder"] == {1e-4, 3e-4} and len(rates["mu"]) == 1
+    assert (plan.seeds("frozen", "dcl"), plan.seeds("frozen", "dcl-batch32")) == (range(5), range(3))
 
 
 def test_frozen_towers_take_the_settings_of_their_terms_and_heads() -> None:

@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,8 @@ def run(options: argparse.Namespace) -> None:
             if row not in alone:  # it may be like one that is like another
                 train_all(plan.grid(setting, row, chosen))
         best = [chosen(row) for row in rows if not plan.rows[row].get("sweep")]
-        seeds = [Point(p.setting, p.row, p.lr, p.options, seed) for seed in plan.seeds(setting) for p in best]
+        seeds = [replace(point, seed=seed) for point in best for seed in plan.seeds(setting, point.row)]
+        seeds.sort(key=lambda point: point.seed)  # so that rows can be compared before all is done
         train_all(seeds)
         for point in seeds:
             work.evaluate(point, "val")

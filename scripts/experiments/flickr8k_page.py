@@ -73,7 +73,7 @@ def finished_rows(results: Any, setting: str) -> dict[str, list[dict[str, Any]]]
             point = results.chosen(setting, row)
         except LookupError:
             continue
-        known = [results.get(replace(point, seed=seed)) for seed in results.plan.seeds(setting)]
+        known = [results.get(replace(point, seed=seed)) for seed in results.plan.seeds(setting, row)]
         if runs := [run for run in known if run is not None and "val" in run]:
             grid = results.plan.grid(setting, row, functools.partial(results.chosen, setting))
             tried = [(each, results.get(each)) for each in grid]

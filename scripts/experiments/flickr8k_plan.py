@@ -74,9 +74,9 @@ class Plan:
         [row], [rate] = self.settings[name]["rows"], self.settings[name]["lr"]
         return Point(name, row, rate, (), 0)
 
-    def seeds(self, setting: str) -> range:
-        """The seeds of the chosen point of each row."""
-        return range(self.settings[setting]["seeds"])
+    def seeds(self, setting: str, row: str) -> range:
+        """The seeds of a row's chosen point."""
+        return range(self.row(setting, row).get("seeds", self.settings[setting]["seeds"]))
 
     def grid(self, setting: str, row: str, chosen: Callable[[str], Point]) -> list[Point]:
         """The points of a row to choose from, with seed 0."""

@@ -84,6 +84,27 @@ def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> 
     assert (plan.seeds("frozen", "dcl"), plan.seeds("frozen", "dcl-batch32")) == (range(5), range(3))
 
 
+@pytest.mark.parametrize("setting", ["frozen-ascl", "frozen-selfalign", "frozen-camera"])
+def test_every_command_of_cached_words_and_maps_is_one_that_their_script_takes(setting: str) -> None:
+    import importlib
+
+    from flickr8k import Plan, make_run
+
+    plan = Plan("cpu")
+    points = points_of(plan, setting)
+    assert len({point.name for point in points}) == len(points) > 3 and len({point.row for point in points}) > 1
+    for point in points:
+        _, script, *command = make_run(plan, point).command
+        options = importlib.import_module(Path(script).stem).build_parser().parse_args(command)
+        assert (options.seeds, options.lr) == ([point.seed], [point.lr])
+        given = dict(setting.split("=", 1) for setting in options.set)
+        assert given.items() >= {name: str(value) for name, value in point.options}.items()
+        Objective.parse(options.losses[0]).with_options(
+            {name: parse_value(value) for name, value in given.items() if not name.startswith("fusion.")}
+        )
+        assert (plan.against(setting, point.row) in plan.rows_of(setting)) and options.epochs in (5, 10)
+
+
 def test_frozen_towers_take_the_settings_of_their_terms_and_heads() -> None:
     import frozen_towers
 
@@ -303,11 +324,14 @@ def test_intervals_of_differences() -> None:
     assert common == pytest.approx({"mean": 7.0, "low": 7.0, "high": 7.0})
     one = difference(runs(0, add=7.0), runs(0, 1, 2))
     assert one == {"mean": pytest.approx(7.0), "low": None, "high": None}
-    assert format_difference(one) == "+7.0 (1 seed)"
+    assert format_difference({"against": "clip", "above": {"clip": one}}, "clip") == "+7.0 (1 seed)"
+    assert format_difference({"against": "dcl", "above": {"dcl": one}}, "clip") == "+7.0 (1 seed) from `dcl`"
+    assert format_difference({"against": None, "best_peer": False}, None) == ""
     others = [{**run, "seed": (run["seed"] + 1) % 3} for run in runs(0, 1, 2)]
     above = difference(runs(0, 1, 2, add=7.0), others)
     assert above["mean"] == pytest.approx(7.0) and above["low"] < 7 < above["high"]
-    assert format_difference(above) == f"+7.0 [{above['low']:+.1f}, {above['high']:+.1f}]"
+    written = format_difference({"against": "clip", "above": {"clip": above}}, "clip")
+    assert written == f"+7.0 [{above['low']:+.1f}, {above['high']:+.1f}]"
     # three of four seeds: a mean of -3 has a probability of 1/64, one of -7/3 or less has 4/64
     first, scores = random_scores(0)[0], enumerate((-3.0, -1.0, 1.0, 3.0))
     shifted = [{"seed": seed, "val": {"scores": [each + add for each in first]}} for seed, add in scores]
@@ -378,7 +402,7 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     assert f"| {np.mean(scores[1:]):.1f} ± {np.std(scores[1:], ddof=1):.1f} (2) |" in lines[3]
     assert f"| {scores[1] - scores[0]:+.1f} (1 seed) |" in lines[3] and "| 3.0 | 1,234 |" in lines[3]
     numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
-    assert numbers["dcl"]["seeds"] == [0, 1] and numbers["dcl"]["best_peer"] == "clip" and len(numbers["dcl"]["tried"]) == 2
+    assert numbers["dcl"]["seeds"] == [0, 1] and numbers["dcl"]["against"] == "clip" and len(numbers["dcl"]["tried"]) == 2
     assert "--seed 0" in numbers["dcl"]["command"] and numbers["clip"]["val"]["rsum"] == [pytest.approx(scores[0])]
     figure = page.parent / "figures" / "results-a-regions-bigru.svg"
     assert "figures/results-a-regions-bigru.svg" in written and figure.read_bytes().startswith(b"<?xml")

@@ -188,7 +188,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Extract regions of all splits, and collect the concepts of the training captions."""
+    """Extract regions of all splits and features of the frozen towers, and collect the concepts of the training captions."""
     work: Path = options.work
     work.mkdir(parents=True, exist_ok=True)
 
@@ -224,10 +224,17 @@ def prepare(options: argparse.Namespace) -> None:
     for data, folder, split in parts:
         if data is not None and not (work / folder / f"{split}_ims.npy").is_file():
             call("-m", "coder_plugin.cli", "regions", "extract", absolute(data), folder, *NETWORK, "--to-split", split)
-    if not (work / "frozen.pt").is_file():
-        splits = ["--train-data", "shards/train/*.tar::shards/held-out/*.tar", "--val-data", "shards/val/*.tar"]
-        towers = ["--model", "towers/lite0-minilm.json", "--image-weights", "towers/lite0.safetensors"]
-        call(str(HERE / "frozen_towers.py"), "cache", "frozen.pt", *towers, *splits)
+    towers = ["--model", "towers/lite0-minilm.json", "--image-weights", "towers/lite0.safetensors"]
+    train, held_out, val = (f"shards/{name}/*.tar" for name in ("train", "held-out", "val"))
+    regions = ["--train-data", "regions", "--val-data", "regions", "--report-data", "regions-val"]
+    caches = {
+        "frozen.pt": ["frozen_towers.py", *towers, "--train-data", f"{train}::{held_out}", "--val-data", val],
+        "grids.pt": ["frozen_selfalign.py", *towers, "--train-data", train, "--val-data", held_out, "--report-data", val],
+        "words.pt": ["frozen_ascl.py", "--text", "towers/minilm", *regions],
+    }
+    for name, (script, *flags) in caches.items():
+        if not (work / name).is_file():
+            call(str(HERE / script), "cache", name, *flags)
     if not (work / "concepts.safetensors").is_file():
         words = ["--vectors", absolute(options.vectors), "--output", "concepts.safetensors", "--tagger", options.tagger]
         call("-m", "coder_plugin.cli", "concepts", "--train-data", "regions", *words)
@@ -246,7 +253,7 @@ def run(options: argparse.Namespace) -> None:
     for setting in plan.chosen_settings:
         chosen = functools.partial(results.chosen, setting)
         rows = plan.rows_of(setting)
-        alone = [row for row in rows if "like" not in plan.rows[row]]
+        alone = [row for row in rows if "like" not in plan.row(setting, row)]
         train_all(point for row in alone for point in plan.grid(setting, row, chosen))
         for row in rows:
             if row not in alone:  # it may be like one that is like another

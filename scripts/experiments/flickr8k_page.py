@@ -30,12 +30,13 @@ def write_page(results: Any, page: Path) -> None:
     sweeps = {name: points for name in plan.chosen_settings if (points := finished_sweeps(results, name))}
     for name, rows in numbers.items():
         peers = [row for row in rows if plan.rows[row].get("peer")]
-        best = max(peers, key=lambda row: rows[row]["held_out"], default=None)
+        best_peer = max(peers, key=lambda row: rows[row]["held_out"], default=None)
         for row, each in rows.items():
             each["title"] = plan.rows[row]["title"]
-            each["above"] = {peer: difference(settings[name][row], settings[name][peer]) for peer in peers if peer != row}
-            if best is not None and row != best:
-                each["above_best_peer"], each["best_peer"] = each["above"][best], best
+            against = plan.against(name, row) or best_peer
+            others = {other for other in (*peers, against) if other in rows and other != row}
+            each["above"] = {other: difference(settings[name][row], settings[name][other]) for other in rows if other in others}
+            each["against"], each["best_peer"] = against if against in others else None, row == best_peer
 
     def block(match: re.Match[str]) -> str:
         table, setting = match["table"], match["setting"]
@@ -162,11 +163,12 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
     heads = ["row", "rate and options", "held out", "val R@sum", *WAYS.values()]
     heads += [*(["instance / concept level"] if levels else []), *(["by the cosine alone"] if fused else [])]
     heads += ["classes kept, %"] if kept else []
-    heads.append("above the best peer [95 %]")
+    best_peer = next((row for row, each in rows.items() if each["best_peer"]), None)
+    heads.append("difference [95 %]" if best_peer is None else "above the best peer [95 %]")
     heads += [*(["test R@sum"] if test else []), "s an epoch", "MB"]
     lines = [heads, ["---"] * len(heads)]
     for each in rows.values():
-        val, above = each["val"], each.get("above_best_peer")
+        val = each["val"]
         options = ", ".join([f"{each['lr']:g}", *(f"{name} {value}" for name, value in each["options"].items())])
         cells = [each["title"], options, f"{each['held_out']:.1f}", spread(val["rsum"])]
         cells += [f"{np.mean(val[f'{way}_r1']):.1f}" for way in WAYS]
@@ -177,16 +179,19 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
             cells.append(spread(val["cosine"]) if "cosine" in val else "")
         if kept:
             cells.append(spread(val["kept"]) if "kept" in val else "")
-        cells.append("the best peer" if above is None else format_difference(above))
+        cells.append(format_difference(each, best_peer))
         cells += [spread(each["test"]["rsum"]) if "test" in each else ""] if test else []
         lines.append([*cells, f"{each['seconds_per_epoch'] or '–'}", f"{each['memory_mb']:,}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def format_difference(above: dict[str, float | None]) -> str:
-    """With its interval, if it has one."""
+def format_difference(row: dict[str, Any], best_peer: str | None) -> str:
+    """With its interval, if it has one, and the name of the other row where that is not a table's best peer."""
+    if (against := row["against"]) is None:
+        return "the best peer" if row["best_peer"] else ""
+    above = row["above"][against]
     interval = "(1 seed)" if above["low"] is None else f"[{above['low']:+.1f}, {above['high']:+.1f}]"
-    return f"{above['mean']:+.1f} {interval}"
+    return f"{above['mean']:+.1f} {interval}" + (f" from `{against}`" if against != best_peer else "")
 
 
 def format_sweeps(sweeps: dict[str, dict[str, Any]]) -> str:
@@ -211,7 +216,7 @@ def draw_bars(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     plot, figure, axes = canvas(0.6 + 0.32 * len(rows))
     for place, each in enumerate(rows.values()):
         scores = each["val"]["rsum"]
-        axes.barh(place, np.mean(scores), color="C0" if "above_best_peer" in each else "C7", height=0.7)
+        axes.barh(place, np.mean(scores), color="C7" if each["best_peer"] else "C0", height=0.7)
         axes.plot(scores, [place] * len(scores), "k.", markersize=4)
     axes.set_yticks(range(len(rows)), [plain(each["title"]) for each in rows.values()])
     axes.invert_yaxis()

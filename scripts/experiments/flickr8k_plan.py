@@ -62,10 +62,15 @@ class Plan:
         own = self.settings[setting].get("rows")
 
         def has(name: str, row: dict[str, Any]) -> bool:
-            in_setting = name in own if own else setting in row.get("settings", [setting])
-            return in_setting and self.size in row.get("sizes", [self.size])
+            if own is not None:
+                return name in own
+            return setting in row.get("settings", [setting]) and self.size in row.get("sizes", [self.size])
 
         return [name for name in self.chosen if has(name, self.rows[name])]
+
+    def against(self, setting: str, row: str) -> str | None:
+        """The row that a row is compared with, if that is not the best peer."""
+        return self.row(setting, row).get("against", self.settings[setting].get("against"))
 
     def base(self, setting: str) -> Point | None:
         """The point whose model the setting's runs start from."""

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Train AsCL's rows on region features and cached words of a frozen BERT: minutes per run on a CPU.
+"""Train AsCL on region features and cached words of a frozen BERT: minutes per run on a CPU.
 
-    python scripts/experiments/frozen_ascl.py cache words.pt --text MINILM --train-data f8k_36 --val-data f8k_36
-    python scripts/experiments/frozen_ascl.py train words.pt --text MINILM --train-data f8k_36 --val-data f8k_36 \\
-        --rows full hybrid --seeds 0 1 2
+    data="--text MINILM --train-data regions --val-data regions --report-data regions-val"
+    python scripts/experiments/frozen_ascl.py cache words.pt $data
+    python scripts/experiments/frozen_ascl.py train words.pt $data --losses "ascl(similarity=fusion)" ascl
 
-`cache` encodes every caption, one generated positive of each (joined or truncated, as the loader draws them) and a noised copy
-of both, with the noise in the encoder's input embeddings. `train` builds `region-bert`, puts the cached hidden states in the
-place of the encoder, and trains what follows: projections, pooling, fusion. Heads and losses are those of the package.
+flickr8k.py runs both for the tables of docs/flickr8k.md. `cache` encodes every caption, one generated positive of each (joined
+or truncated, as the loader draws them) and noised copies of both, with the noise in the encoder's input embeddings. `train`
+builds `region-bert`, puts the cached hidden states in the place of the encoder, and trains what follows: projections, pooling,
+fusion. Heads and losses are those of the package. Recall is that of the fused score, of all pairs, where a term trains it, else
+that of the cosine.
 
 Each of an image's captions is used in one epoch of five, so that no noised text and no positive is seen twice in five epochs:
 a run sees what drawing them anew at each step would show it. Runs with other seeds see the same texts in another order.
@@ -16,59 +18,43 @@ a run sees what drawing them anew at each step would show it. Runs with other se
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import logging
-import math
 import random
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from frozen_towers import parse_settings, with_settings
+from frozen import BestWeights, append_record, make_optimizer, parse_settings, rate, with_settings
 from torch import Tensor, nn
 
 import coder_plugin
 from coder_plugin.backbones.word_embeddings import TextBatch, noised_names
 from coder_plugin.data import open_source
-from coder_plugin.evaluation import recall, recall_from_embeddings
+from coder_plugin.evaluation import recall
 from coder_plugin.heads.asymmetry import Asymmetry
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
 
-#: Rows of table II, the hybrid of both scores, and the cosine's rows: loss, and options of the head ``asymmetry``.
-ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("ascl(similarity=fusion)", {}),
-    "hybrid": ("ascl(similarity=fusion) + ascl", {}),
-    "without-positives": ("ascl(similarity=fusion)", {"positives": None}),
-    "without-negatives": ("ascl(similarity=fusion)", {"negatives": None}),
-    "without-both": ("ascl(similarity=fusion)", {"positives": None, "negatives": None}),
-    "without-fusion": ("ascl", {}),
-    "triplet": ("triplet(similarity=fusion)", {}),
-}
 
-
-def main() -> None:
-    options = arguments()
-    logging.disable(logging.WARNING)
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     sources = {"train": open_source(options.train_data, split="train"), "val": open_source(options.val_data, split="dev")}
+    if options.report_data is not None:
+        sources["report"] = open_source(options.report_data, split="dev")
     if options.command == "cache":
         cache(sources, options)
         return
     words = torch.load(options.cache, mmap=True, weights_only=True)
     regions = {split: read_regions(source, words[split]["captions"]) for split, source in sources.items()}
-    for seed in options.seeds:
-        for row in options.rows:
-            begun = time.process_time()
-            result = train(row, seed, regions, words, options)
-            result |= {"row": row, "seed": seed, "lr": options.lr, "temperature": options.temperature, "set": options.set,
-                       "cpu_seconds": round(time.process_time() - begun)}  # fmt: skip
-            print(json.dumps(result), flush=True)
-            if options.json:
-                with Path(options.json).open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+    for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
+        results, model, losses = train(text, lr, seed, regions, words, options)
+        record = {"objective": text, "set": options.set, "lr": lr, "seed": seed, "results": results, "losses": losses}
+        if "report" in sources:
+            record["report"] = evaluate(model, regions["report"], words["report"], len(regions["report"]), ranks=True)
+            print(f"{text} (lr {lr:g}, seed {seed}): R@sum {record['report']['rsum']:.1f}", flush=True)
+        append_record(options.json, record)
 
 
 def make_model(objective: Objective, options: argparse.Namespace, *, region_dim: int, embed_dim: int) -> Any:
@@ -88,7 +74,7 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     random.seed(0)
     model = make_model(Objective.parse("ascl"), options, region_dim=8, embed_dim=8).train()
-    tokenize, positives, splits = model.tokenizer(), Positives(), {}
+    tokenize, positives, splits = model.tokenizer(), Positives(options.positives), {}
     for split, source in sources.items():
         captions = [list(item.captions) for _, item in source.items()]
         every = [caption for of_image in captions for caption in of_image]
@@ -102,7 +88,7 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
             ]
             saved["positive_ids"] = tokenize(generated)
             for name, ids in (("text", saved["ids"]), ("positive", saved["positive_ids"])):
-                clean, noised, changed = encode(model, ids, noise="mixture")
+                clean, noised, changed = encode(model, ids, noise=options.noise)
                 saved["states"] |= {name: clean, noised_names(name)[0]: noised}
                 saved.setdefault("changed", []).append(changed)
                 print(f"{split}: {name} and its noised copies", flush=True)
@@ -142,17 +128,17 @@ def read_regions(source: Any, captions: list[str]) -> Tensor:
 
 
 def train(
-    row: str, seed: int, regions: dict[str, Tensor], words: dict[str, Any], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Recall of the fused score and of the cosine after training, and how the scores of pairs are spread by epoch."""
+    text: str, lr: float, seed: int, regions: dict[str, Tensor], words: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[int, dict[str, Any]], Any, dict[str, tuple[float, float]]]:
+    """Recall after each epoch on the first validation images, the model of the best epoch, and the loss of the first and of the
+    last epoch."""
     torch.manual_seed(seed)
-    objective = objective_of(row, options)
+    objective = with_settings(Objective.parse(text), parse_settings(options.set))
     model = make_model(objective, options, region_dim=regions["train"].shape[2], embed_dim=options.embed_dim)
     model.text.transformer = CachedEncoder(words["train"]["states"]["text"].shape[2])
     model.train()
     loss = coder_plugin.create_loss(objective, model=model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=options.lr, weight_decay=options.wd)
+    optimizer = make_optimizer(model, lr, options.wd)
     split, images, size = words["train"], len(regions["train"]), options.batch_size
     image_of = split["image_of_caption"]
     first, number = torch.searchsorted(image_of, torch.arange(images)), torch.bincount(image_of)
@@ -162,37 +148,28 @@ def train(
     turns = turns.argsort(1)
     steps = images // size
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps * options.epochs))
-    history: list[dict[str, float]] = []
+    results: dict[int, dict[str, Any]] = {}
+    means: list[float] = []
+    best = BestWeights(model)
     for epoch in range(options.epochs):
         order = torch.randperm(images, generator=generator)
         captions = first + turns[torch.arange(images), epoch % number]
-        total = 0.0
+        means.append(0.0)
         for batch in order[: steps * size].split(size):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
                 outputs = forward(model, regions["train"], split, captions[batch])
                 value = sum(loss(**outputs).values())
             optimizer.zero_grad()
             value.backward()
-            nn.utils.clip_grad_norm_(trainable, options.clip)
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
             optimizer.step()
             schedule.step()
-            total += value.item() / steps
-        history.append({"loss": round(total, 3), **spread(model, regions["val"], words["val"], options.eval_images // 4)})
-        print(f"{row} {seed} epoch {epoch + 1}: {history[-1]}", flush=True)
-    return {**evaluate(model, regions["val"], words["val"], options.eval_images), "history": history}
-
-
-def objective_of(row: str, options: argparse.Namespace) -> Objective:
-    loss, asymmetry = ROWS[row]
-    settings: dict[str, Any] = {"ascl.temperature": options.temperature, "fusion.recompute": False}
-    settings |= {f"asymmetry.{name}": value for name, value in asymmetry.items()}
-    return with_settings(Objective.parse(loss), settings | parse_settings(options.set))
-
-
-def rate(step: int, total: int) -> float:
-    """A factor of the learning rate: linear over the first 4 % of the steps, then a cosine to zero."""
-    warm = max(1, total // 25)
-    return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+            means[-1] += value.item() / steps
+        results[epoch + 1] = evaluate(model, regions["val"], words["val"], options.eval_images)
+        best.keep(results[epoch + 1]["rsum"])
+        print(f"{text} {seed} epoch {epoch + 1}: loss {means[-1]:.3f}, {results[epoch + 1]}", flush=True)
+    best.load()
+    return results, model, {"loss": (means[0], means[-1])}
 
 
 class CachedEncoder(nn.Module):
@@ -265,52 +242,31 @@ def pad(part: Tensor, width: int) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: Any, regions: Tensor, split: dict[str, Any], images: int) -> dict[str, Any]:
-    """R@sum and recalls: the cosine on all images, and on the first ones the cosine and the fused score of all pairs."""
-    model.eval()
-    described, texts, owner = encode_split(model, regions, split, len(regions))
-    vectors = described["image_features"], texts["text_features"]
-    few = owner < images
-    result = {
-        "cosine, all": numbers(recall_from_embeddings(*vectors, owner)),
-        "cosine": numbers(recall_from_embeddings(vectors[0][:images], vectors[1][few], owner[few])),
-    }
-    if "fusion" in model.coder.heads:
-        head = model.coder.heads["fusion"]
-        item = head.image_item({key: value[:images] for key, value in described.items()})
-        scores = head.scorer(item, head.text_item({key: value[few] for key, value in texts.items()})).all_pairs()
-        result["fused"] = numbers(recall(scores, owner[few]))
-    model.train()
-    return result
+def evaluate(model: Any, regions: Tensor, split: dict[str, Any], images: int, ranks: bool = False) -> dict[str, Any]:
+    """Recall of the first images and their captions by the fused score of all pairs where it is trained, else by the cosine.
 
-
-def numbers(result: dict[str, Any]) -> dict[str, float]:
-    return {key: round(value, 2) for key, value in result.items() if isinstance(value, float)}
-
-
-@torch.no_grad()
-def spread(model: Any, regions: Tensor, split: dict[str, Any], images: int) -> dict[str, float]:
-    """Of a few validation images and one caption each: R@sum, and the mean score of pairs above that of all others, divided
-    by the standard deviation of the others."""
+    ``gap`` is the mean score of pairs above that of others, in standard deviations of the others. With a fused score ``cosine``
+    is R@sum by the cosine. With ``ranks`` the ranks of every image and caption are returned too, as lists.
+    """
     model.eval()
     described, texts, owner = encode_split(model, regions, split, images)
-    first = torch.searchsorted(owner, torch.arange(images))
-    texts = {key: value[first] for key, value in texts.items()}
-    scores = {"cosine": described["image_features"] @ texts["text_features"].T}
+    vectors = described["image_features"], texts["text_features"]
+    scores, more = vectors[0] @ vectors[1].T, {}
     if "fusion" in model.coder.heads:
+        more = {"cosine": recall(scores, owner)["rsum"]}
         head = model.coder.heads["fusion"]
-        scores["fused"] = head.scorer(head.image_item(described), head.text_item(texts)).all_pairs()
+        scores = head.scorer(head.image_item(described), head.text_item(texts)).all_pairs()
     model.train()
-    out = {}
-    for name, score in scores.items():
-        others = score[~torch.eye(images, dtype=torch.bool)]
-        out[f"{name} rsum"] = round(recall(score, torch.arange(images))["rsum"], 1)
-        out[f"{name} gap"] = round(float(score.diagonal().mean() - others.mean()), 4)
-        out[f"{name} std"] = round(float(others.std()), 4)
-    return out
+    pairs = owner == torch.arange(images)[:, None]
+    gap = float((scores[pairs].mean() - scores[~pairs].mean()) / scores[~pairs].std())
+    result = recall(scores, owner)
+    figures = {key: value for key, value in result.items() if isinstance(value, float)} | {"gap": gap} | more
+    if ranks:
+        return figures | {key: result[key].tolist() for key in ("i2t_ranks", "t2i_ranks")}
+    return {key: round(value, 3) for key, value in figures.items()}
 
 
-def arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {
@@ -321,25 +277,30 @@ def arguments() -> argparse.Namespace:
         command.add_argument("cache", help="file of cached words")
         command.add_argument("--text", required=True, help="folder or hub name of the text encoder")
         command.add_argument("--train-data", required=True, help="training data")
-        command.add_argument("--val-data", required=True, help="validation data")
+        command.add_argument("--val-data", required=True, help="data to choose the epoch on, and rates and options")
+        command.add_argument("--report-data", help="data to evaluate the best epoch on")
         command.add_argument("--threads", type=int, default=1, help="CPU threads [1]")
+    parsers["cache"].add_argument("--noise", default="mixture", help="of the noised copies, asymmetry.negatives [mixture]")
+    parsers["cache"].add_argument("--positives", default="join+truncate",
+                                  help="the generated texts, asymmetry.positives [join+truncate]")
     train_command = parsers["train"]
-    train_command.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="rows to train [all]")
+    train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
+    train_command.add_argument("--set", nargs="*", default=[], action="extend", metavar="OWNER.OPTION=VALUE",
+                               help="options of terms and heads; a loss without the owner ignores them")
     train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
-    train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
-                               help="options of terms and heads; a row without the owner ignores them")
-    train_command.add_argument("--temperature", type=float, default=0.05, help="of ascl [0.05]")
     train_command.add_argument("--embed-dim", type=int, default=128, help="dimensions of the joint space [128]")
     train_command.add_argument("--epochs", type=int, default=5, help="epochs [5]")
     train_command.add_argument("--batch-size", type=int, default=32, help="pairs of a step [32]")
-    train_command.add_argument("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    train_command.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
     train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
     train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    train_command.add_argument("--eval-images", type=int, default=500, help="validation images scored in pairs [500]")
+    train_command.add_argument("--eval-images", type=int, default=250,
+                               help="validation images, the first ones, that the epoch is chosen on [250]")
     train_command.add_argument("--json", help="append results to this file")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()

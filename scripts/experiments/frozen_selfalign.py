@@ -16,24 +16,24 @@ its towers are computed from the cache, and `check` compares them with those of 
 with boxes; `--model` is then the folder of the text encoder. With `--kind clip`, `--rerankers maxsim` also reports recall with
 each query's first 32 candidates ordered by the re-ranker, and by the mean of its score and that of the vectors.
 
-Recall is that of the last epoch; no checkpoint is selected by it.
+Recall is that of the last epoch. If the cache was made with --report-data, the validation data choose the epoch, and recall is
+that of the data to report on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import logging
 import math
-import statistics
 import time
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from frozen_towers import parse_settings, rate, with_settings
+from frozen import BestWeights, append_record, make_optimizer, parse_settings, rate, with_settings
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -48,9 +48,8 @@ from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
 
 
-def main() -> None:
-    options = arguments()
-    logging.disable(logging.WARNING)
+def main(arguments: list[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     if options.command == "cache":
         cache(options)
@@ -59,24 +58,22 @@ def main() -> None:
     if options.command == "check":
         check(data, options)
         return
-    for text in options.losses:
-        sums = []
-        for seed in options.seeds:
-            begun = time.perf_counter()
-            result, without_context, values, reranked = train(text, seed, data, options)
-            sums.append(result["rsum"])
-            print(f"{text} (seed {seed}): R@sum {result['rsum']:.1f}, without the context score {without_context['rsum']:.1f}, "
-                  f"{time.perf_counter() - begun:.0f} s; " + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in
-                                                                        values.items()), flush=True)  # fmt: skip
-            for name, figures in reranked.items():
+    for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
+        begun = time.perf_counter()
+        results, runner, values = train(text, lr, seed, data, options)
+        figures = results[options.epochs]
+        record = {"kind": options.kind, "objective": text, "set": options.set, "lr": lr, "seed": seed, "results": results,
+                  "losses": values}  # fmt: skip
+        if "report" in data:
+            figures = record["report"] = evaluate(runner, data["report"], ranks=True)
+        above = f", without the context score {figures['cosine']:.1f}" if "cosine" in figures else ""
+        print(f"{text} (lr {lr:g}, seed {seed}): R@sum {figures['rsum']:.1f}{above}, {time.perf_counter() - begun:.0f} s; "
+              + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in values.items()), flush=True)  # fmt: skip
+        if options.rerankers:
+            record["reranked"] = rerank_by(runner, data["val"], options.rerankers)
+            for name, figures in record["reranked"].items():
                 print(f"    {name}: R@sum {figures['rsum']:.1f}, R@1 {figures['i2t_r1']:.1f} and {figures['t2i_r1']:.1f}")
-            if options.json:
-                with Path(options.json).open("a") as file:
-                    line = {"kind": options.kind, "objective": text, "set": options.set, "seed": seed, "result": result}
-                    file.write(json.dumps({**line, "without context": without_context, "values": values,
-                                           "reranked": reranked}) + "\n")  # fmt: skip
-        if len(sums) > 1:
-            print(f"{text}: mean {statistics.mean(sums):.1f}, standard deviation {statistics.stdev(sums):.1f}", flush=True)
+        append_record(options.json, record)
 
 
 @torch.no_grad()
@@ -90,7 +87,7 @@ def cache(options: argparse.Namespace) -> None:
     model.visual.trunk.to(memory_format=torch.channels_last)
     tokenize, transform = build.make_tokenizer(source_of.config.model, model), build.make_transform(model)
     encoder, splits = model.text.transformer, {}
-    for split in ("train", "val"):
+    for split in ("train", "val", *(["report"] if options.report_data is not None else [])):
         grids: list[Tensor] = []
         captions: list[str] = []
         image_of: list[int] = []
@@ -131,6 +128,8 @@ def open_model(options: argparse.Namespace) -> Any:
     )
 
     def source_of(split: str) -> Any:
+        if split == "report":
+            return make_source(replace(config.data, val_data=options.report_data), split="val")
         return make_source(config.data, split=split)
 
     source_of.config = config  # type: ignore[attr-defined]
@@ -235,18 +234,17 @@ KINDS = {"camera": Camera, "clip": Clip}
 
 
 def train(
-    text: str, seed: int, data: dict[str, Any], options: argparse.Namespace
-) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]], dict[str, dict[str, float]]]:
-    """Validation recall of the full score, that of S_b alone, values of the first and the last epoch (the mean of each loss,
-    and the heads' figures at the epoch's end), and recall by each re-ranker."""
+    text: str, lr: float, seed: int, data: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[int, dict[str, Any]], Any, dict[str, tuple[float, float]]]:
+    """Validation recall after each epoch, the model, and values of the first and the last epoch: the mean of each loss, and the
+    heads' figures at the epoch's end. The model is that of the best epoch if there are data to report on, else of the last."""
     torch.manual_seed(seed)
     objective = with_settings(Objective.parse(text), parse_settings(options.set))
     split, size = data["train"], options.batch_size
     runner = KINDS[options.kind](objective, options, split["grids"].shape[2])
     model = runner.model.train()
     loss = coder_plugin.create_loss(objective, model=model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=options.lr, weight_decay=options.wd)
+    optimizer = make_optimizer(model, lr, options.wd)
     image_of = split["image_of_caption"]
     images = len(split["grids"])
     first, number = torch.searchsorted(image_of, torch.arange(images)), torch.bincount(image_of)
@@ -254,6 +252,8 @@ def train(
     total, generator = steps * options.epochs, torch.Generator().manual_seed(seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
     means: dict[str, list[float]] = {}
+    results: dict[int, dict[str, Any]] = {}
+    best = BestWeights(model)
     for epoch in range(options.epochs):
         order = torch.randperm(images, generator=generator)
         order = first[order] + (torch.rand(images, generator=generator) * number[order]).long()  # one caption per image
@@ -263,7 +263,7 @@ def train(
                 losses = loss(**runner(split, order[step * size : (step + 1) * size]))
             optimizer.zero_grad()
             sum(losses.values()).backward()
-            nn.utils.clip_grad_norm_(trainable, options.clip)
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
             optimizer.step()
             schedule.step()
             model.coder.post_step(optimizer)
@@ -273,34 +273,41 @@ def train(
                 means.setdefault(name, [0.0] * options.epochs)[epoch] += value.item() / steps
         for name, figure in model.coder.health().items():
             means.setdefault(name, [0.0] * options.epochs)[epoch] = figure
-    result, without_context = evaluate(runner, data["val"])
-    reranked = rerank_by(runner, data["val"], options.rerankers) if options.rerankers else {}
-    return result, without_context, {name: (values[0], values[-1]) for name, values in means.items()}, reranked
+        results[epoch + 1] = evaluate(runner, data["val"])
+        best.keep(results[epoch + 1]["rsum"])
+    if "report" in data:
+        best.load()
+    return results, runner, {name: (values[0], values[-1]) for name, values in means.items()}
 
 
 @torch.no_grad()
-def evaluate(runner: Any, split: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
-    """Recall of the full score and of S_b alone."""
+def evaluate(runner: Any, split: dict[str, Tensor], ranks: bool = False) -> dict[str, Any]:
+    """Recall, and with a context score also ``cosine``, R@sum of S_b alone. With ``ranks`` the ranks of every image and caption
+    too, as lists."""
     model = runner.model.eval()
     head = dict(model.coder.heads).get("contexts")
-    results = []
-    for weight in (1.0, 0.0):
-        if head is not None:
-            head.weight = weight
+
+    def embed() -> tuple[Tensor, Tensor]:
         images, texts = (
             torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
             for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
         )
-        result = recall_from_embeddings(images, texts, split["image_of_caption"])
-        results.append({key: value for key, value in result.items() if not isinstance(value, Tensor)})
-    return results[0], results[1]
+        return images, texts
+
+    result = recall_from_embeddings(*embed(), split["image_of_caption"])
+    figures: dict[str, Any] = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+    if head is not None:
+        weight, head.weight = head.weight, 0.0
+        figures["cosine"] = recall_from_embeddings(*embed(), split["image_of_caption"])["rsum"]
+        head.weight = weight
+    model.train()
+    return figures | ({key: result[key].tolist() for key in ("i2t_ranks", "t2i_ranks")} if ranks else {})
 
 
 @torch.no_grad()
 def rerank_by(runner: Any, split: dict[str, Tensor], names: list[str]) -> dict[str, dict[str, float]]:
     """Recall of shortlists of 32, made by the full score: as they are, by each re-ranker, and by the mean with the score."""
-    if head := dict(runner.model.coder.heads).get("contexts"):
-        head.weight = 1.0
+    runner.model.eval()
     images, texts = (
         torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
         for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
@@ -338,7 +345,7 @@ def check(data: dict[str, Any], options: argparse.Namespace) -> None:
         print(f"{name}: smallest cosine {float(F.cosine_similarity(a, b).min()):.5f}, {a.shape[1]} dimensions")
 
 
-def arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     summaries = {
@@ -355,24 +362,26 @@ def arguments() -> argparse.Namespace:
             command.add_argument("--image-weights", required=True, help="safetensors file of the image tower")
             command.add_argument("--train-data", required=True, help="training data, as for coder-plugin train")
             command.add_argument("--val-data", required=True, help="validation data")
+            command.add_argument("--report-data", help="data to evaluate the epoch on that the validation data choose")
     train_command = parsers["train"]
     train_command.add_argument("--kind", choices=tuple(KINDS), required=True, help="which model")
     train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
-    train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
+    train_command.add_argument("--set", nargs="*", default=[], action="extend", metavar="OWNER.OPTION=VALUE",
                                help="options of terms and heads; a loss without the owner ignores them")
     train_command.add_argument("--embed-dim", type=int, default=512, help="dimensions of the joint space of camera [512]")
     train_command.add_argument("--cells", type=int, default=4, help="camera: cells along each side of the square [4]")
     train_command.add_argument("--epochs", type=int, default=10, help="epochs [10]")
     train_command.add_argument("--batch-size", type=int, default=128, help="batch size [128]")
-    train_command.add_argument("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
+    train_command.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
     train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
     train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
     train_command.add_argument("--rerankers", nargs="*", default=[], metavar="NAME", help="clip: also re-rank by these")
     train_command.add_argument("--json", help="append results to this file")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()

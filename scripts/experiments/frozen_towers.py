@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import logging
 import math
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from frozen import BestWeights, append_record, make_optimizer, parse_settings, rate, with_settings
 from torch import Tensor, nn
 
 import coder_plugin
@@ -35,7 +34,6 @@ from coder_plugin.backbones import clip
 from coder_plugin.backbones.feature_capture import FeatureCapture
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
-from coder_plugin.expression import parse_value
 from coder_plugin.heads.base import Head, TrainingFacts
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
@@ -55,8 +53,6 @@ def main(arguments: list[str] | None = None) -> None:
     if options.hold_out:
         data = {**hold_out(data, options.hold_out), "report": data["val"]}
     CachedTransformer.take(*data.values())
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         begun = time.perf_counter()
         results, model, losses = train(text, lr, seed, data, options, initial)
@@ -74,8 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
                       "name": options.name, "results": results, "losses": losses}  # fmt: skip
             if options.hold_out:
                 record["report"] = evaluate_levels(model, data["report"], options.betas, ranks=True)
-            with Path(options.json).open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append_record(options.json, record)
 
 
 def hold_out(data: dict[str, Any], images: int) -> dict[str, Any]:
@@ -217,7 +212,7 @@ def train(
     prototypes = model.coder.heads["prototypes"] if "prototypes" in model.coder.heads else None
     labels, before = torch.full((len(image_of),), -1), torch.full((len(image_of),), -1)
     means: dict[str, list[list[float]]] = {}
-    best: dict[str, Tensor] = {}
+    best = BestWeights(model)
     for epoch in range(options.epochs):
         order = torch.randperm(len(image_of) if options.captions == "all" else images, generator=generator)
         if options.captions == "draw":
@@ -245,47 +240,14 @@ def train(
         figures = model.coder.health() | label_figures(labels, before, image_of)
         results[epoch + 1] = evaluate_levels(model, data["val"], options.betas) | figures
         before = labels.clone()
-        past = [results[number]["rsum"] for number in range(1, epoch + 1)]
-        if options.hold_out and results[epoch + 1]["rsum"] > max(past, default=-1.0):
-            best = {name: value.clone() for name, value in model.state_dict().items()}
-    if best:
-        model.load_state_dict(best)
+        if options.hold_out:
+            best.keep(results[epoch + 1]["rsum"])
+    if options.hold_out:
+        best.load()
     mean = {name: [sum(epoch) / len(epoch) for epoch in epochs] for name, epochs in means.items()}
     # a term that is zero in the first epoch is reported from its first epoch with a value
     first_and_last = {name: (next((v for v in values if v), 0.0), values[-1]) for name, values in mean.items()}
     return results, model, first_and_last
-
-
-def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """``OWNER.OPTION=VALUE`` as values by ``OWNER.OPTION``."""
-    return {key: parse_value(value) for key, value in (setting.split("=", 1) for setting in settings)}
-
-
-def with_settings(objective: Objective, settings: dict[str, Any]) -> Objective:
-    """The objective with those settings whose owner, a term or a head, it has."""
-    owners = {*coder_plugin.model.required_heads(objective), *(term.name for term in objective.terms)}
-    return objective.with_options({key: value for key, value in settings.items() if key.rpartition(".")[0] in owners})
-
-
-def make_optimizer(model: nn.Module, lr: float, wd: float) -> torch.optim.AdamW:
-    """AdamW; biases, gains and scalars have no weight decay."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": wd},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        fused=True,
-    )
-
-
-def rate(step: int, total: int) -> float:
-    """Factor of the learning rate: linear warm-up over 5 % of the steps, then a cosine to zero."""
-    warmup = max(1, total // 20)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
 def label_figures(labels: Tensor, before: Tensor, image_of: Tensor) -> dict[str, float]:
@@ -346,7 +308,7 @@ def build_parser() -> argparse.ArgumentParser:
     cache_command.add_argument("--train-data", help="training data, as for coder-plugin train [the built-in scenes]")
     cache_command.add_argument("--val-data", required=True, help="validation data")
     train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
-    train_command.add_argument("--set", nargs="*", default=[], metavar="OWNER.OPTION=VALUE",
+    train_command.add_argument("--set", nargs="*", default=[], action="extend", metavar="OWNER.OPTION=VALUE",
                                help="options of terms and heads; a loss without the owner ignores them")
     train_command.add_argument("--concepts", help="concept vocabulary, by coder-plugin concepts")
     train_command.add_argument("--captions", choices=("draw", "all"), default="all",

@@ -129,7 +129,7 @@ def open_model(options: argparse.Namespace) -> Any:
 
     def source_of(split: str) -> Any:
         if split == "report":
-            return make_source(replace(config.data, val_data=options.report_data), split="val")
+            return make_source(replace(config.data, val=options.report_data), split="val")
         return make_source(config.data, split=split)
 
     source_of.config = config  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.backbones import tiny_bert
+from tests.doctor import made
 from tests.training import region_data
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "scripts" / "experiments"
@@ -67,15 +68,44 @@ def grids(text: str) -> dict[str, dict[str, torch.Tensor]]:
     return splits
 
 
+def write_clip(folder: Path) -> tuple[Path, str]:
+    """The configuration of an open_clip model of two tiny towers, and the folder of its text tower."""
+    text = tiny_bert.make(folder / "bert")
+    tower = {"hf_model_name": text, "hf_tokenizer_name": text, "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
+    image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 64}
+    model = folder / "tiny.json"
+    model.write_text(json.dumps({"embed_dim": 16, "vision_cfg": image, "text_cfg": {**tower, "context_length": 6}}))
+    return model, text
+
+
+def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import frozen_selfalign
+    import timm
+    from safetensors.torch import save_file
+
+    model, _ = write_clip(tmp_path)
+    torch.manual_seed(0)
+    network = timm.create_model("test_efficientnet", num_classes=5)
+    save_file(network.state_dict(), tmp_path / "image.safetensors")
+    numbers = {"train": (0, 6), "val": (20, 8), "report": (40, 3)}
+    data = [f"--{name}-data={made.write_split(tmp_path, name, *counts)}" for name, counts in numbers.items()]
+    towers = ["--model", str(model), "--image-weights", str(tmp_path / "image.safetensors")]
+    frozen_selfalign.main(["cache", str(tmp_path / "grids.pt"), *towers, *data, "--threads", str(torch.get_num_threads())])
+    splits = torch.load(tmp_path / "grids.pt", weights_only=True)
+    assert [(name, len(split["grids"])) for name, split in splits.items()] == [("train", 6), ("val", 8), ("report", 3)]
+    assert all(len(split["ids"]) == 2 * len(split["grids"]) for split in splits.values())
+    first, last = splits["val"]["grids"].float(), splits["report"]["grids"].float()
+    assert first.shape[1:] == (4, 256) and not torch.allclose(first[:3], last)
+    frozen_selfalign.main(["check", str(tmp_path / "grids.pt"), *towers, *data, "--threads", str(torch.get_num_threads())])
+    for line in capsys.readouterr().out.splitlines()[-2:]:
+        assert float(line.split("smallest cosine ")[1].split(",")[0]) > 0.99
+
+
 def test_selfalign_on_cached_feature_maps(tmp_path: Path) -> None:
     import frozen_selfalign
 
-    text = tiny_bert.make(tmp_path / "bert")
-    cache, model, out = tmp_path / "grids.pt", tmp_path / "tiny.json", tmp_path / "out.json"
+    cache, out, (model, text) = tmp_path / "grids.pt", tmp_path / "out.json", write_clip(tmp_path)
     splits = grids(text)
-    tower = {"hf_model_name": text, "hf_tokenizer_name": text, "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
-    image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 64}
-    model.write_text(json.dumps({"embed_dim": 16, "vision_cfg": image, "text_cfg": {**tower, "context_length": 6}}))
     torch.save({**splits, "report": splits["val"]}, cache)
     common = ["train", str(cache), "--epochs=3", "--batch-size=12", "--threads", str(torch.get_num_threads()), f"--json={out}"]
     clip = [*common, "--kind=clip", "--model", str(model), "--lr", "3e-2"]

@@ -363,6 +363,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--train-data", required=True, help="training data, as for coder-plugin train")
             command.add_argument("--val-data", required=True, help="validation data")
             command.add_argument("--report-data", help="data to evaluate the epoch on that the validation data choose")
+    parsers["check"].set_defaults(rerankers=[])
     train_command = parsers["train"]
     train_command.add_argument("--kind", choices=tuple(KINDS), required=True, help="which model")
     train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")

@@ -204,6 +204,7 @@ def evaluate_command(arguments: argparse.Namespace, options: Mapping[str, Any]) 
     if measures.analyses:
         from coder_plugin.report.figures import check_figures
 
+        measures.check(len(set(arguments.run_folder)) or 1)  # before the folder is made
         check_figures("--analyses", arguments.analyses, "draws with matplotlib", "matplotlib")
     results = evaluate_models(
         arguments.run_folder,

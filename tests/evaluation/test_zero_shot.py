@@ -381,7 +381,7 @@ def test_what_does_not_go_together(runs: Path, folder: str, tmp_path: Path, caps
         ([run, "--wise-ft-save", "half", "x"], "give a number from 0 to 1, then a folder"),
         ([run, str(runs / "before"), "--zeroshot", folder], "--zeroshot is for one model, and there are 2"),
         ([run, "--zeroshot", folder, "--beta", "0.5"], "--zeroshot: leave out --beta"),
-        ([run, "--wise-ft", "0.5", "--analyses", "x"], "--wise-ft: leave out --analyses"),
+        ([run, "--wise-ft", "0.5", "--analyses", str(tmp_path / "new")], "--wise-ft: leave out --analyses"),
         ([run, "--templates", "simple"], "--templates simple needs --zeroshot FOLDER"),
         ([run, "--cxc", str(tmp_path)], "neither CxC's"),
         (["--model", "region-bigru", "--val-data", regions, "--split", "dev", "--zeroshot", folder], "reads region features"),
@@ -389,6 +389,7 @@ def test_what_does_not_go_together(runs: Path, folder: str, tmp_path: Path, caps
     ):
         assert main(["eval", *arguments]) == 2, arguments
         assert match in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_eccv_of_other_data(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,7 +310,9 @@ def test_trainer_makes_its_model_and_loss_anew(runs: Any, tiny_model: str, tmp_p
         assert trainer.model is not before and len(runs.bank_ids(trainer.model)) == 8
 
 
-def test_trainer_refuses_what_would_lose_state(runs: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_refuses_what_would_lose_state(
+    runs: Any, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = runs.make(tiny_model)
     objects = {"model": model, "optimizer": runs.adamw(model)}
     callback = runs.HuggingFaceFollowCallback()
@@ -328,10 +330,11 @@ def test_trainer_refuses_what_would_lose_state(runs: Any, tiny_model: str, monke
         strategy = runs.lightning.pytorch.strategies.FSDPStrategy()
         runs.FollowCallback().on_fit_start(SimpleNamespace(strategy=strategy, optimizers=[objects["optimizer"]]), model)
     assert model.coder.followed_by is None
+    arguments = runs.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(CoderError, match="unknown loss or objective 'dlc'"):
-        runs.CoderTrainer(model, loss="dlc")
+        runs.CoderTrainer(model, loss="dlc", args=arguments)
     with pytest.raises(CoderError, match="no model of coder_plugin.create_model in the Linear: .* by add_heads"):
-        runs.CoderTrainer(torch.nn.Linear(1, 1), loss="clip")
+        runs.CoderTrainer(torch.nn.Linear(1, 1), loss="clip", args=arguments)
 
 
 def test_raw_rows_without_a_collator_are_refused(runs: Any, tiny_model: str, tmp_path: Path) -> None:

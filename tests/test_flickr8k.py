@@ -242,6 +242,11 @@ def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.
     assert work.results.get(base) is not None
     work.results.file(points[0]).unlink()
     assert work.train(points[0])["held_out"] == [1.0] and len(names) == 1 + len(points)  # known from its folder
+    finished = work.run_folder(points[0]) / "result.json"
+    finished.write_text(json.dumps({**json.loads(finished.read_text()), "command": "of another loss"}))
+    work.results.file(points[0]).unlink()
+    work.train(points[0])
+    assert names.pop() == points[0].name and len(names) == 1 + len(points)  # trained again
     (work.run_folder(base) / "result.json").unlink()
     work.model(base)  # an export alone may be that of an epoch before a stop
     assert names[-1] == base.name and names.count(base.name) == 2
@@ -293,6 +298,10 @@ def test_an_unknown_row_or_setting_is_named() -> None:
         Plan("cpu", ["bigru"])
     with pytest.raises(SystemExit, match="no row clop in flickr8k.toml: one of base, clip, "):
         Plan("cpu", rows=["clop"])
+    with pytest.raises(SystemExit, match="no table z in flickr8k.toml"):
+        Plan("cpu", tables=["a", "z"])
+    assert Plan("cpu", rows=["coder", "dcl", "m_dcl"]).chosen == ["dcl", "m_dcl", "coder"]
+    assert Plan("cpu", rows=["coder", "dcl"], tables=["h"]).chosen == ["dcl"]
 
 
 def random_scores(seed: int, images: int = 40) -> tuple[list[float], float]:
@@ -404,11 +413,28 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
     assert numbers["dcl"]["seeds"] == [0, 1] and numbers["dcl"]["against"] == "clip" and len(numbers["dcl"]["tried"]) == 2
     assert "--seed 0" in numbers["dcl"]["command"] and numbers["clip"]["val"]["rsum"] == [pytest.approx(scores[0])]
+    assert list(numbers["dcl"]["above"]) == ["clip"] and numbers["clip"]["against"] is None
     figure = page.parent / "figures" / "results-a-regions-bigru.svg"
     assert "figures/results-a-regions-bigru.svg" in written and figure.read_bytes().startswith(b"<?xml")
     before = figure.read_bytes(), page.read_text()
     write_page(made.results, page)
     assert (figure.read_bytes(), page.read_text()) == before  # the same file from the same numbers
+
+
+def test_a_row_is_compared_with_the_one_that_it_names(tmp_path: Path) -> None:
+    from flickr8k_page import write_page
+
+    pytest.importorskip("matplotlib")
+    made, page = MadeResults(tmp_path / "results"), tmp_path / "page.md"
+    made.plan.rows["dcl"]["against"], made.plan.rows["clip"]["against"] = "clip", "m_dcl"  # the second is not finished
+    made.plan.rows["clip"]["peer"] = False
+    for number, row in enumerate(("clip", "dcl")):
+        made.evaluate(made.results.chosen("regions-bigru", row), number)
+    page.write_text("<!-- begin a regions-bigru -->\n<!-- end -->\n")
+    write_page(made.results, page)
+    clip, dcl = page.read_text().splitlines()[4:6]
+    difference = random_scores(1)[1] - random_scores(0)[1]
+    assert f"| {difference:+.1f} (1 seed) from `clip` |" in dcl and "from" not in clip and "peer" not in page.read_text()
 
 
 def test_the_classes_that_training_keeps(tmp_path: Path) -> None:

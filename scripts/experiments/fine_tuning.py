@@ -35,7 +35,8 @@ from typing import Any
 
 import open_clip
 import torch
-from frozen_towers import CachedTransformer, evaluate_levels, make_model, make_optimizer, rate
+from frozen import make_optimizer, rate
+from frozen_towers import CachedTransformer, evaluate_levels, make_model
 from torch import Tensor
 
 import coder_plugin

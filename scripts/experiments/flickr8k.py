@@ -7,13 +7,13 @@
     python scripts/experiments/flickr8k.py run WORK --size cpu --jobs 2
     python scripts/experiments/flickr8k.py page WORK/results docs/flickr8k.md
 
-`prepare` links the shards, extracts region features and collects the concept words. `run` trains the rows of flickr8k.toml with
-``coder-plugin train``, several at a time. Each row is tried with seed 0 at each of its rates and options; the best by R@sum on
-the held-out training images, at its best epoch, is trained with the other seeds. The chosen runs, at the epoch that the
-held-out images chose, are then evaluated on the validation split, and on the test split if `prepare` was given one with
---test-data. A stopped `run` continues where it was. Each run's result is a JSON file in WORK/results; with
-``--results scripts/experiments/flickr8k_results`` the runs whose results are published are not repeated. `page` writes the
-tables of a page, the figures beside it, and the numbers as JSON.
+`prepare` links the shards, extracts features of regions and of frozen towers, and collects the concept words. `run` trains the
+rows of flickr8k.toml, with ``coder-plugin train`` or with a setting's script, several at a time. Each row is tried with seed 0
+at each of its rates and options; the best by R@sum on the held-out training images, at its best epoch, is trained with other
+seeds too. The chosen runs, at the epoch that the held-out images chose, are then evaluated on the validation split, and, but
+for those of scripts, on the test split if `prepare` was given one with --test-data. A stopped `run` continues where it was.
+Each run's result is a JSON file in WORK/results; with ``--results scripts/experiments/flickr8k_results`` the runs whose
+results are published are not repeated. `page` writes the tables of a page, the figures beside it, and the numbers as JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class Results:
         if not (path := self.file(point)).is_file():
             return None
         result = json.loads(path.read_text())
-        return result if sorted(shlex.split(result["command"])) == sorted(make_run(self.plan, point).command) else None
+        return result if self.is_of(result, point) else None
+
+    def is_of(self, result: dict[str, Any], point: Point) -> bool:
+        """Whether a result's command has the words of the point's."""
+        return sorted(shlex.split(result["command"])) == sorted(make_run(self.plan, point).command)
 
     def write(self, point: Point, result: dict[str, Any]) -> None:
         """Replace what is known of a point."""
@@ -107,7 +111,10 @@ class Work:
         folder = self.run_folder(point)
         with self._locks.setdefault(folder, threading.Lock()):  # several points need the base
             if (finished := folder / "result.json").is_file():
-                return json.loads(finished.read_text())
+                result = json.loads(finished.read_text())
+                if self.results.is_of(result, point):
+                    return result
+                shutil.rmtree(folder)  # of a row that has changed since
             result = self._train(point)
             write_json(finished, result)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -225,7 +232,7 @@ def prepare(options: argparse.Namespace) -> None:
         if data is not None and not (work / folder / f"{split}_ims.npy").is_file():
             call("-m", "coder_plugin.cli", "regions", "extract", absolute(data), folder, *NETWORK, "--to-split", split)
     towers = ["--model", "towers/lite0-minilm.json", "--image-weights", "towers/lite0.safetensors"]
-    train, held_out, val = (f"shards/{name}/*.tar" for name in ("train", "held-out", "val"))
+    train, held_out, val = map(absolute, (options.train_data, options.held_out, options.val_data))
     regions = ["--train-data", "regions", "--val-data", "regions", "--report-data", "regions-val"]
     caches = {
         "frozen.pt": ["frozen_towers.py", *towers, "--train-data", f"{train}::{held_out}", "--val-data", val],

@@ -32,16 +32,18 @@ def write_page(results: Any, page: Path) -> None:
         peers = [row for row in rows if plan.rows[row].get("peer")]
         best_peer = max(peers, key=lambda row: rows[row]["held_out"], default=None)
         for row, each in rows.items():
-            each["title"] = plan.rows[row]["title"]
+            each["title"] = plan.row(name, row)["title"]
             against = plan.against(name, row) or best_peer
-            others = {other for other in (*peers, against) if other in rows and other != row}
+            others = {other for other in (*peers, against, plan.row(name, row).get("like")) if other in rows and other != row}
             each["above"] = {other: difference(settings[name][row], settings[name][other]) for other in rows if other in others}
             each["against"], each["best_peer"] = against if against in others else None, row == best_peer
 
     def block(match: re.Match[str]) -> str:
         table, setting = match["table"], match["setting"]
-        rows = {row: each for row, each in numbers.get(setting, {}).items() if table in plan.rows[row]["tables"]}
-        curves = {row: points for row, points in sweeps.get(setting, {}).items() if table in plan.rows[row]["tables"]}
+        rows, curves = (
+            {row: each for row, each in of.get(setting, {}).items() if table in plan.row(setting, row)["tables"]}
+            for of in (numbers, sweeps)
+        )
         parts = [] if table == "i" or not rows else [format_table(rows)]
         figures = page.parent / "figures"
         figures.mkdir(exist_ok=True)
@@ -89,7 +91,7 @@ def finished_sweeps(results: Any, setting: str) -> dict[str, dict[str, Any]]:
     """The points of each row that is a sweep, by the value of its option, as far as they are trained."""
     sweeps = {}
     for row in results.plan.rows_of(setting):
-        content = results.plan.rows[row]
+        content = results.plan.row(setting, row)
         if not content.get("sweep"):
             continue
         try:
@@ -128,7 +130,7 @@ def figures(split: dict[str, Any]) -> list[str]:
 
 
 def seconds_per_epoch(runs: list[dict[str, Any]]) -> float | None:
-    """Of the runs that were not interrupted, with the evaluation of the held-out images."""
+    """Of the runs that were not interrupted, with all that they do besides training, as evaluating the held-out images."""
     timed = [run["seconds"] / len(run["held_out"]) for run in runs if run["seconds"]]
     return round(float(np.median(timed)), 1) if timed else None
 
@@ -163,7 +165,8 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
     heads = ["row", "rate and options", "held out", "val R@sum", *WAYS.values()]
     heads += [*(["instance / concept level"] if levels else []), *(["by the cosine alone"] if fused else [])]
     heads += ["classes kept, %"] if kept else []
-    best_peer = next((row for row, each in rows.items() if each["best_peer"]), None)
+    compared = {each["against"] for each in rows.values()}
+    best_peer = next((row for row, each in rows.items() if each["best_peer"] and row in compared), None)
     heads.append("difference [95 %]" if best_peer is None else "above the best peer [95 %]")
     heads += [*(["test R@sum"] if test else []), "s an epoch", "MB"]
     lines = [heads, ["---"] * len(heads)]
@@ -230,8 +233,10 @@ def draw_curves(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     """R@sum on the held-out images against wall time: mean over seeds, with a band from the least to the greatest."""
     plot, figure, axes = canvas(3.6)
     for each in rows.values():
+        if each["seconds_per_epoch"] is None:
+            continue
         curves = np.array(each["held_out_by_epoch"])
-        minutes = (1 + np.arange(curves.shape[1])) * (each["seconds_per_epoch"] or 60) / 60
+        minutes = (1 + np.arange(curves.shape[1])) * each["seconds_per_epoch"] / 60
         axes.plot(minutes, curves.mean(0), label=plain(each["title"]))
         axes.fill_between(minutes, curves.min(0), curves.max(0), alpha=0.2)
     axes.set_xlabel("minutes")

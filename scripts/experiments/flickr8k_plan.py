@@ -50,8 +50,11 @@ class Plan:
         for name, setting in self.settings.items():
             setting["flags"] = shlex.split(f"{known[name]['flags']} {setting['flags']}")
         self.chosen_settings = list(settings) or list(known)
-        tables = set(tables)
-        self.chosen = list(rows) or [name for name, row in self.rows.items() if not tables or tables & set(row["tables"])]
+        tables, of_row = set(tables), {name: set(row["tables"]) for name, row in self.rows.items()}
+        if unknown := sorted(tables - set().union(*of_row.values())):
+            raise SystemExit(f"no table {unknown[0]} in {PLAN.name}")
+        #: In the order of the file, where a row comes after those that it is like.
+        self.chosen = [name for name in self.rows if name in (rows or self.rows) and (not tables or tables & of_row[name])]
 
     def row(self, setting: str, row: str) -> dict[str, Any]:
         """What a row is in a setting."""

@@ -49,7 +49,7 @@ class Run(ABC):
         """What ``python`` runs: the command, and options that change no result."""
 
     def prepare(self, folder: Path) -> None:
-        """Make the parent of a run's folder, and remove what a stopped run has left and this one would stumble over."""
+        """Make the parent of a run's folder. A kind that cannot go on with what a stopped run has left removes it."""
         folder.parent.mkdir(parents=True, exist_ok=True)
 
     @abstractmethod

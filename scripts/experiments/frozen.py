@@ -1,10 +1,11 @@
-"""What the scripts that train on features of frozen towers share: settings, optimizer, schedule, the best epoch, records."""
+"""What the scripts that train on features of frozen towers share: settings, steps, the best epoch, caches and records."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +48,41 @@ def rate(step: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
+class Steps:
+    """AdamW's steps on a warm-up and a cosine, with what the package wants after each one."""
+
+    def __init__(self, model: Any, lr: float, wd: float, total: int, clip: float = math.inf) -> None:
+        self.model, self.clip = model, clip
+        self.optimizer = make_optimizer(model, lr, wd)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: rate(step, total))
+
+    def step(self, loss: Tensor) -> None:
+        """Reduce a loss; gradients are clipped to the norm ``clip``."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.clip < math.inf:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        self.model.coder.post_step(self.optimizer)
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(0, math.log(100))
+
+
+class CachedEncoder(nn.Module):
+    """Replaces a transformers encoder. It returns the hidden states last passed to :meth:`set_states`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.config, self.states = SimpleNamespace(hidden_size=width), torch.empty(0)
+
+    def set_states(self, states: Tensor) -> None:
+        self.states = states.float()
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=self.states[:, : input_ids.shape[1]])
+
+
 class BestWeights:
     """Those of the epoch with the highest score."""
 
@@ -62,6 +98,18 @@ class BestWeights:
     def load(self) -> None:
         """Give the model the copied weights."""
         self.model.load_state_dict(self.weights)
+
+
+def plain(result: dict[str, Any], ranks: bool = False) -> dict[str, Any]:
+    """A recall's numbers; with ``ranks`` also the ranks of every image and caption, as lists."""
+    figures = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
+    return figures | ({key: result[key].tolist() for key in ("i2t_ranks", "t2i_ranks")} if ranks else {})
+
+
+def save_cache(splits: dict[str, Any], path: str) -> None:
+    """Write a cache as a whole or not at all."""
+    torch.save(splits, f"{path}.tmp")
+    Path(f"{path}.tmp").replace(path)
 
 
 def append_record(path: str | None, record: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ builds `region-bert`, puts the cached hidden states in the place of the encoder,
 fusion. Heads and losses are those of the package. Recall is that of the fused score, of all pairs, where a term trains it, else
 that of the cosine.
 
-Each of an image's captions is used in one epoch of five, so that no noised text and no positive is seen twice in five epochs:
-a run sees what drawing them anew at each step would show it. Runs with other seeds see the same texts in another order.
+An epoch uses one caption of each image. With five captions an image no noised text and no positive is seen twice in five
+epochs: a run sees what drawing them anew at each step would show it. Runs with other seeds see the same texts in another order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import argparse
 import itertools
 import logging
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from frozen import BestWeights, append_record, make_optimizer, parse_settings, rate, with_settings
-from torch import Tensor, nn
+from frozen import BestWeights, CachedEncoder, Steps, append_record, parse_settings, plain, save_cache, with_settings
+from torch import Tensor
 
 import coder_plugin
 from coder_plugin.backbones.word_embeddings import TextBatch, noised_names
@@ -60,16 +59,16 @@ def main(arguments: list[str] | None = None) -> None:
 def make_model(objective: Objective, options: argparse.Namespace, *, region_dim: int, embed_dim: int) -> Any:
     return coder_plugin.create_model(
         "region-bert", loss=objective, text=options.text, frozen_text=True, region_dim=region_dim, embed_dim=embed_dim,
-        context_length=24,
+        context_length=40,  # joined captions are long
     )  # fmt: skip
 
 
 @torch.no_grad()
 def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write ids and last hidden states (float16) of the captions of both splits; for training also of generated texts.
+    """Write ids and last hidden states (float16) of the captions of all splits; for training also of generated texts.
 
     ``ids`` and ``positive_ids`` [T, W], ``states`` of each group [T, W, E], ``changed`` [T, 2]: whether the noise has changed a
-    caption and a positive, ``image_of_caption`` [T] and the ``captions``.
+    caption and a positive, ``image_of_caption`` [T], the ``captions``, and the texts' ``negatives`` and ``positives``.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -92,11 +91,11 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
                 saved["states"] |= {name: clean, noised_names(name)[0]: noised}
                 saved.setdefault("changed", []).append(changed)
                 print(f"{split}: {name} and its noised copies", flush=True)
-            saved["changed"] = torch.stack(saved["changed"], 1)
+            saved |= {"changed": torch.stack(saved["changed"], 1), "negatives": options.noise, "positives": options.positives}
         else:
             saved["states"]["text"] = encode(model, saved["ids"], noise=None)[0]
         splits[split] = saved
-    torch.save(splits, options.cache)
+    save_cache(splits, options.cache)
 
 
 def encode(model: Any, ids: Tensor, *, noise: str | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,10 +134,10 @@ def train(
     torch.manual_seed(seed)
     objective = with_settings(Objective.parse(text), parse_settings(options.set))
     model = make_model(objective, options, region_dim=regions["train"].shape[2], embed_dim=options.embed_dim)
+    check_texts(objective, words["train"])
     model.text.transformer = CachedEncoder(words["train"]["states"]["text"].shape[2])
     model.train()
     loss = coder_plugin.create_loss(objective, model=model)
-    optimizer = make_optimizer(model, lr, options.wd)
     split, images, size = words["train"], len(regions["train"]), options.batch_size
     image_of = split["image_of_caption"]
     first, number = torch.searchsorted(image_of, torch.arange(images)), torch.bincount(image_of)
@@ -147,7 +146,7 @@ def train(
     turns[torch.arange(turns.shape[1]) >= number[:, None]] = torch.inf  # each image's captions in an order of their own
     turns = turns.argsort(1)
     steps = images // size
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps * options.epochs))
+    taken = Steps(model, lr, options.wd, steps * options.epochs, options.clip)
     results: dict[int, dict[str, Any]] = {}
     means: list[float] = []
     best = BestWeights(model)
@@ -159,31 +158,25 @@ def train(
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
                 outputs = forward(model, regions["train"], split, captions[batch])
                 value = sum(loss(**outputs).values())
-            optimizer.zero_grad()
-            value.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-            optimizer.step()
-            schedule.step()
+            taken.step(value)
             means[-1] += value.item() / steps
         results[epoch + 1] = evaluate(model, regions["val"], words["val"], options.eval_images)
         best.keep(results[epoch + 1]["rsum"])
-        print(f"{text} {seed} epoch {epoch + 1}: loss {means[-1]:.3f}, {results[epoch + 1]}", flush=True)
+        figures = results[epoch + 1]
+        shown = ", ".join(f"{name} {figures[name]:.2f}" for name in ("rsum", "gap", "cosine") if name in figures)
+        print(f"{text} {seed} epoch {epoch + 1}: loss {means[-1]:.3f}, {shown}", flush=True)
     best.load()
     return results, model, {"loss": (means[0], means[-1])}
 
 
-class CachedEncoder(nn.Module):
-    """Replaces a transformers encoder. It returns the hidden states last passed to :meth:`set_states`."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.config, self.states = SimpleNamespace(hidden_size=width), torch.empty(0)
-
-    def set_states(self, states: Tensor) -> None:
-        self.states = states
-
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        return SimpleNamespace(last_hidden_state=self.states[:, : input_ids.shape[1]])
+def check_texts(objective: Objective, split: dict[str, Any]) -> None:
+    """Refuse generated texts that are not those of the cache."""
+    wanted = {**Asymmetry.__init__.__kwdefaults__, **dict(dict(objective.heads).get("asymmetry", {}))}
+    for name in ("negatives", "positives"):
+        if wanted[name] not in (None, split[name]):
+            raise SystemExit(f"asymmetry.{name}={wanted[name]}: the cache was written with {split[name]}")
+    if wanted["noise_at"] != "input":
+        raise SystemExit(f"asymmetry.noise_at={wanted['noise_at']}: the cache has noise in the input embeddings")
 
 
 def forward(model: Any, regions: Tensor, split: dict[str, Any], captions: Tensor) -> dict[str, Tensor]:
@@ -194,7 +187,7 @@ def forward(model: Any, regions: Tensor, split: dict[str, Any], captions: Tensor
         groups += ["positive"] if head.positives else []
         groups += [noised for name in tuple(groups) for noised in noised_names(name)] if head.noise else []
     ids = torch.cat([split["positive_ids" if name.endswith("positive") else "ids"][captions] for name in groups])
-    model.text.transformer.set_states(torch.cat([split["states"][name][captions].float() for name in groups]))
+    model.text.transformer.set_states(torch.cat([split["states"][name][captions] for name in groups]))
     features = {**model.image_side(region_batch(regions[images])), **model.text_side(ids)}
     texts = TextBatch(ids, len(captions), tuple(groups[1:]), ids != 0, None, noise_input=True)
     if head is not None and head.noise:
@@ -221,7 +214,7 @@ def encode_split(
     for rows in torch.arange(images).split(250):
         add(image_side, model.image_side(region_batch(regions[rows])))
     for rows in torch.arange(len(owner)).split(500):
-        model.text.transformer.set_states(split["states"]["text"][rows].float())
+        model.text.transformer.set_states(split["states"]["text"][rows])
         add(text_side, model.text_side(split["ids"][rows]))
     width = max(mask.shape[1] for mask in text_side["text_mask"])
     pooled = {"text_features", "text_pooled"}
@@ -259,11 +252,7 @@ def evaluate(model: Any, regions: Tensor, split: dict[str, Any], images: int, ra
     model.train()
     pairs = owner == torch.arange(images)[:, None]
     gap = float((scores[pairs].mean() - scores[~pairs].mean()) / scores[~pairs].std())
-    result = recall(scores, owner)
-    figures = {key: value for key, value in result.items() if isinstance(value, float)} | {"gap": gap} | more
-    if ranks:
-        return figures | {key: result[key].tolist() for key in ("i2t_ranks", "t2i_ranks")}
-    return {key: round(value, 3) for key, value in figures.items()}
+    return plain(recall(scores, owner), ranks) | {"gap": gap} | more
 
 
 def build_parser() -> argparse.ArgumentParser:

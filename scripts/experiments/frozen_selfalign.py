@@ -28,13 +28,12 @@ import logging
 import math
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from frozen import BestWeights, append_record, make_optimizer, parse_settings, rate, with_settings
-from torch import Tensor, nn
+from frozen import BestWeights, CachedEncoder, Steps, append_record, parse_settings, plain, save_cache, with_settings
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import coder_plugin
@@ -70,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{text} (lr {lr:g}, seed {seed}): R@sum {figures['rsum']:.1f}{above}, {time.perf_counter() - begun:.0f} s; "
               + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in values.items()), flush=True)  # fmt: skip
         if options.rerankers:
-            record["reranked"] = rerank_by(runner, data["val"], options.rerankers)
+            record["reranked"] = rerank_by(runner, data.get("report", data["val"]), options.rerankers)
             for name, figures in record["reranked"].items():
                 print(f"    {name}: R@sum {figures['rsum']:.1f}, R@1 {figures['i2t_r1']:.1f} and {figures['t2i_r1']:.1f}")
         append_record(options.json, record)
@@ -78,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Write the features of both splits, computed in bfloat16 and stored as float16.
+    """Write the features of all splits, computed in bfloat16 and stored as float16.
 
     ``grids`` [N, L, C], hidden states ``before`` and ``after`` the last layer [T, W, E], token ``ids`` [T, W], and
     ``image_of_caption`` [T].
@@ -111,7 +110,7 @@ def cache(options: argparse.Namespace) -> None:
         splits[split] = {"grids": torch.cat(grids), "ids": ids, "before": torch.cat(before), "after": torch.cat(after),
                          "image_of_caption": torch.tensor(image_of)}  # fmt: skip
         print(f"{split}: {len(splits[split]['grids'])} images, {len(ids)} captions", flush=True)
-    torch.save(splits, options.cache)
+    save_cache(splits, options.cache)
 
 
 def open_model(options: argparse.Namespace) -> Any:
@@ -144,20 +143,6 @@ def grid(model: Any, images: Tensor) -> Tensor:
 
 def mask_of(ids: Tensor) -> Tensor:
     return ids != 0  # BERT pads with 0
-
-
-class CachedEncoder(nn.Module):
-    """Replaces a transformers encoder. It returns the hidden states last passed to :meth:`set_states`."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.config, self.states = SimpleNamespace(hidden_size=width), torch.empty(0)
-
-    def set_states(self, states: Tensor) -> None:
-        self.states = states.float()
-
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        return SimpleNamespace(last_hidden_state=self.states[:, : input_ids.shape[1]])
 
 
 class Camera:
@@ -236,21 +221,23 @@ KINDS = {"camera": Camera, "clip": Clip}
 def train(
     text: str, lr: float, seed: int, data: dict[str, Any], options: argparse.Namespace
 ) -> tuple[dict[int, dict[str, Any]], Any, dict[str, tuple[float, float]]]:
-    """Validation recall after each epoch, the model, and values of the first and the last epoch: the mean of each loss, and the
-    heads' figures at the epoch's end. The model is that of the best epoch if there are data to report on, else of the last."""
+    """Validation recall after each epoch, the :class:`Camera` or :class:`Clip`, and values of the first and the last epoch.
+
+    The values are the mean of each loss, and the heads' figures at the epoch's end. The model is that of the best epoch if
+    there are data to report on, else of the last.
+    """
     torch.manual_seed(seed)
     objective = with_settings(Objective.parse(text), parse_settings(options.set))
     split, size = data["train"], options.batch_size
     runner = KINDS[options.kind](objective, options, split["grids"].shape[2])
     model = runner.model.train()
     loss = coder_plugin.create_loss(objective, model=model)
-    optimizer = make_optimizer(model, lr, options.wd)
     image_of = split["image_of_caption"]
     images = len(split["grids"])
     first, number = torch.searchsorted(image_of, torch.arange(images)), torch.bincount(image_of)
     steps = images // size
-    total, generator = steps * options.epochs, torch.Generator().manual_seed(seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
+    generator = torch.Generator().manual_seed(seed)
+    taken = Steps(model, lr, options.wd, steps * options.epochs, options.clip)
     means: dict[str, list[float]] = {}
     results: dict[int, dict[str, Any]] = {}
     best = BestWeights(model)
@@ -261,14 +248,7 @@ def train(
             # on a CPU the fused attention's backward takes a third of the step
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16), sdpa_kernel(SDPBackend.MATH):
                 losses = loss(**runner(split, order[step * size : (step + 1) * size]))
-            optimizer.zero_grad()
-            sum(losses.values()).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-            optimizer.step()
-            schedule.step()
-            model.coder.post_step(optimizer)
-            with torch.no_grad():
-                model.logit_scale.clamp_(0, math.log(100))
+            taken.step(sum(losses.values()))
             for name, value in losses.items():
                 means.setdefault(name, [0.0] * options.epochs)[epoch] += value.item() / steps
         for name, figure in model.coder.health().items():
@@ -281,37 +261,33 @@ def train(
 
 
 @torch.no_grad()
+def encode(runner: Any, split: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Vectors of a split's images and captions."""
+    images, texts = (
+        torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
+        for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
+    )
+    return images, texts
+
+
+@torch.no_grad()
 def evaluate(runner: Any, split: dict[str, Tensor], ranks: bool = False) -> dict[str, Any]:
     """Recall, and with a context score also ``cosine``, R@sum of S_b alone. With ``ranks`` the ranks of every image and caption
     too, as lists."""
     model = runner.model.eval()
-    head = dict(model.coder.heads).get("contexts")
-
-    def embed() -> tuple[Tensor, Tensor]:
-        images, texts = (
-            torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
-            for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
-        )
-        return images, texts
-
-    result = recall_from_embeddings(*embed(), split["image_of_caption"])
-    figures: dict[str, Any] = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
-    if head is not None:
-        weight, head.weight = head.weight, 0.0
-        figures["cosine"] = recall_from_embeddings(*embed(), split["image_of_caption"])["rsum"]
-        head.weight = weight
+    figures = plain(recall_from_embeddings(*encode(runner, split), split["image_of_caption"]), ranks)
+    if "contexts" in model.coder.heads:
+        with model.coder.heads["contexts"].weighing(0.0):
+            figures["cosine"] = recall_from_embeddings(*encode(runner, split), split["image_of_caption"])["rsum"]
     model.train()
-    return figures | ({key: result[key].tolist() for key in ("i2t_ranks", "t2i_ranks")} if ranks else {})
+    return figures
 
 
 @torch.no_grad()
 def rerank_by(runner: Any, split: dict[str, Tensor], names: list[str]) -> dict[str, dict[str, float]]:
     """Recall of shortlists of 32, made by the full score: as they are, by each re-ranker, and by the mean with the score."""
     runner.model.eval()
-    images, texts = (
-        torch.cat([embed(split, slice(start, start + 500)) for start in range(0, count, 500)])
-        for embed, count in ((runner.embed_images, len(split["grids"])), (runner.embed_texts, len(split["ids"])))
-    )
+    images, texts = encode(runner, split)
     products, results = Products(images, texts), {}
     for name in names:
         reranker = make_reranker(name, runner.model.coder.backbone)
@@ -321,7 +297,7 @@ def rerank_by(runner: Any, split: dict[str, Tensor], names: list[str]) -> dict[s
         )
         for label, scorer in ((name, score), (f"mean with {name}", MeanScore([products, score]))):
             figures = rerank(images, texts, split["image_of_caption"], scorer, k=32)
-            results[label] = {key: value for key, value in figures.items() if not isinstance(value, Tensor)}
+            results[label] = plain(figures)
     return results
 
 

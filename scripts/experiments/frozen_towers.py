@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
-import math
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from frozen import BestWeights, append_record, make_optimizer, parse_settings, rate, with_settings
+from frozen import BestWeights, Steps, append_record, parse_settings, plain, save_cache, with_settings
 from torch import Tensor, nn
 
 import coder_plugin
@@ -129,7 +128,7 @@ def cache(options: argparse.Namespace) -> None:
         splits[split] = {"images": torch.cat(images), "ids": ids, "tokens": torch.cat(tokens),
                          "image_of_caption": torch.tensor(image_of), "keys": keys}  # fmt: skip
         print(f"{split}: {len(splits[split]['images'])} images, {len(ids)} captions", flush=True)
-    torch.save(splits, options.cache)
+    save_cache(splits, options.cache)
 
 
 class CachedTrunk(nn.Module):
@@ -200,14 +199,13 @@ def train(
     objective = objective.with_options({f"{name}.{key}": v for name, values in derived.items() for key, v in values.items()})
     model = make_model(objective, seed, options.model, initial)
     loss = coder_plugin.create_loss(objective, model=model)
-    optimizer = make_optimizer(model, lr, options.wd)
     split, size = data["train"], options.batch_size
     images, image_of = len(split["images"]), split["image_of_caption"]
     first = torch.searchsorted(image_of, torch.arange(images))
     number = torch.bincount(image_of)
     steps = (images if options.captions == "draw" else len(image_of)) // size
     total, generator = steps * options.epochs, torch.Generator().manual_seed(seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, total))
+    taken = Steps(model, lr, options.wd, total)
     results = {0: evaluate_levels(model, data["val"], options.betas)}
     prototypes = model.coder.heads["prototypes"] if "prototypes" in model.coder.heads else None
     labels, before = torch.full((len(image_of),), -1), torch.full((len(image_of),), -1)
@@ -228,13 +226,7 @@ def train(
             if prototypes is not None and prototypes.centres.ready:
                 pairs = outputs["image_features"] + outputs["text_features"]
                 labels[captions] = prototypes.assign(pairs)
-            optimizer.zero_grad()
-            sum(losses.values()).backward()
-            optimizer.step()
-            schedule.step()
-            model.coder.post_step(optimizer)
-            with torch.no_grad():
-                model.logit_scale.clamp_(0, math.log(100))
+            taken.step(sum(losses.values()))
             for name, value in losses.items():
                 means.setdefault(name, [[] for _ in range(options.epochs)])[epoch].append(value.item())
         figures = model.coder.health() | label_figures(labels, before, image_of)
@@ -279,9 +271,7 @@ def evaluate_levels(model: Any, split: dict[str, Tensor], betas: list[float], ra
     model.train()
     vectors = images, torch.cat(texts)
     result = recall_from_embeddings(*vectors, split["image_of_caption"])
-    figures: dict[str, Any] = {key: value for key, value in result.items() if not isinstance(value, Tensor)}
-    if ranks:
-        figures |= {key: result[key].tolist() for key in ("i2t_ranks", "t2i_ranks")}
+    figures = plain(result, ranks)
     scoring = "concepts" in model.coder.heads and model.coder.heads["concepts"].score_weights()[1] > 0
     if scoring:  # the vectors are [sqrt(beta) v, sqrt(1 - beta) v_C]
         dim = model.coder.heads["concepts"].block_dim

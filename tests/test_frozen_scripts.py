@@ -35,7 +35,7 @@ def test_ascl_on_cached_words(tmp_path: Path) -> None:
     assert {split: len(content["ids"]) for split, content in words.items()} == {"train": 240, "val": 120, "report": 120}
     assert set(words["train"]["states"]) == {"text", "positive", "noised", "noised_positive"}
     assert set(words["val"]["states"]) == {"text"} and words["train"]["changed"].float().mean() > 0.5
-    train = ["train", *data, "--embed-dim=16", "--batch-size=8", "--epochs=8", "--lr=3e-2", "--eval-images=24"]
+    train = ["train", *data, "--embed-dim=16", "--batch-size=8", "--epochs=8", "--lr=3e-2", "--eval-images=24", "--bf16"]
     train += ["--set", "ascl.temperature=0.1", "--threads", str(torch.get_num_threads()), "--json", str(tmp_path / "out.json")]
     fusion = ["--set", "fusion.heads=1", "fusion.recompute=false"]
     frozen_ascl.main([*train, "--losses", "ascl", "ascl(similarity=fusion)", *fusion])

@@ -187,7 +187,7 @@ def forward(model: Any, regions: Tensor, split: dict[str, Any], captions: Tensor
         groups += ["positive"] if head.positives else []
         groups += [noised for name in tuple(groups) for noised in noised_names(name)] if head.noise else []
     ids = torch.cat([split["positive_ids" if name.endswith("positive") else "ids"][captions] for name in groups])
-    model.text.transformer.set_states(torch.cat([split["states"][name][captions] for name in groups]))
+    model.text.transformer.set_states(torch.cat([split["states"][name][captions].float() for name in groups]))
     features = {**model.image_side(region_batch(regions[images])), **model.text_side(ids)}
     texts = TextBatch(ids, len(captions), tuple(groups[1:]), ids != 0, None, noise_input=True)
     if head is not None and head.noise:

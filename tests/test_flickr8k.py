@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -484,6 +485,20 @@ def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
     assert "figures/page-d-options-regions-bigru.svg" in page.read_text()
     [curve] = json.loads(page.with_suffix(".json").read_text())["sweeps"]["regions-bigru"].values()
     assert [point["value"] for point in curve["points"]] == [0.02, 0.035, 0.05, 0.1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/flickr8k.md", "docs/finetune_clip.md"])
+def test_every_interval_that_a_page_names_is_one_of_the_results(page: str) -> None:
+    root = EXPERIMENTS.parents[1]
+    settings = json.loads((root / "docs" / "flickr8k.json").read_text())["settings"]
+    known = set()
+    for above in (above for rows in settings.values() for row in rows.values() for above in row["above"].values()):
+        if above["low"] is not None:
+            mean, low, high = above["mean"], above["low"], above["high"]
+            known |= {f"{mean:.1f} [{low:.1f}, {high:.1f}]", f"{-mean:.1f} [{-high:.1f}, {-low:.1f}]"}
+    number = r"-?\d+(?:\.\d+)?"
+    named = re.findall(rf"{number} \[{number}, {number}\]", (root / page).read_text())
+    assert named and not set(named) - known
 
 
 @pytest.mark.slow

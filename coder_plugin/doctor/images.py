@@ -114,7 +114,7 @@ def check_pictures(split: str, looks: Sequence[Look], total: int, config: Any, m
     middle = f"{sides[0][len(good) // 2]} and {sides[1][len(good) // 2]}"
     yield ok(
         name,
-        f"{len(looks):,} of {total:,} pictures decoded: sides from {sides[0][0]} to {sides[1][-1]} pixels, "
+        f"{len(good):,} of {total:,} pictures decoded: sides from {sides[0][0]} to {sides[1][-1]} pixels, "
         f"median of the shorter and the longer side {middle}",
     )
     yield from _sizes(name, good, model)

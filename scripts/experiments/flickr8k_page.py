@@ -33,6 +33,8 @@ def write_page(results: Any, page: Path) -> None:
         best_peer = max(peers, key=lambda row: rows[row]["held_out"], default=None)
         for row, each in rows.items():
             each["title"] = plan.row(name, row)["title"]
+            if "wise_ft" in plan.row(name, row):
+                each["seconds_per_epoch"] = None  # it is not trained
             against = plan.against(name, row) or best_peer
             others = {other for other in (*peers, against, plan.row(name, row).get("like")) if other in rows and other != row}
             each["above"] = {other: difference(settings[name][row], settings[name][other]) for other in rows if other in others}

@@ -265,7 +265,7 @@ def run(options: argparse.Namespace) -> None:
         for row in rows:
             if row not in alone:  # it may be like one that is like another
                 train_all(plan.grid(setting, row, chosen))
-        best = [chosen(row) for row in rows if not plan.rows[row].get("sweep")]
+        best = [chosen(row) for row in rows if not plan.row(setting, row).get("sweep")]
         seeds = [replace(point, seed=seed) for point in best for seed in plan.seeds(setting, point.row)]
         seeds.sort(key=lambda point: point.seed)  # so that rows can be compared before all is done
         train_all(seeds)

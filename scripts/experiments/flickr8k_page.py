@@ -29,7 +29,7 @@ def write_page(results: Any, page: Path) -> None:
     numbers = {name: {row: summary(runs) for row, runs in rows.items()} for name, rows in settings.items()}
     sweeps = {name: points for name in plan.chosen_settings if (points := finished_sweeps(results, name))}
     for name, rows in numbers.items():
-        peers = [row for row in rows if plan.rows[row].get("peer")]
+        peers = [row for row in rows if plan.row(name, row).get("peer")]
         best_peer = max(peers, key=lambda row: rows[row]["held_out"], default=None)
         for row, each in rows.items():
             each["title"] = plan.row(name, row)["title"]
@@ -72,7 +72,7 @@ def finished_rows(results: Any, setting: str) -> dict[str, list[dict[str, Any]]]
     """The runs of each row's chosen point, as far as they are trained and evaluated."""
     rows = {}
     for row in results.plan.rows_of(setting):
-        if results.plan.rows[row].get("sweep"):
+        if results.plan.row(setting, row).get("sweep"):
             continue
         try:
             point = results.chosen(setting, row)

@@ -44,9 +44,9 @@ class Run(ABC):
     def command(self) -> list[str]:
         """For a reader: in the work folder, with ``coder-plugin`` or ``python`` as its first word."""
 
-    @abstractmethod
     def arguments(self, threads: int) -> list[str]:
         """What ``python`` runs: the command, and options that change no result."""
+        return ["-m", "coder_plugin.cli", *self.command[1:], "--workers", "0" if self.plan.size == "smoke" else "1"]
 
     def prepare(self, folder: Path) -> None:
         """Make the parent of a run's folder. A kind that cannot go on with what a stopped run has left removes it."""
@@ -82,8 +82,7 @@ class Training(Run):
         return ["coder-plugin", "train", *flags, "--loss", *loss, *run]
 
     def arguments(self, threads: int) -> list[str]:
-        workers = "0" if self.plan.size == "smoke" else "1"
-        return ["-m", "coder_plugin.cli", *self.command[1:], "--workers", workers, "--no-report"]
+        return [*super().arguments(threads), "--no-report"]
 
     def measured(self, folder: Path) -> dict[str, Any]:
         held_out, last = {}, {}
@@ -110,9 +109,6 @@ class Interpolation(Run):
         held_out, tuned = flags[flags.index("--val-data") + 1], make_run(self.plan, self.needs).folder
         save = ["--wise-ft-save", str(row["wise_ft"]), self.folder]
         return ["coder-plugin", "eval", tuned, "--val-data", held_out, *save, "--json", f"{self.folder}.json"]
-
-    def arguments(self, threads: int) -> list[str]:
-        return ["-m", "coder_plugin.cli", *self.command[1:], "--workers", "0" if self.plan.size == "smoke" else "1"]
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)

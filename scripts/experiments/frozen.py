@@ -1,7 +1,8 @@
-"""What the scripts that train on features of frozen towers share: settings, steps, the best epoch, caches and records."""
+"""What the scripts that train on features of frozen towers share: flags, settings, steps, best epoch, caches and records."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,19 @@ from torch import Tensor, nn
 from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+
+
+def add_training_options(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int) -> None:
+    """Flags of ``train``: the losses, their options and rates, the seeds, and where records go."""
+    parser.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
+    parser.add_argument("--set", nargs="*", default=[], action="extend", metavar="OWNER.OPTION=VALUE",
+                        help="options of terms and heads; a loss without the owner ignores them")  # fmt: skip
+    parser.add_argument("--epochs", type=int, default=epochs, help=f"epochs [{epochs}]")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help=f"pairs of a step [{batch_size}]")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
+    parser.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
+    parser.add_argument("--json", help="append results to this file")
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:

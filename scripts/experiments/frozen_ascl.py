@@ -24,7 +24,17 @@ import random
 from typing import Any
 
 import torch
-from frozen import BestWeights, CachedEncoder, Steps, append_record, parse_settings, plain, save_cache, with_settings
+from frozen import (
+    BestWeights,
+    CachedEncoder,
+    Steps,
+    add_training_options,
+    append_record,
+    parse_settings,
+    plain,
+    save_cache,
+    with_settings,
+)
 from torch import Tensor
 
 import coder_plugin
@@ -133,8 +143,8 @@ def train(
     last epoch."""
     torch.manual_seed(seed)
     objective = with_settings(Objective.parse(text), parse_settings(options.set))
-    model = make_model(objective, options, region_dim=regions["train"].shape[2], embed_dim=options.embed_dim)
     check_texts(objective, words["train"])
+    model = make_model(objective, options, region_dim=regions["train"].shape[2], embed_dim=options.embed_dim)
     model.text.transformer = CachedEncoder(words["train"]["states"]["text"].shape[2])
     model.train()
     loss = coder_plugin.create_loss(objective, model=model)
@@ -260,7 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {
         "cache": commands.add_parser("cache", help="encode captions, positives and noised copies once"),
-        "train": commands.add_parser("train", help="train rows on cached words"),
+        "train": commands.add_parser("train", help="train losses on cached words"),
     }
     for command in parsers.values():
         command.add_argument("cache", help="file of cached words")
@@ -273,20 +283,12 @@ def build_parser() -> argparse.ArgumentParser:
     parsers["cache"].add_argument("--positives", default="join+truncate",
                                   help="the generated texts, asymmetry.positives [join+truncate]")
     train_command = parsers["train"]
-    train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
-    train_command.add_argument("--set", nargs="*", default=[], action="extend", metavar="OWNER.OPTION=VALUE",
-                               help="options of terms and heads; a loss without the owner ignores them")
-    train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
+    add_training_options(train_command, epochs=5, batch_size=32)
     train_command.add_argument("--embed-dim", type=int, default=128, help="dimensions of the joint space [128]")
-    train_command.add_argument("--epochs", type=int, default=5, help="epochs [5]")
-    train_command.add_argument("--batch-size", type=int, default=32, help="pairs of a step [32]")
-    train_command.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
-    train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
     train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     train_command.add_argument("--eval-images", type=int, default=250,
                                help="validation images, the first ones, that the epoch is chosen on [250]")
-    train_command.add_argument("--json", help="append results to this file")
     return parser
 
 

@@ -32,7 +32,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from frozen import BestWeights, CachedEncoder, Steps, append_record, parse_settings, plain, save_cache, with_settings
+from frozen import (
+    BestWeights,
+    CachedEncoder,
+    Steps,
+    add_training_options,
+    append_record,
+    parse_settings,
+    plain,
+    save_cache,
+    with_settings,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -341,21 +351,13 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--report-data", help="data to evaluate the epoch on that the validation data choose")
     parsers["check"].set_defaults(rerankers=[])
     train_command = parsers["train"]
+    add_training_options(train_command, epochs=10, batch_size=128)
     train_command.add_argument("--kind", choices=tuple(KINDS), required=True, help="which model")
-    train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
-    train_command.add_argument("--set", nargs="*", default=[], action="extend", metavar="OWNER.OPTION=VALUE",
-                               help="options of terms and heads; a loss without the owner ignores them")
     train_command.add_argument("--embed-dim", type=int, default=512, help="dimensions of the joint space of camera [512]")
     train_command.add_argument("--cells", type=int, default=4, help="camera: cells along each side of the square [4]")
-    train_command.add_argument("--epochs", type=int, default=10, help="epochs [10]")
-    train_command.add_argument("--batch-size", type=int, default=128, help="batch size [128]")
-    train_command.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
-    train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
     train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
     train_command.add_argument("--rerankers", nargs="*", default=[], metavar="NAME", help="clip: also re-rank by these")
-    train_command.add_argument("--json", help="append results to this file")
     return parser
 
 

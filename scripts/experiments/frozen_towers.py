@@ -25,7 +25,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from frozen import BestWeights, Steps, append_record, parse_settings, plain, save_cache, with_settings
+from frozen import (
+    BestWeights,
+    Steps,
+    add_training_options,
+    append_record,
+    parse_settings,
+    plain,
+    save_cache,
+    with_settings,
+)
 from torch import Tensor, nn
 
 import coder_plugin
@@ -297,17 +306,10 @@ def build_parser() -> argparse.ArgumentParser:
     cache_command.add_argument("--image-std", type=float, nargs=3, default=[0.5] * 3, help="normalisation: standard deviation")
     cache_command.add_argument("--train-data", help="training data, as for coder-plugin train [the built-in scenes]")
     cache_command.add_argument("--val-data", required=True, help="validation data")
-    train_command.add_argument("--losses", nargs="+", required=True, help="loss expressions, one run each")
-    train_command.add_argument("--set", nargs="*", default=[], action="extend", metavar="OWNER.OPTION=VALUE",
-                               help="options of terms and heads; a loss without the owner ignores them")
+    add_training_options(train_command, epochs=5, batch_size=128)
     train_command.add_argument("--concepts", help="concept vocabulary, by coder-plugin concepts")
     train_command.add_argument("--captions", choices=("draw", "all"), default="all",
                                help="one caption per image and epoch, or all [all]")
-    train_command.add_argument("--epochs", type=int, default=5, help="epochs [5]")
-    train_command.add_argument("--batch-size", type=int, default=128, help="batch size [128]")
-    train_command.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="learning rates, one run each [1e-3]")
-    train_command.add_argument("--wd", type=float, default=0.05, help="weight decay [0.05]")
-    train_command.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
     train_command.add_argument("--betas", type=float, nargs="*", default=[], help="also evaluate other weights of the levels")
     train_command.add_argument("--hold-out", type=int, default=0, metavar="N",
                                help="choose settings: train without the last N training images and evaluate on these; with "
@@ -316,7 +318,6 @@ def build_parser() -> argparse.ArgumentParser:
     train_command.add_argument("--shares", action="store_true", help="print each term's share of the gradient, once per epoch")
     train_command.add_argument("--init", help="start from the weights of an earlier --save")
     train_command.add_argument("--save", help="write the trained projections to this file")
-    train_command.add_argument("--json", help="append results to this file")
     return parser
 
 

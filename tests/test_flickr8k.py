@@ -128,12 +128,9 @@ def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     from tests.backbones import tiny_bert
 
-    text = {"hf_model_name": tiny_bert.make(tmp_path / "bert"), "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
-    text |= {"hf_tokenizer_name": text["hf_model_name"], "context_length": 6}
-    image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 64}
-    (tmp_path / "tiny.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": image, "text_cfg": text}))
+    _, text = tiny_bert.make_clip(tmp_path)
     generator = torch.Generator().manual_seed(0)
-    width, channels, cache = 256, json.loads((tmp_path / "bert" / "config.json").read_text())["hidden_size"], {}
+    width, channels, cache = 256, json.loads((Path(text) / "config.json").read_text())["hidden_size"], {}
     for split, images in (("train", 60), ("val", 20)):
         features, image_of = torch.randn(images, width, generator=generator), torch.arange(images).repeat_interleave(2)
         ids = torch.randint(5, 20, (2 * images, 6), generator=generator)

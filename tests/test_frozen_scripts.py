@@ -102,22 +102,12 @@ def grids(text: str) -> dict[str, dict[str, torch.Tensor]]:
     return splits
 
 
-def write_clip(folder: Path) -> tuple[Path, str]:
-    """The configuration of an open_clip model of two tiny towers, and the folder of its text tower."""
-    text = tiny_bert.make(folder / "bert")
-    tower = {"hf_model_name": text, "hf_tokenizer_name": text, "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
-    image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 64}
-    model = folder / "tiny.json"
-    model.write_text(json.dumps({"embed_dim": 16, "vision_cfg": image, "text_cfg": {**tower, "context_length": 6}}))
-    return model, text
-
-
 def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import frozen_selfalign
     import timm
     from safetensors.torch import save_file
 
-    model, _ = write_clip(tmp_path)
+    model, _ = tiny_bert.make_clip(tmp_path)
     torch.manual_seed(0)
     network = timm.create_model("test_efficientnet", num_classes=5)
     save_file(network.state_dict(), tmp_path / "image.safetensors")
@@ -138,7 +128,7 @@ def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.Ca
 def test_selfalign_on_cached_feature_maps(tmp_path: Path) -> None:
     import frozen_selfalign
 
-    cache, out, (model, text) = tmp_path / "grids.pt", tmp_path / "out.json", write_clip(tmp_path)
+    cache, out, (model, text) = tmp_path / "grids.pt", tmp_path / "out.json", tiny_bert.make_clip(tmp_path)
     splits = grids(text)
     torch.save(splits, cache)
     common = ["train", str(cache), "--epochs=3", "--batch-size=12", "--threads", str(torch.get_num_threads()), f"--json={out}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 PIECES = (
@@ -33,3 +34,13 @@ def make(folder: Path, *, dropout: float = 0.0, layers: int = 2) -> str:
         )
         BertModel(config).save_pretrained(folder)
     return str(folder)
+
+
+def make_clip(folder: Path) -> tuple[Path, str]:
+    """The configuration of an open_clip model of timm's smallest network and this BERT, and the BERT's folder."""
+    text = make(folder / "bert")
+    tower = {"hf_model_name": text, "hf_tokenizer_name": text, "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
+    image = {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 64}
+    model = folder / "tiny.json"
+    model.write_text(json.dumps({"embed_dim": 16, "vision_cfg": image, "text_cfg": {**tower, "context_length": 6}}))
+    return model, text

@@ -103,7 +103,9 @@ def test_every_command_of_cached_words_and_maps_is_one_that_their_script_takes(s
         Objective.parse(options.losses[0]).with_options(
             {name: parse_value(value) for name, value in given.items() if not name.startswith("fusion.")}
         )
-        assert (plan.against(setting, point.row) in plan.rows_of(setting)) and options.epochs in (5, 10)
+        assert options.epochs in (5, 10)
+    compared = {plan.against(setting, row) for row in plan.rows_of(setting)} - {None}
+    assert compared and compared <= set(plan.rows_of(setting))
 
 
 def test_frozen_towers_take_the_settings_of_their_terms_and_heads() -> None:
@@ -301,6 +303,14 @@ def test_an_unknown_row_or_setting_is_named() -> None:
         Plan("cpu", tables=["a", "z"])
     assert Plan("cpu", rows=["coder", "dcl", "m_dcl"]).chosen == ["dcl", "m_dcl", "coder"]
     assert Plan("cpu", rows=["coder", "dcl"], tables=["h"]).chosen == ["dcl"]
+
+
+def test_a_row_whose_options_are_not_chosen_yet_names_the_other(tmp_path: Path) -> None:
+    import flickr8k
+
+    chosen = {"work": tmp_path, "size": "cpu", "settings": ["regions-bigru"], "rows": ["coder"], "tables": []}
+    with pytest.raises(SystemExit, match="row coder takes over options of another row: .* dcl-.* is not trained yet; "):
+        flickr8k.run(SimpleNamespace(**chosen, results=None, threads=1, jobs=1))
 
 
 def random_scores(seed: int, images: int = 40) -> tuple[list[float], float]:

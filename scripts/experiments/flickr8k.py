@@ -263,8 +263,13 @@ def run(options: argparse.Namespace) -> None:
         alone = [row for row in rows if "like" not in plan.row(setting, row)]
         train_all(point for row in alone for point in plan.grid(setting, row, chosen))
         for row in rows:
-            if row not in alone:  # it may be like one that is like another
-                train_all(plan.grid(setting, row, chosen))
+            if row in alone:
+                continue
+            try:
+                grid = plan.grid(setting, row, chosen)  # the row that it is like may be like another
+            except LookupError as error:
+                raise SystemExit(f"row {row} takes over options of another row: {error}; add that one to --rows") from None
+            train_all(grid)
         best = [chosen(row) for row in rows if not plan.row(setting, row).get("sweep")]
         seeds = [replace(point, seed=seed) for point in best for seed in plan.seeds(setting, point.row)]
         seeds.sort(key=lambda point: point.seed)  # so that rows can be compared before all is done

@@ -1,4 +1,4 @@
-"""The scripts that train on cached words and feature maps: what they learn, select and report."""
+"""The scripts that train on features of frozen towers: what they learn, select and report."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from coder_plugin.objective import Objective
 from tests.backbones import tiny_bert
 from tests.doctor import made
 from tests.training import region_data
-
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "scripts" / "experiments"
-
-
-@pytest.fixture(autouse=True)
-def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -155,3 +149,18 @@ def test_selfalign_on_cached_feature_maps(tmp_path: Path) -> None:
     again, fast = records(out)
     assert "report" not in again and again["results"] == plain["results"]
     assert (again["lr"], fast["lr"]) == (0.03, 0.3) and again["results"] != fast["results"]
+
+
+def test_frozen_towers_take_the_settings_of_their_terms_and_heads() -> None:
+    import frozen_towers
+
+    pytest.importorskip("pytorch_metric_learning")
+    settings = frozen_towers.parse_settings(
+        ["dcl.mu=0.2", "pml.NTXentLoss.temperature=0.3", "momentum.momentum=0.9", "m_dcl.mu=0.4"]
+    )
+    objective = frozen_towers.with_settings(Objective.parse("dcl + pml.NTXentLoss"), settings)
+    given = {term.name: dict(term.options) for term in objective.terms}
+    assert given == {"dcl": {"mu": 0.2}, "pml.NTXentLoss": {"temperature": 0.3}}
+    assert "momentum" not in dict(objective.heads)
+    objective = frozen_towers.with_settings(Objective.parse("m_dcl"), settings)
+    assert dict(dict(objective.heads)["momentum"])["momentum"] == 0.9 and dict(objective.terms[0].options) == {"mu": 0.4}

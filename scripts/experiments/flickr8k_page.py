@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,16 +218,23 @@ def spread(values: list[float]) -> str:
 
 
 def draw_bars(path: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """R@sum of each row on the validation split: mean, and a point for each seed."""
+    """R@sum of each row on the validation split: mean, a point for each seed, and a line as long as the interval of the
+    difference from the row that it is compared with."""
     plot, figure, axes = canvas(0.6 + 0.32 * len(rows))
     for place, each in enumerate(rows.values()):
         scores = each["val"]["rsum"]
-        axes.barh(place, np.mean(scores), color="C7" if each["best_peer"] else "C0", height=0.7)
+        mean, above = np.mean(scores), each["above"].get(each["against"])
+        axes.barh(place, mean, color="C7" if each["best_peer"] else "C0", height=0.7)
+        if each["best_peer"]:
+            axes.axvline(mean, color="C7", linewidth=1, linestyle="--")
+        if above is not None and above["low"] is not None:
+            ends = [[above["mean"] - above["low"]], [above["high"] - above["mean"]]]
+            axes.errorbar(mean, place, xerr=ends, color="k", linewidth=1, capsize=3)
         axes.plot(scores, [place] * len(scores), "k.", markersize=4)
-    axes.set_yticks(range(len(rows)), [plain(each["title"]) for each in rows.values()])
+    axes.set_yticks(range(len(rows)), [textwrap.fill(plain(each["title"]), 42) for each in rows.values()], fontsize=8)
     axes.invert_yaxis()
-    least = min(min(each["val"]["rsum"]) for each in rows.values())
-    axes.set_xlim(max(0, least - 20), None)
+    every = [score for each in rows.values() for score in each["val"]["rsum"]]
+    axes.set_xlim(max(0, min(every) - 20), max(every) + 5)
     axes.set_xlabel("R@sum, validation split")
     save(plot, figure, path)
 

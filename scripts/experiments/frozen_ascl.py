@@ -9,7 +9,7 @@ flickr8k.py runs both for the tables of docs/flickr8k.md. `cache` encodes every 
 or truncated, as the loader draws them) and noised copies of both, with the noise in the encoder's input embeddings. `train`
 builds `region-bert`, puts the cached hidden states in the place of the encoder, and trains what follows: projections, pooling,
 fusion. Heads and losses are those of the package. Recall is that of the fused score, of all pairs, where a term trains it, else
-that of the cosine.
+that of the cosine. ``fit`` in a record is R@sum of the first training images, by the weights of the best epoch.
 
 An epoch uses one caption of each image. With five captions an image no noised text and no positive is seen twice in five
 epochs: a run sees what drawing them anew at each step would show it. Runs with other seeds see the same texts in another order.
@@ -60,6 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         results, model, losses = train(text, lr, seed, regions, words, options)
         record = {"objective": text, "set": options.set, "lr": lr, "seed": seed, "results": results, "losses": losses}
+        record["fit"] = evaluate(model, regions["train"], words["train"], options.eval_images)["rsum"]
+        print(f"{text} (lr {lr:g}, seed {seed}): R@sum {record['fit']:.1f} on as many training images", flush=True)
         if "report" in sources:
             record["report"] = evaluate(model, regions["report"], words["report"], len(regions["report"]), ranks=True)
             print(f"{text} (lr {lr:g}, seed {seed}): R@sum {record['report']['rsum']:.1f}", flush=True)

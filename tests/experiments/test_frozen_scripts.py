@@ -40,6 +40,7 @@ def test_ascl_on_cached_words(tmp_path: Path) -> None:
         # the data to report on are those that the epoch was chosen on: its recall is that of the best epoch
         assert record["report"]["rsum"] == pytest.approx(max(rsum), abs=1e-3)
         assert len(record["report"]["i2t_ranks"]) == 24 and len(record["report"]["t2i_ranks"]) == 120
+        assert record["fit"] > record["report"]["rsum"]  # it has seen these images
         assert record["set"] == ["ascl.temperature=0.1", "fusion.heads=1", "fusion.recompute=false"]
     assert "cosine" in fused["report"] and "cosine" not in cosine["report"]
     assert fused["report"]["cosine"] != fused["report"]["rsum"]

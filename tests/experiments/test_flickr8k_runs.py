@@ -58,6 +58,7 @@ def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     cache["val"] = frozen_towers.hold_out(cache, 20)["val"]
     torch.save(cache, tmp_path / "frozen.pt")
     point = flickr8k.Point("frozen", "clip", 0.3, (), 0)  # too high: the last epoch is not the best
+    (tmp_path / f"{flickr8k.make_run(plan, point).folder}.json").write_text('{"results": {"1"')  # what a stopped run has left
     result = work.train(point)
     assert result["best_epoch"] == result["held_out"].index(max(result["held_out"])) + 1 < 4
     assert result["val"]["rsum"] == pytest.approx(max(result["held_out"]), abs=0.01)

@@ -37,7 +37,7 @@ def write_page(results: Any, page: Path) -> None:
             if "wise_ft" in plan.row(name, row):
                 each["seconds_per_epoch"] = None  # it is not trained
             against = plan.against(name, row) or best_peer
-            others = {other for other in (*peers, against, plan.row(name, row).get("like")) if other in rows and other != row}
+            others = {other for other in (*peers, against, *plan.built_on(name, row)) if other in rows and other != row}
             each["above"] = {other: difference(settings[name][row], settings[name][other]) for other in rows if other in others}
             each["against"], each["best_peer"] = against if against in others else None, row == best_peer
 

@@ -75,6 +75,11 @@ class Plan:
         """The row that a row is compared with, if that is not the best peer."""
         return self.row(setting, row).get("against", self.settings[setting].get("against"))
 
+    def built_on(self, setting: str, row: str) -> list[str]:
+        """The row that a row is like, the row that this one is like, and so on."""
+        like = self.row(setting, row).get("like")
+        return [] if like is None else [like, *self.built_on(setting, like)]
+
     def base(self, setting: str) -> Point | None:
         """The point whose model the setting's runs start from."""
         if (name := self.settings[setting].get("base")) is None:

@@ -102,6 +102,7 @@ def test_rows_take_the_options_of_the_row_that_they_are_like() -> None:
     assert [point.lr for point in plan.grid("regions-bigru", "own", {"dcl": dcl}.__getitem__)] == [7e-3]
     plan.rows["own"] = {"lr": [7e-3], "loss": "dcl"}
     assert [point.lr for point in plan.grid("regions-bigru", "own", lambda row: pytest.fail(row))] == [7e-3]
+    assert plan.built_on("regions-bigru", "coder") == ["m_dcl", "dcl"] and plan.built_on("regions-bigru", "dcl") == []
 
 
 def test_the_recipe_of_the_best_row_has_its_settings() -> None:

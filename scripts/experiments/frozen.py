@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from coder_plugin.expression import parse_value
 from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
+from coder_plugin.training.optim import parameter_groups
 
 
 def add_training_options(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int) -> None:
@@ -41,17 +42,10 @@ def with_settings(objective: Objective, settings: dict[str, Any]) -> Objective:
     return objective.with_options({key: value for key, value in settings.items() if key.rpartition(".")[0] in owners})
 
 
-def make_optimizer(model: nn.Module, lr: float, wd: float) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, lr: float, wd: float, heads_lr_scale: float = 1.0) -> torch.optim.AdamW:
     """AdamW; biases, gains and scalars have no weight decay."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": wd},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        fused=True,
-    )
+    groups = parameter_groups(model, lr=lr, weight_decay=wd, heads_lr_scale=heads_lr_scale)
+    return torch.optim.AdamW(groups, fused=True)
 
 
 def rate(step: int, total: int) -> float:
@@ -65,9 +59,11 @@ def rate(step: int, total: int) -> float:
 class Steps:
     """AdamW's steps on a warm-up and a cosine, with what the package wants after each one."""
 
-    def __init__(self, model: Any, lr: float, wd: float, total: int, clip: float = math.inf) -> None:
+    def __init__(
+        self, model: Any, lr: float, wd: float, total: int, clip: float = math.inf, heads_lr_scale: float = 1.0
+    ) -> None:
         self.model, self.clip = model, clip
-        self.optimizer = make_optimizer(model, lr, wd)
+        self.optimizer = make_optimizer(model, lr, wd, heads_lr_scale)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: rate(step, total))
 
     def step(self, loss: Tensor) -> None:

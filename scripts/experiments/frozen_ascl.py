@@ -158,7 +158,7 @@ def train(
     turns[torch.arange(turns.shape[1]) >= number[:, None]] = torch.inf  # each image's captions in an order of their own
     turns = turns.argsort(1)
     steps = images // size
-    taken = Steps(model, lr, options.wd, steps * options.epochs, options.clip)
+    taken = Steps(model, lr, options.wd, steps * options.epochs, options.clip, options.heads_lr_scale)
     results: dict[int, dict[str, Any]] = {}
     means: list[float] = []
     best = BestWeights(model)
@@ -287,6 +287,8 @@ def build_parser() -> argparse.ArgumentParser:
     train_command = parsers["train"]
     add_training_options(train_command, epochs=5, batch_size=32)
     train_command.add_argument("--embed-dim", type=int, default=128, help="dimensions of the joint space [128]")
+    train_command.add_argument("--heads-lr-scale", type=float, default=1.0,
+                               help="factor on the learning rate of the fusion's weights [1]")
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")
     train_command.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     train_command.add_argument("--eval-images", type=int, default=250,

@@ -233,8 +233,8 @@ def draw_bars(path: Path, rows: dict[str, dict[str, Any]]) -> None:
         axes.plot(scores, [place] * len(scores), "k.", markersize=4)
     axes.set_yticks(range(len(rows)), [textwrap.fill(plain(each["title"]), 42) for each in rows.values()], fontsize=8)
     axes.invert_yaxis()
-    every = [score for each in rows.values() for score in each["val"]["rsum"]]
-    axes.set_xlim(max(0, min(every) - 20), max(every) + 5)
+    least = min(min(each["val"]["rsum"]) for each in rows.values())
+    axes.set_xlim(max(0, least - 20), axes.dataLim.x1 + 5)  # the bars begin at 0
     axes.set_xlabel("R@sum, validation split")
     save(plot, figure, path)
 

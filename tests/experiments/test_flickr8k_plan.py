@@ -15,7 +15,7 @@ from tests.experiments.plans import points_of
 
 def cases() -> list[tuple[str, str]]:
     settings = [("cpu", "regions-bigru"), ("gpu", "regions-bigru"), ("cpu", "regions-bert"), ("smoke", "regions-bigru")]
-    return [*settings, ("cpu", "clip"), ("gpu", "clip"), ("cpu", "clip-base")]
+    return [*settings, ("gpu", "regions-bert"), ("cpu", "clip"), ("gpu", "clip"), ("cpu", "clip-base")]
 
 
 @pytest.mark.parametrize(("size", "setting"), cases())
@@ -24,7 +24,7 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
 
     pytest.importorskip("pytorch_metric_learning")
     points = points_of(Plan(size), setting)
-    assert len({point.name for point in points}) == len(points) > (0 if setting == "clip-base" else 10)
+    assert len({point.name for point in points}) == len(points) > (0 if setting == "clip-base" else 14)
     for point in points:
         command = make_run(Plan(size), point).command
         flags = vars(build_parser().parse_args(command[1:]))

@@ -10,8 +10,8 @@
 `prepare` links the shards, extracts features of regions and of frozen towers, and collects the concept words. `run` trains the
 rows of flickr8k.toml, with ``coder-plugin train`` or with a setting's script, several at a time. Each row is tried with seed 0
 at each of its rates and options; the best by R@sum on the held-out training images, at its best epoch, is trained with other
-seeds too. The chosen runs, at the epoch that the held-out images chose, are then evaluated on the validation split, and, but
-for those of scripts, on the test split if `prepare` was given one with --test-data. A stopped `run` continues where it was.
+seeds too. The chosen runs, at the epoch that the held-out images chose, are then evaluated on the validation split, and on the
+test split if `prepare` was given one with --test-data. A stopped `run` continues where it was.
 Each run's result is a JSON file in WORK/results; with ``--results scripts/experiments/flickr8k_results`` the runs whose
 results are published are not repeated. `page` writes the tables of a page, the figures beside it, and the numbers as JSON.
 """
@@ -156,6 +156,12 @@ class Work:
         result, setting = self.train(point), self.plan.settings[point.setting]
         if split in result:
             return
+        if "script" in setting:  # trained when its cache did not have the split yet
+            shutil.rmtree(self.run_folder(point), ignore_errors=True)
+            if split not in (result := self._make(point)):
+                raise SystemExit(f"{setting['flags'][1]} has no {split} split: run prepare again, with --{split}-data")
+            self.results.write(point, result)
+            return
         import torch
 
         from coder_plugin.evaluation.evaluate import shortlist_length
@@ -192,6 +198,13 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_suffix(f".{threading.get_ident()}.tmp")  # two runs may need the same base
     temporary.write_text(json.dumps(content) + "\n")
     temporary.replace(path)
+
+
+def has_split(cache: Path, split: str) -> bool:
+    """Whether a cache of a script of frozen towers has a split."""
+    import torch
+
+    return split in torch.load(cache, mmap=True, weights_only=True)
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -239,8 +252,12 @@ def prepare(options: argparse.Namespace) -> None:
         "grids.pt": ["frozen_selfalign.py", *towers, "--train-data", train, "--val-data", held_out, "--report-data", val],
         "words.pt": ["frozen_ascl.py", "--text", "towers/minilm", *regions],
     }
+    if options.test_data is not None:
+        test = absolute(options.test_data)
+        for name, location in {"frozen.pt": test, "grids.pt": test, "words.pt": "regions-test"}.items():
+            caches[name] += ["--test-data", location]
     for name, (script, *flags) in caches.items():
-        if not (work / name).is_file():
+        if not (work / name).is_file() or (options.test_data is not None and not has_split(work / name, "test")):
             call(str(HERE / script), "cache", name, *flags)
     if not (work / "concepts.safetensors").is_file():
         words = ["--vectors", absolute(options.vectors), "--output", "concepts.safetensors", "--tagger", options.tagger]
@@ -260,7 +277,7 @@ def run(options: argparse.Namespace) -> None:
     for setting in plan.chosen_settings:
         chosen = functools.partial(results.chosen, setting)
         rows = plan.rows_of(setting)
-        alone = [row for row in rows if "like" not in plan.row(setting, row)]
+        alone = [row for row in rows if not plan.row(setting, row).get("like")]
         train_all(point for row in alone for point in plan.grid(setting, row, chosen))
         for row in rows:
             if row in alone:

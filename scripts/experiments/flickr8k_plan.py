@@ -40,7 +40,9 @@ class Plan:
     def __init__(self, size: str, settings: Iterable[str] = (), rows: Iterable[str] = (), tables: Iterable[str] = ()) -> None:
         content = tomllib.loads(PLAN.read_text())
         self.size, self.rows = size, content["rows"]
-        known = {name: each for name, each in content["settings"].items() if size in each["sizes"]}
+        every = content["settings"]
+        merged = {name: {**every.get(each.get("like"), {}), **each} for name, each in every.items()}
+        known = {name: each for name, each in merged.items() if size in each["sizes"]}
         if unknown := [name for name in settings if name not in known]:
             raise SystemExit(f"no setting {unknown[0]} of size {size} in {PLAN.name}: one of {', '.join(known)}")
         if unknown := [name for name in rows if name not in self.rows]:
@@ -78,28 +80,30 @@ class Plan:
     def built_on(self, setting: str, row: str) -> list[str]:
         """The row that a row is like, the row that this one is like, and so on."""
         like = self.row(setting, row).get("like")
-        return [] if like is None else [like, *self.built_on(setting, like)]
+        return [like, *self.built_on(setting, like)] if like else []
 
     def base(self, setting: str) -> Point | None:
         """The point whose model the setting's runs start from."""
         if (name := self.settings[setting].get("base")) is None:
             return None
         [row], [rate] = self.settings[name]["rows"], self.settings[name]["lr"]
-        return Point(name, row, rate, (), 0)
+        return Point(name, row, rate, (), self.seeds(name, row)[0])
 
     def seeds(self, setting: str, row: str) -> range:
-        """The seeds of a row's chosen point."""
-        return range(self.row(setting, row).get("seeds", self.settings[setting]["seeds"]))
+        """The seeds of a row's chosen point; with the first of them it is chosen."""
+        first = self.settings[setting].get("first_seed", 0)
+        return range(first, first + self.row(setting, row).get("seeds", self.settings[setting]["seeds"]))
 
     def grid(self, setting: str, row: str, chosen: Callable[[str], Point]) -> list[Point]:
-        """The points of a row to choose from, with seed 0."""
+        """The points of a row to choose from, with its first seed."""
         content = self.row(setting, row)
         rates, fixed = content.get("lr", self.settings[setting]["lr"]), dict(content.get("options", {}))
-        if "like" in content:
+        if content.get("like"):
             like = chosen(content["like"])
             known = dict(like.options)
             fixed = {**known, **{name: known[other] for name, other in content.get("copies", {}).items()}, **fixed}
             same = "lr" not in content and self.settings[setting].get("same_rate")
             rates = [like.lr] if same or content.get("same_rate") else rates
         points = itertools.product(rates, content.get("grid", [{}]))
-        return [Point(setting, row, lr, tuple({**fixed, **options}.items()), 0) for lr, options in points]
+        seed = self.seeds(setting, row)[0]
+        return [Point(setting, row, lr, tuple({**fixed, **options}.items()), seed) for lr, options in points]

@@ -120,7 +120,7 @@ class Interpolation(Run):
 
 
 class Script(Run):
-    """The setting's script, which also measures the validation split at the best epoch."""
+    """The setting's script, which also measures the validation split, and the cache's test split, at the best epoch."""
 
     @property
     def command(self) -> list[str]:
@@ -140,11 +140,14 @@ class Script(Run):
     def measured(self, folder: Path) -> dict[str, Any]:
         record = json.loads(Path(f"{folder}.json").read_text())
         held_out = [record["results"][epoch]["rsum"] for epoch in sorted(record["results"], key=int) if epoch != "0"]
-        val = record["report"]
-        val["scores"] = image_scores(val.pop("i2t_ranks"), val.pop("t2i_ranks"))
-        levels = {f"{name} level": val.pop(f"{name} rsum") for name in ("instance", "concept") if f"{name} rsum" in val}
+        reported = {"val": record["report"], **({"test": record["test"]} if "test" in record else {})}
+        for figures in reported.values():
+            figures["scores"] = image_scores(figures.pop("i2t_ranks"), figures.pop("t2i_ranks"))
+            for name in ("instance", "concept"):
+                if f"{name} rsum" in figures:
+                    figures[f"{name} level"] = figures.pop(f"{name} rsum")
         last = {name: end for name, (_, end) in record["losses"].items()} | record["results"][str(len(held_out))]
-        return {**by_epoch(held_out, last), "val": {**val, **levels}}
+        return {**by_epoch(held_out, last), **reported}
 
 
 def by_epoch(scores: list[float], last_step: dict[str, Any]) -> dict[str, Any]:

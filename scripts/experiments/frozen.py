@@ -17,6 +17,9 @@ from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
 from coder_plugin.training.optim import parameter_groups
 
+#: Splits of a cache that choose nothing: the model of the best epoch is evaluated on them.
+REPORTED = ("report", "test")
+
 
 def add_training_options(parser: argparse.ArgumentParser, *, epochs: int, batch_size: int) -> None:
     """Flags of ``train``: the losses, their options and rates, the seeds, and where records go."""

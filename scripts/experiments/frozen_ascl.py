@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from frozen import (
+    REPORTED,
     BestWeights,
     CachedEncoder,
     Steps,
@@ -53,18 +54,23 @@ def main(arguments: list[str] | None = None) -> None:
     if options.report_data is not None:
         sources["report"] = open_source(options.report_data, split="dev")
     if options.command == "cache":
+        if options.test_data is not None:
+            sources["test"] = open_source(options.test_data, split="dev")
         cache(sources, options)
         return
     words = torch.load(options.cache, mmap=True, weights_only=True)
+    if "test" in words:
+        sources["test"] = open_source(words["test"]["data"], split="dev")
     regions = {split: read_regions(source, words[split]["captions"]) for split, source in sources.items()}
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         results, model, losses = train(text, lr, seed, regions, words, options)
         record = {"objective": text, "set": options.set, "lr": lr, "seed": seed, "results": results, "losses": losses}
         record["fit"] = evaluate(model, regions["train"], words["train"], options.eval_images)["rsum"]
         print(f"{text} (lr {lr:g}, seed {seed}): R@sum {record['fit']:.1f} on as many training images", flush=True)
-        if "report" in sources:
-            record["report"] = evaluate(model, regions["report"], words["report"], len(regions["report"]), ranks=True)
-            print(f"{text} (lr {lr:g}, seed {seed}): R@sum {record['report']['rsum']:.1f}", flush=True)
+        for name in REPORTED:
+            if name in sources:
+                record[name] = evaluate(model, regions[name], words[name], len(regions[name]), ranks=True)
+                print(f"{text} (lr {lr:g}, seed {seed}): R@sum {record[name]['rsum']:.1f}, {name}", flush=True)
         append_record(options.json, record)
 
 
@@ -80,7 +86,8 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
     """Write ids and last hidden states (float16) of the captions of all splits; for training also of generated texts.
 
     ``ids`` and ``positive_ids`` [T, W], ``states`` of each group [T, W, E], ``changed`` [T, 2]: whether the noise has changed a
-    caption and a positive, ``image_of_caption`` [T], the ``captions``, and the texts' ``negatives`` and ``positives``.
+    caption and a positive, ``image_of_caption`` [T], the ``captions``, and the texts' ``negatives`` and ``positives``. The test
+    split has the location of its regions as ``data``.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -106,6 +113,8 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
             saved |= {"changed": torch.stack(saved["changed"], 1), "negatives": options.noise, "positives": options.positives}
         else:
             saved["states"]["text"] = encode(model, saved["ids"], noise=None)[0]
+        if split == "test":
+            saved["data"] = options.test_data
         splits[split] = saved
     save_cache(splits, options.cache)
 
@@ -281,6 +290,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--val-data", required=True, help="data to choose the epoch on, and rates and options")
         command.add_argument("--report-data", help="data to evaluate the best epoch on")
         command.add_argument("--threads", type=int, default=1, help="CPU threads [1]")
+    parsers["cache"].add_argument("--test-data", help="further data to evaluate it on, in the cache from then on")
     parsers["cache"].add_argument("--noise", default="mixture", help="of the noised copies, asymmetry.negatives [mixture]")
     parsers["cache"].add_argument("--positives", default="join+truncate",
                                   help="the generated texts, asymmetry.positives [join+truncate]")

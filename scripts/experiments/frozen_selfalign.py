@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from frozen import (
+    REPORTED,
     BestWeights,
     CachedEncoder,
     Steps,
@@ -73,8 +74,10 @@ def main(arguments: list[str] | None = None) -> None:
         figures = results[options.epochs]
         record = {"kind": options.kind, "objective": text, "set": options.set, "lr": lr, "seed": seed, "results": results,
                   "losses": values}  # fmt: skip
-        if "report" in data:
-            figures = record["report"] = evaluate(runner, data["report"], ranks=True)
+        for name in REPORTED:
+            if name in data:
+                record[name] = evaluate(runner, data[name], ranks=True)
+        figures = record.get("report", figures)
         above = f", without the context score {figures['cosine']:.1f}" if "cosine" in figures else ""
         print(f"{text} (lr {lr:g}, seed {seed}): R@sum {figures['rsum']:.1f}{above}, {time.perf_counter() - begun:.0f} s; "
               + ", ".join(f"{k} {a:.3f} -> {b:.3f}" for k, (a, b) in values.items()), flush=True)  # fmt: skip
@@ -96,7 +99,7 @@ def cache(options: argparse.Namespace) -> None:
     model.visual.trunk.to(memory_format=torch.channels_last)
     tokenize, transform = build.make_tokenizer(source_of.config.model, model), build.make_transform(model)
     encoder, splits = model.text.transformer, {}
-    for split in ("train", "val", *(["report"] if options.report_data is not None else [])):
+    for split in ("train", "val", *(name for name in REPORTED if getattr(options, f"{name}_data") is not None)):
         grids: list[Tensor] = []
         captions: list[str] = []
         image_of: list[int] = []
@@ -137,8 +140,8 @@ def open_model(options: argparse.Namespace) -> Any:
     )
 
     def source_of(split: str) -> Any:
-        if split == "report":
-            return make_source(replace(config.data, val=options.report_data), split="val")
+        if split in REPORTED:
+            return make_source(replace(config.data, val=getattr(options, f"{split}_data")), split="val")
         return make_source(config.data, split=split)
 
     source_of.config = config  # type: ignore[attr-defined]
@@ -349,6 +352,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--train-data", required=True, help="training data, as for coder-plugin train")
             command.add_argument("--val-data", required=True, help="validation data")
             command.add_argument("--report-data", help="data to evaluate the epoch on that the validation data choose")
+            command.add_argument("--test-data", help="further data to evaluate it on")
     parsers["check"].set_defaults(rerankers=[])
     train_command = parsers["train"]
     add_training_options(train_command, epochs=10, batch_size=128)

@@ -20,12 +20,14 @@ import argparse
 import itertools
 import logging
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from frozen import (
+    REPORTED,
     BestWeights,
     Steps,
     add_training_options,
@@ -59,7 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
     data = torch.load(options.cache, mmap=True, weights_only=True)
     initial = torch.load(options.init, weights_only=True) if options.init else None
     if options.hold_out:
-        data = {**hold_out(data, options.hold_out), "report": data["val"]}
+        test = {"test": data["test"]} if "test" in data else {}
+        data = {**hold_out(data, options.hold_out), "report": data["val"], **test}
     CachedTransformer.take(*data.values())
     for text, lr, seed in itertools.product(options.losses, options.lr, options.seeds):
         begun = time.perf_counter()
@@ -77,7 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
             record = {"objective": text, "set": options.set, "lr": lr, "seed": seed, "hold_out": options.hold_out,
                       "name": options.name, "results": results, "losses": losses}  # fmt: skip
             if options.hold_out:
-                record["report"] = evaluate_levels(model, data["report"], options.betas, ranks=True)
+                reported = [name for name in REPORTED if name in data]
+                record |= {name: evaluate_levels(model, data[name], options.betas, ranks=True) for name in reported}
             append_record(options.json, record)
 
 
@@ -98,7 +102,7 @@ def hold_out(data: dict[str, Any], images: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def cache(options: argparse.Namespace) -> None:
-    """Write image features [N, C] float32 and token features [T, L, C] float16 of both splits, token ids, the image of each
+    """Write image features [N, C] float32 and token features [T, L, C] float16 of all splits, token ids, the image of each
     caption [T], and the images' keys."""
     config = resolve_config(
         dict(
@@ -110,16 +114,19 @@ def cache(options: argparse.Namespace) -> None:
             val_data=options.val_data,
         )
     )
+    data = {"train": (config.data, "train"), "val": (config.data, "val")}
+    if options.test_data is not None:
+        data["test"] = replace(config.data, val=options.test_data), "val"
     model = build.make_model(config.model, Objective.parse("dcl"), torch.device("cpu")).eval()
     tokenize, transform = build.make_tokenizer(config.model, model), build.make_transform(model)
     pad, splits = model.text.config.pad_token_id, {}
-    for split in ("train", "val"):
+    for split, (locations, part) in data.items():
         images: list[Tensor] = []
         captions: list[str] = []
         keys: list[str] = []
         image_of: list[int] = []
         batch: list[Tensor] = []
-        source = make_source(config.data, split=split)
+        source = make_source(locations, split=part)
         for number, (_, item) in enumerate(source.items()):
             batch.append(transform(item.load()))
             captions += item.captions
@@ -306,6 +313,7 @@ def build_parser() -> argparse.ArgumentParser:
     cache_command.add_argument("--image-std", type=float, nargs=3, default=[0.5] * 3, help="normalisation: standard deviation")
     cache_command.add_argument("--train-data", help="training data, as for coder-plugin train [the built-in scenes]")
     cache_command.add_argument("--val-data", required=True, help="validation data")
+    cache_command.add_argument("--test-data", help="data to report on besides the validation data")
     add_training_options(train_command, epochs=5, batch_size=128)
     train_command.add_argument("--concepts", help="concept vocabulary, by coder-plugin concepts")
     train_command.add_argument("--captions", choices=("draw", "all"), default="all",
@@ -313,7 +321,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_command.add_argument("--betas", type=float, nargs="*", default=[], help="also evaluate other weights of the levels")
     train_command.add_argument("--hold-out", type=int, default=0, metavar="N",
                                help="choose settings: train without the last N training images and evaluate on these; with "
-                               "--json the best epoch, which --save writes, is then evaluated on the validation split too")
+                               "--json the best epoch, which --save writes, is evaluated on the validation and test splits")
     train_command.add_argument("--name", default="", help="a name for the rows of --json")
     train_command.add_argument("--shares", action="store_true", help="print each term's share of the gradient, once per epoch")
     train_command.add_argument("--init", help="start from the weights of an earlier --save")

@@ -15,7 +15,8 @@ from tests.experiments.plans import points_of
 
 def cases() -> list[tuple[str, str]]:
     settings = [("cpu", "regions-bigru"), ("gpu", "regions-bigru"), ("cpu", "regions-bert"), ("smoke", "regions-bigru")]
-    return [*settings, ("gpu", "regions-bert"), ("cpu", "clip"), ("gpu", "clip"), ("cpu", "clip-base")]
+    clips = [(size, f"clip{name}") for size in ("cpu", "gpu") for name in ("", "-base", "-base-1", "-distill")]
+    return [*settings, ("gpu", "regions-bert"), *clips]
 
 
 @pytest.mark.parametrize(("size", "setting"), cases())
@@ -24,14 +25,16 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
 
     pytest.importorskip("pytorch_metric_learning")
     points = points_of(Plan(size), setting)
-    assert len({point.name for point in points}) == len(points) > (0 if setting == "clip-base" else 14)
+    fewest = {"clip-base": 1, "clip-base-1": 1, "clip-distill": 3}.get(setting, 15)
+    assert len({point.name for point in points}) == len(points) >= fewest
     for point in points:
         command = make_run(Plan(size), point).command
         flags = vars(build_parser().parse_args(command[1:]))
         if command[1] == "eval":
             assert flags["run_folder"][0].startswith(f"runs/{size}/clip/") and flags["wise_ft_save"][0] == "0.5"
             continue
-        assert (flags["seed"], flags["lr"], flags["name"]) == (0, point.lr, point.name)
+        assert point.seed == (1 if setting == "clip-base-1" else 0)
+        assert (flags["seed"], flags["lr"], flags["name"]) == (point.seed, point.lr, point.name)
         options = dict(option.split("=", 1) for option in flags.get("set") or [])
         assert options == {name: str(value) for name, value in point.options}
         Objective.parse(flags["loss"]).with_options({name: parse_value(value) for name, value in options.items()})
@@ -120,12 +123,18 @@ def test_the_recipe_of_the_best_row_has_its_settings() -> None:
 
 
 def test_a_setting_starts_from_the_model_of_its_base() -> None:
-    from flickr8k import Plan, make_run
+    from flickr8k import Plan, Point, make_run
 
     plan = Plan("cpu", ["clip"])
     point = plan.grid("clip", "clip", lambda row: pytest.fail(row))[0]
     command, base = make_run(plan, point).command, plan.base("clip")
     assert base is not None and plan.base("clip-base") is None and plan.base("regions-bigru") is None
+    other = plan.base("clip-distill")
+    assert other == Point("clip-base-1", "base", base.lr, (), 1)
+    assert make_run(plan, other).command == [
+        {base.name: other.name, "runs/cpu/clip-base": "runs/cpu/clip-base-1"}.get(word, word) if word != "0" else "1"
+        for word in make_run(plan, base).command
+    ]
     assert command[-2:] == ["--pretrained", f"runs/cpu/clip-base/{base.name}/export/best"]
     assert make_run(plan, base).command[-2:] == ["--logs", "runs/cpu/clip-base"] and plan.rows_of("clip-base") == ["base"]
     assert "base" not in plan.rows_of("clip") and "coder-clip" not in plan.rows_of("regions-bigru")

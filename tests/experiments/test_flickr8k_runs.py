@@ -55,8 +55,14 @@ def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result["held_out"][-1] > 1.5 * record["results"]["0"]["rsum"]  # it has learned
     # the images reported are others than those held out; where they are the same, their recall is that of the best epoch
     assert record["report"]["rsum"] != record["results"][str(result["best_epoch"])]["rsum"]
-    cache["val"] = frozen_towers.hold_out(cache, 20)["val"]
+    assert "test" not in result
+    with pytest.raises(SystemExit, match=r"frozen.pt has no test split: run prepare again, with --test-data"):
+        work.evaluate(point, "test")
+    cache["test"], cache["val"] = cache["val"], frozen_towers.hold_out(cache, 20)["val"]
     torch.save(cache, tmp_path / "frozen.pt")
+    work.evaluate(point, "test")  # the result has no test split, so the model is trained again
+    again = work.results.get(point)
+    assert again["test"] == result["val"] and again["held_out"] == result["held_out"] and again["val"] != result["val"]
     point = flickr8k.Point("frozen", "clip", 0.3, (), 0)  # too high: the last epoch is not the best
     (tmp_path / f"{flickr8k.make_run(plan, point).folder}.json").write_text('{"results": {"1"')  # what a stopped run has left
     result = work.train(point)

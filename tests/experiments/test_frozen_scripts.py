@@ -24,9 +24,10 @@ def test_ascl_on_cached_words(tmp_path: Path) -> None:
 
     regions, text = region_data.write_precomp(tmp_path / "regions"), tiny_bert.make(tmp_path / "bert")
     data = [str(tmp_path / "words.pt"), "--text", text, *(f"--{name}-data={regions}" for name in ("train", "val", "report"))]
-    frozen_ascl.main(["cache", *data])
+    frozen_ascl.main(["cache", *data, "--test-data", regions])
     words = torch.load(tmp_path / "words.pt", weights_only=True)
-    assert {split: len(content["ids"]) for split, content in words.items()} == {"train": 240, "val": 120, "report": 120}
+    texts = {split: len(content["ids"]) for split, content in words.items()}
+    assert texts == {"train": 240, "val": 120, "report": 120, "test": 120}
     assert set(words["train"]["states"]) == {"text", "positive", "noised", "noised_positive"}
     assert set(words["val"]["states"]) == {"text"} and words["train"]["changed"].float().mean() > 0.5
     train = ["train", *data, "--embed-dim=16", "--batch-size=8", "--epochs=8", "--lr=3e-2", "--eval-images=24", "--bf16"]
@@ -40,6 +41,7 @@ def test_ascl_on_cached_words(tmp_path: Path) -> None:
         # the data to report on are those that the epoch was chosen on: its recall is that of the best epoch
         assert record["report"]["rsum"] == pytest.approx(max(rsum), abs=1e-3)
         assert len(record["report"]["i2t_ranks"]) == 24 and len(record["report"]["t2i_ranks"]) == 120
+        assert record["test"] == record["report"]  # the same data
         assert record["fit"] > record["report"]["rsum"]  # it has seen these images
         assert record["set"] == ["ascl.temperature=0.1", "fusion.heads=1", "fusion.recompute=false"]
     assert "cosine" in fused["report"] and "cosine" not in cosine["report"]
@@ -85,7 +87,7 @@ def grids(text: str) -> dict[str, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     channels, cells, hidden = 256, 4, json.loads((Path(text) / "config.json").read_text())["hidden_size"]
     splits = {}
-    for split, images in (("train", 48), ("val", 16), ("report", 12)):
+    for split, images in (("train", 48), ("val", 16), ("report", 12), ("test", 10)):
         centre = torch.randn(images, 1, channels, generator=generator)
         owner = torch.arange(images).repeat_interleave(2)
         states = centre[owner, :, :hidden] + 0.1 * torch.randn(2 * images, 6, hidden, generator=generator)
@@ -97,27 +99,50 @@ def grids(text: str) -> dict[str, dict[str, torch.Tensor]]:
     return splits
 
 
-def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import frozen_selfalign
+def towers_and_data(folder: Path, numbers: dict[str, tuple[int, int]]) -> tuple[list[str], list[str]]:
+    """Flags of a tiny CLIP and of splits, each with as many pictures from a first one on."""
     import timm
     from safetensors.torch import save_file
 
-    model, _ = tiny_bert.make_clip(tmp_path)
+    model, _ = tiny_bert.make_clip(folder)
     torch.manual_seed(0)
     network = timm.create_model("test_efficientnet", num_classes=5)
-    save_file(network.state_dict(), tmp_path / "image.safetensors")
-    numbers = {"train": (0, 6), "val": (20, 8), "report": (40, 3)}
-    data = [f"--{name}-data={made.write_split(tmp_path, name, *counts)}" for name, counts in numbers.items()]
-    towers = ["--model", str(model), "--image-weights", str(tmp_path / "image.safetensors")]
+    save_file(network.state_dict(), folder / "image.safetensors")
+    data = [f"--{name}-data={made.write_split(folder, name, *counts)}" for name, counts in numbers.items()]
+    return ["--model", str(model), "--image-weights", str(folder / "image.safetensors")], data
+
+
+def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import frozen_selfalign
+
+    numbers = {"train": (0, 6), "val": (20, 8), "report": (40, 3), "test": (60, 2)}
+    towers, data = towers_and_data(tmp_path, numbers)
     frozen_selfalign.main(["cache", str(tmp_path / "grids.pt"), *towers, *data, "--threads", str(torch.get_num_threads())])
     splits = torch.load(tmp_path / "grids.pt", weights_only=True)
-    assert [(name, len(split["grids"])) for name, split in splits.items()] == [("train", 6), ("val", 8), ("report", 3)]
+    images = [(name, len(split["grids"])) for name, split in splits.items()]
+    assert images == [("train", 6), ("val", 8), ("report", 3), ("test", 2)]
     assert all(len(split["ids"]) == 2 * len(split["grids"]) for split in splits.values())
     first, last = splits["val"]["grids"].float(), splits["report"]["grids"].float()
     assert first.shape[1:] == (4, 256) and not torch.allclose(first[:3], last)
     frozen_selfalign.main(["check", str(tmp_path / "grids.pt"), *towers, *data, "--threads", str(torch.get_num_threads())])
     for line in capsys.readouterr().out.splitlines()[-2:]:
         assert float(line.split("smallest cosine ")[1].split(",")[0]) > 0.99
+
+
+@pytest.mark.parametrize("test", [(60, 2), None])
+def test_pooled_features_of_all_splits_are_cached(tmp_path: Path, test: tuple[int, int] | None) -> None:
+    import frozen_towers
+    from flickr8k import has_split
+
+    numbers = {"train": (0, 6), "val": (20, 8), **({"test": test} if test else {})}
+    towers, data = towers_and_data(tmp_path, numbers)
+    cache = tmp_path / "frozen.pt"
+    frozen_towers.main(["cache", str(cache), *towers, *data, "--threads", str(torch.get_num_threads())])
+    splits = torch.load(cache, weights_only=True)
+    images = {name: len(split["images"]) for name, split in splits.items()}
+    assert images == {name: count for name, (_, count) in numbers.items()}
+    assert has_split(cache, "test") == (test is not None) and has_split(cache, "val")
+    assert len({key for split in splits.values() for key in split["keys"]}) == sum(count for _, count in numbers.values())
 
 
 def test_selfalign_on_cached_feature_maps(tmp_path: Path) -> None:
@@ -136,14 +161,16 @@ def test_selfalign_on_cached_feature_maps(tmp_path: Path) -> None:
         rsum = [record["results"][epoch]["rsum"] for epoch in "123"]
         assert record["report"]["rsum"] not in rsum  # of other images
         assert len(record["report"]["i2t_ranks"]) == 12 and len(record["report"]["t2i_ranks"]) == 24
+        assert len(record["test"]["i2t_ranks"]) == 10 and record["test"]["rsum"] not in rsum
     assert all(record["report"]["rsum"] > 300 for record in (plain, aligned))
     assert "cosine" not in plain["report"] and aligned["report"]["cosine"] != aligned["report"]["rsum"]
     out.unlink()
-    torch.save({**splits, "report": splits["val"]}, cache)
+    torch.save({**splits, "report": splits["val"], "test": splits["val"]}, cache)
     frozen_selfalign.main([*clip, "--losses", "clip + selfalign"])
     [same] = records(out)  # the data to report on choose the epoch too: their recall is that of the best epoch
     assert same["results"] == aligned["results"]
     assert same["report"]["rsum"] == pytest.approx(max(same["results"][epoch]["rsum"] for epoch in "123"), abs=1e-3)
+    assert same["test"] == same["report"]
     out.unlink()
     torch.save({name: split for name, split in splits.items() if name != "report"}, cache)
     frozen_selfalign.main([*clip, "0.3", "--losses", "clip"])

@@ -39,6 +39,11 @@ from flickr8k_plan import Plan, Point
 from flickr8k_runs import image_scores, make_run
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "bench"))
+from common import machine  # noqa: E402
+
+#: Whose versions are kept with a result.
+PACKAGES = ("open_clip_torch", "timm", "transformers", "pytorch-metric-learning")
 #: 36 regions of an image: the cells of the last feature map.
 NETWORK = shlex.split(
     "--detector timm --detector-model tf_efficientnet_lite0 --weights towers/lite0.safetensors --image-size 192 "
@@ -148,6 +153,7 @@ class Work:
             "command": shlex.join(run.command),
             "seconds": round(time.monotonic() - begun) if not resume else None,
             "memory_mb": usage.ru_maxrss // 1024,
+            "machine": machine("cuda" if self.plan.size == "gpu" else "cpu", PACKAGES),
             **run.measured(folder),
         }
 

@@ -38,7 +38,7 @@ def write_page(results: Any, page: Path) -> None:
                 each["seconds_per_epoch"] = None  # it is not trained
             against = plan.against(name, row) or best_peer
             others = {other for other in (*peers, against, *plan.built_on(name, row)) if other in rows and other != row}
-            each["above"] = {other: difference(settings[name][row], settings[name][other]) for other in rows if other in others}
+            each["above"] = {other: compare(settings[name][row], settings[name][other]) for other in rows if other in others}
             each["against"], each["best_peer"] = against if against in others else None, row == best_peer
 
     def block(match: re.Match[str]) -> str:
@@ -106,6 +106,9 @@ def finished_sweeps(results: Any, setting: str) -> dict[str, dict[str, Any]]:
         if known:
             keys = ("held_out", "best_epoch", "last_step", "command")
             values = [{"value": value, **{key: run[key] for key in keys}} for value, run in known]
+            for each, (_, run) in zip(values, known, strict=True):
+                if "val" in run:  # scripts evaluate each run
+                    each["val"] = run["val"]["rsum"]
             sweeps[row] = {"title": content["title"], "option": option, "points": values}
     return sweeps
 
@@ -138,13 +141,26 @@ def seconds_per_epoch(runs: list[dict[str, Any]]) -> float | None:
     return round(float(np.median(timed)), 1) if timed else None
 
 
-def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, float | None]:
+def compare(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """Differences of R@sum over the seeds that both rows have: ``mean``, ``low`` and ``high`` on the validation split, the mean
+    on the held-out images as ``held_out``, and ``test`` like the first three where both have it."""
+    best = [{run["seed"]: max(run["held_out"]) for run in each} for each in (runs, others)]
+    held_out = float(np.mean([best[0][seed] - best[1][seed] for seed in best[0].keys() & best[1].keys()]))
+    test = all("test" in run for each in (runs, others) for run in each)
+    return {
+        **difference(runs, others, "val"),
+        "held_out": held_out,
+        **({"test": difference(runs, others, "test")} if test else {}),
+    }
+
+
+def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]], split: str) -> dict[str, float | None]:
     """Mean difference of R@sum over the seeds that both rows have, and its 95 % interval: seeds and images are drawn anew, the
     same ones for both rows. A seed decides the order of the data and, but for the heads, the first weights, for all rows alike.
     One seed fewer is drawn than there are (Rao and Wu 1988): drawing three of three would make the variance of their mean a
     third too small. One seed has no interval.
     """
-    by_seed = [{run["seed"]: run["val"]["scores"] for run in each} for each in (runs, others)]
+    by_seed = [{run["seed"]: run[split]["scores"] for run in each} for each in (runs, others)]
     both = sorted(by_seed[0].keys() & by_seed[1].keys())
     scores, other_scores = (np.array([each[seed] for seed in both]) for each in by_seed)
     differences = scores - other_scores
@@ -186,7 +202,7 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
         if kept:
             cells.append(spread(val["kept"]) if "kept" in val else "")
         cells.append(format_difference(each, best_peer))
-        cells += [spread(each["test"]["rsum"]) if "test" in each else ""] if test else []
+        cells += [format_test(each)] if test else []
         lines.append([*cells, f"{each['seconds_per_epoch'] or '–'}", f"{each['memory_mb']:,}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -196,20 +212,43 @@ def format_difference(row: dict[str, Any], best_peer: str | None) -> str:
     if (against := row["against"]) is None:
         return "the best peer" if row["best_peer"] else ""
     above = row["above"][against]
-    interval = "(1 seed)" if above["low"] is None else f"[{above['low']:+.1f}, {above['high']:+.1f}]"
-    return f"{above['mean']:+.1f} {interval}" + (f" from `{against}`" if against != best_peer else "")
+    of = f" from `{against}`" if against != best_peer else ""
+    return f"{with_interval(above)}{of}; held out {above['held_out']:+.1f}"
+
+
+def with_interval(difference: dict[str, Any]) -> str:
+    """A mean difference and its interval, or that it has one seed."""
+    interval = "(1 seed)" if difference["low"] is None else f"[{difference['low']:+.1f}, {difference['high']:+.1f}]"
+    return f"{difference['mean']:+.1f} {interval}"
+
+
+def format_test(row: dict[str, Any]) -> str:
+    """R@sum on the test split, and the difference from the row that this one is compared with."""
+    if "test" not in row:
+        return ""
+    above = row["above"].get(row["against"], {}).get("test")
+    return spread(row["test"]["rsum"]) + (f", {with_interval(above)}" if above is not None else "")
 
 
 def format_sweeps(sweeps: dict[str, dict[str, Any]]) -> str:
-    """Markdown; a row for each option."""
-    lines = [["option", "values: R@sum on the held-out images, seed 0"], ["---", "---"]]
+    """Markdown; a row for each option, with the best value of each split in bold."""
+    both = any("val" in point for each in sweeps.values() for point in each["points"])
+    heads = ["option", "values: R@sum on the held-out images, seed 0", *(["on the validation split"] if both else [])]
+    lines = [heads, ["---"] * len(heads)]
     for each in sweeps.values():
-        scores = [max(point["held_out"]) for point in each["points"]]
-        cells = [f"{point['value']}: {score:.1f}" for point, score in zip(each["points"], scores, strict=True)]
-        best = scores.index(max(scores))
-        cells[best] = f"**{cells[best]}**"
-        lines.append([f"{each['title']} (`{each['option']}`)", " · ".join(cells)])
+        points = each["points"]
+        cells = [f"{each['title']} (`{each['option']}`)", format_values(points, [max(point["held_out"]) for point in points])]
+        cells += [format_values(points, [point["val"] for point in points])] if both else []
+        lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_values(points: list[dict[str, Any]], scores: list[float]) -> str:
+    """The points' values with their scores."""
+    cells = [f"{point['value']}: {score:.1f}" for point, score in zip(points, scores, strict=True)]
+    best = scores.index(max(scores))
+    cells[best] = f"**{cells[best]}**"
+    return " · ".join(cells)
 
 
 def spread(values: list[float]) -> str:

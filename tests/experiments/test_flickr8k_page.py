@@ -47,29 +47,40 @@ def test_the_mean_of_the_images_scores_is_their_rsum() -> None:
 
 
 def test_intervals_of_differences() -> None:
-    from flickr8k_page import difference, format_difference
+    from flickr8k_page import compare, format_difference, format_test
 
     def runs(*seeds: int, add: float = 0.0) -> list[dict[str, Any]]:
-        return [{"seed": seed, "val": {"scores": [each + add for each in random_scores(seed)[0]]}} for seed in seeds]
+        scores = {seed: [each + add for each in random_scores(seed)[0]] for seed in seeds}
+        return [{"seed": seed, "val": {"scores": scores[seed]}, "held_out": [1.0, seed + add / 2]} for seed in seeds]
+
+    def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in compare(runs, others).items() if name != "held_out"}
 
     same = difference(runs(0, 1, 2, add=7.0), runs(0, 1, 2))  # the same images and seeds are drawn for both
     assert same == pytest.approx({"mean": 7.0, "low": 7.0, "high": 7.0})
-    common = difference(runs(0, 1, add=7.0), runs(1, 2, 0))
-    assert common == pytest.approx({"mean": 7.0, "low": 7.0, "high": 7.0})
-    one = difference(runs(0, add=7.0), runs(0, 1, 2))
-    assert one == {"mean": pytest.approx(7.0), "low": None, "high": None}
-    assert format_difference({"against": "clip", "above": {"clip": one}}, "clip") == "+7.0 (1 seed)"
-    assert format_difference({"against": "dcl", "above": {"dcl": one}}, "clip") == "+7.0 (1 seed) from `dcl`"
+    common = compare(runs(0, 1, add=7.0), runs(1, 2, 0))
+    assert common == pytest.approx({"mean": 7.0, "low": 7.0, "high": 7.0, "held_out": 3.0})  # 2.5 and 3.5: seed 0's best is 1
+    one = compare(runs(0, add=7.0), runs(0, 1, 2))
+    assert one == {"mean": pytest.approx(7.0), "low": None, "high": None, "held_out": 2.5}
+    assert format_difference({"against": "clip", "above": {"clip": one}}, "clip") == "+7.0 (1 seed); held out +2.5"
+    assert format_difference({"against": "dcl", "above": {"dcl": one}}, "clip") == "+7.0 (1 seed) from `dcl`; held out +2.5"
+    tested = [[{**run, "test": runs(run["seed"], add=add)[0]["val"]} for run in runs(0, 1)] for add in (2.0, 0.0)]
+    above = compare(*tested)
+    assert above["mean"] == 0 and above["test"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
+    assert "test" not in compare(tested[0], runs(0, 1))
+    row = {"test": {"rsum": [100.0, 102.0]}, "against": "clip", "above": {"clip": above}}
+    assert format_test(row) == "101.0 ± 1.4 (2), +2.0 [+2.0, +2.0]" and format_test({}) == ""
+    assert format_test({**row, "against": None}) == "101.0 ± 1.4 (2)"
     assert format_difference({"against": None, "best_peer": False}, None) == ""
     others = [{**run, "seed": (run["seed"] + 1) % 3} for run in runs(0, 1, 2)]
-    above = difference(runs(0, 1, 2, add=7.0), others)
+    above = compare(runs(0, 1, 2, add=7.0), others)
     assert above["mean"] == pytest.approx(7.0) and above["low"] < 7 < above["high"]
     written = format_difference({"against": "clip", "above": {"clip": above}}, "clip")
-    assert written == f"+7.0 [{above['low']:+.1f}, {above['high']:+.1f}]"
+    assert written == f"+7.0 [{above['low']:+.1f}, {above['high']:+.1f}]; held out +3.2"
     # three of four seeds: a mean of -3 has a probability of 1/64, one of -7/3 or less has 4/64
     first, scores = random_scores(0)[0], enumerate((-3.0, -1.0, 1.0, 3.0))
-    shifted = [{"seed": seed, "val": {"scores": [each + add for each in first]}} for seed, add in scores]
-    seeds_alone = difference(shifted, [{"seed": seed, "val": {"scores": first}} for seed in range(4)])
+    shifted = [{"seed": seed, "val": {"scores": [each + add for each in first]}, "held_out": [0.0]} for seed, add in scores]
+    seeds_alone = difference(shifted, [{"seed": seed, "val": {"scores": first}, "held_out": [0.0]} for seed in range(4)])
     assert seeds_alone == pytest.approx({"mean": 0.0, "low": -7 / 3, "high": 7 / 3})
 
 
@@ -107,7 +118,7 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     scores = [random_scores(number)[1] for number in (0, 1, 2)]
     assert len(lines) == 4 and f"| {scores[0]:.1f} (1) |" in lines[2] and "| the best peer |" in lines[2]
     assert f"| {np.mean(scores[1:]):.1f} ± {np.std(scores[1:], ddof=1):.1f} (2) |" in lines[3]
-    assert f"| {scores[1] - scores[0]:+.1f} (1 seed) |" in lines[3] and "| 3.0 | 1,234 |" in lines[3]
+    assert f"| {scores[1] - scores[0]:+.1f} (1 seed); held out +2.0 |" in lines[3] and "| 3.0 | 1,234 |" in lines[3]
     numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
     assert numbers["dcl"]["seeds"] == [0, 1] and numbers["dcl"]["against"] == "clip" and len(numbers["dcl"]["tried"]) == 2
     assert "--seed 0" in numbers["dcl"]["command"] and numbers["clip"]["val"]["rsum"] == [pytest.approx(scores[0])]
@@ -132,7 +143,8 @@ def test_a_row_is_compared_with_the_one_that_it_names(tmp_path: Path) -> None:
     write_page(made.results, page)
     clip, dcl = page.read_text().splitlines()[4:6]
     difference = random_scores(1)[1] - random_scores(0)[1]
-    assert f"| {difference:+.1f} (1 seed) from `clip` |" in dcl and "from" not in clip and "peer" not in page.read_text()
+    assert f"| {difference:+.1f} (1 seed) from `clip`; held out +2.0 |" in dcl and "from" not in clip
+    assert "peer" not in page.read_text()
 
 
 def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
@@ -153,11 +165,16 @@ def test_a_sweep_is_a_curve_over_one_option(tmp_path: Path) -> None:
         words = reversed(make_run(results.plan, point).command)  # in another order
         results.write(point, {**result, "command": shlex.join(words)})
     write_page(results, page)
+    assert "validation split" not in page.read_text()
     line = "| μ (`dcl.mu`) | 0.02: 3.0 · 0.035: 4.0 · **0.05: 5.0** · 0.1: 4.0 |"
     assert line in page.read_text() and "ε" not in page.read_text()
     assert "figures/page-d-options-regions-bigru.svg" in page.read_text()
     [curve] = json.loads(page.with_suffix(".json").read_text())["sweeps"]["regions-bigru"].values()
     assert [point["value"] for point in curve["points"]] == [0.02, 0.035, 0.05, 0.1]
+    for number, point in enumerate(points[:4]):
+        results.write(point, {**results.get(point), "val": {"rsum": 9.0 - number}})
+    write_page(results, page)
+    assert f"{line} **0.02: 9.0** · 0.035: 8.0 · 0.05: 7.0 · 0.1: 6.0 |" in page.read_text()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/flickr8k.md", "docs/finetune_clip.md"])

@@ -177,7 +177,10 @@ class Work:
         from coder_plugin.pretrained.open import open_pretrained, saved_data_config
 
         torch.set_num_threads(self.threads)
-        folder, location = str(self.model(point)), str(self.folder / setting[f"{split}_data"])
+        trained = self._make(point)
+        if trained["held_out"] != result["held_out"]:  # another machine's; all of a result is of one model
+            result = trained
+        folder, location = str(self.run_folder(point)), str(self.folder / setting[f"{split}_data"])
         data = saved_data_config(folder, {"train_data": location, "val_data": location})
         source, _ = open_data(data, location, "val")
         model = open_pretrained(folder, {"workers": 0}, export="best")

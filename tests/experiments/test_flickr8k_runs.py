@@ -70,6 +70,21 @@ def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result["val"]["rsum"] == pytest.approx(max(result["held_out"]), abs=0.01)
 
 
+def test_a_record_of_a_script_has_its_splits_and_levels(tmp_path: Path) -> None:
+    import flickr8k
+
+    run = flickr8k.make_run(flickr8k.Plan("cpu", ["frozen"]), flickr8k.Point("frozen", "coder", 1e-4, (), 0))
+    ranks = {"i2t_ranks": [0, 7], "t2i_ranks": [0, 0, 4, 20]}
+    report = {"rsum": 300.0, "instance rsum": 290.0, "concept rsum": 90.0, **ranks}
+    record = {"results": {"0": {"rsum": 1.0}, "1": {"rsum": 280.0}}, "losses": {"dcl_loss": [2.0, 1.0]}, "report": report}
+    for more in ({}, {"test": {**report, "rsum": 301.0}}):
+        (tmp_path / "run.json").write_text(json.dumps({**record, **more}))
+        measured = run.measured(tmp_path / "run")
+        assert measured["held_out"] == [280.0] and measured["last_step"] == {"dcl_loss": 1.0, "rsum": 280.0}
+        assert measured["val"] == {"rsum": 300.0, "instance level": 290.0, "concept level": 90.0, "scores": [600.0, 200.0]}
+        assert ("test" in measured) == bool(more) and measured.get("test", {"rsum": 301.0})["rsum"] == 301.0
+
+
 def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import flickr8k
 
@@ -195,8 +210,52 @@ def test_the_smallest_size_from_training_to_the_page(tmp_path: Path, monkeypatch
     shutil.rmtree(work / "runs")  # a result without its model: it is trained again where it has to be evaluated
     call("run", str(work), "--size", "smoke", "--rows", *rows, "--results", str(work / "results"))
     assert published.get(point) == before_loss and len(list(work.glob("runs/smoke/regions-bigru/*/export"))) == 1
+    other = {name: value for name, value in before_loss.items() if name != "val"} | {"held_out": [99.0, 99.0]}
+    published.write(point, other)  # as of a machine where the same command gives other numbers
+    call("run", str(work), "--size", "smoke", "--rows", *rows, "--results", str(work / "results"))
+    again = published.get(point)
+    assert (again["held_out"], again["val"]) == (before_loss["held_out"], before_loss["val"])
     call("page", str(work / "results"), str(page), "--size", "smoke")
     numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
     assert list(numbers) == rows
     assert all(len(each["val"]["rsum"]) == len(each["test"]["rsum"]) == 2 for each in numbers.values())
     assert page.read_text().count("figures/page-") == 2 and "instance / concept level" in page.read_text()
+
+
+def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flickr8k
+    import torch
+
+    calls: list[list[str]] = []
+
+    def run(command: list[str], *, cwd: Path, check: bool) -> None:
+        """In place of the process: writes the files that the next steps look for."""
+        calls.append(command[1:])
+        if "towers" in command:
+            (cwd / "towers").mkdir()
+            (cwd / "towers" / "lite0.safetensors").touch()
+            (cwd / "towers" / "lite0-minilm.json").write_text(json.dumps({"text_cfg": {"hf_model_name": str(tmp_path)}}))
+        elif "extract" in command:
+            folder = cwd / command[command.index("extract") + 2]
+            folder.mkdir(exist_ok=True)
+            (folder / f"{command[-1]}_ims.npy").touch()
+        elif "cache" in command:
+            splits = ["train", "val", *(["test"] if "--test-data" in command else [])]
+            torch.save(dict.fromkeys(splits, 0), cwd / command[command.index("cache") + 1])
+        else:
+            (cwd / command[command.index("--output") + 1]).touch()
+
+    monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(run=run))
+    options = SimpleNamespace(work=tmp_path / "work", train_data="a.tar", held_out="b.tar", val_data="c.tar", test_data=None)
+    options.vectors, options.tagger = "none", "en_core_web_sm"
+    flickr8k.prepare(options)
+    assert len(calls) == 8  # towers, regions of three splits, three caches, concepts
+    assert not any("--test-data" in command for command in calls)
+    flickr8k.prepare(options)
+    assert len(calls) == 8
+    options.test_data, test = "d.tar", str(Path("d.tar").absolute())
+    for _ in range(2):  # the second time there is nothing to do
+        flickr8k.prepare(options)
+        assert calls[8][3:6] == ["extract", test, "regions-test"] and len(calls) == 12
+        assert [command[command.index("--test-data") + 1] for command in calls[9:]] == [test, test, "regions-test"]
+    assert (tmp_path / "work" / "shards" / "test" / "d.tar").is_symlink()

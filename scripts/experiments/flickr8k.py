@@ -34,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from braceexpand import braceexpand
 from flickr8k_plan import Plan, Point
 from flickr8k_runs import image_scores, make_run
@@ -83,7 +84,7 @@ class Results:
         results = [(self.get(point), point) for point in points]
         if missing := [point.name for result, point in results if result is None]:
             raise LookupError(f"{setting} {missing[0]} is not trained yet")
-        return max(results, key=lambda pair: max(pair[0]["held_out"]))[1]  # type: ignore[index]
+        return max(results, key=lambda pair: max(pair[0].get("chosen_by", pair[0]["held_out"])))[1]  # type: ignore[union-attr, index]
 
 
 class Work:
@@ -153,23 +154,38 @@ class Work:
             "command": shlex.join(run.command),
             "seconds": round(time.monotonic() - begun) if not resume else None,
             "memory_mb": usage.ru_maxrss // 1024,
-            "machine": machine("cuda" if self.plan.size == "gpu" else "cpu", PACKAGES),
+            "machine": machine("cuda" if torch.cuda.is_available() else "cpu", PACKAGES) | {"threads": self.threads},
             **run.measured(folder),
         }
 
-    def evaluate(self, point: Point, split: str) -> None:
-        """Measure a trained point on "val" or "test", and keep each image's score."""
-        result, setting = self.train(point), self.plan.settings[point.setting]
-        if split in result:
-            return
-        if "script" in setting:  # trained when its cache did not have the split yet
-            shutil.rmtree(self.run_folder(point), ignore_errors=True)
-            if split not in (result := self._make(point)):
-                raise SystemExit(f"{setting['flags'][1]} has no {split} split: run prepare again, with --{split}-data")
-            self.results.write(point, result)
-            return
-        import torch
+    def splits(self, setting: str) -> list[str]:
+        """The splits to report: "val", and "test" where there is one."""
+        content = self.plan.settings[setting]
+        if "script" in content:
+            return ["val", *(["test"] if has_split(self.folder / content["flags"][1], "test") else [])]
+        return ["val", *(["test"] if any(self.folder.glob(content["test_data"])) else [])]
 
+    def evaluate(self, point: Point, splits: list[str]) -> None:
+        """Measure a trained point on those of the splits where it is not measured yet.
+
+        A known result has no model: it is trained again. If this machine gives it other numbers, they replace the whole result;
+        the choice among a row's points stays with the numbers that it was made by, as ``chosen_by``.
+        """
+        result, script = self.train(point), "script" in self.plan.settings[point.setting]
+        if all(split in result for split in splits):
+            return
+        if script:  # it measures all splits itself, but its cache may not have had this one
+            shutil.rmtree(self.run_folder(point), ignore_errors=True)
+        trained = self._make(point)
+        if trained["held_out"] != result["held_out"]:
+            result = {**trained, "chosen_by": result.get("chosen_by", result["held_out"])}
+        for split in splits:
+            if split not in result:
+                result[split] = trained[split] if script else self._measure(point, split)
+        self.results.write(point, result)
+
+    def _measure(self, point: Point, split: str) -> dict[str, Any]:
+        """Figures of a trained model on a split, and each image's score."""
         from coder_plugin.evaluation.evaluate import shortlist_length
         from coder_plugin.evaluation.sweep import sweep
         from coder_plugin.evaluation.two_stage import measure, without_tensors
@@ -177,10 +193,8 @@ class Work:
         from coder_plugin.pretrained.open import open_pretrained, saved_data_config
 
         torch.set_num_threads(self.threads)
-        trained = self._make(point)
-        if trained["held_out"] != result["held_out"]:  # another machine's; all of a result is of one model
-            result = trained
-        folder, location = str(self.run_folder(point)), str(self.folder / setting[f"{split}_data"])
+        setting, folder = self.plan.settings[point.setting], str(self.run_folder(point))
+        location = str(self.folder / setting[f"{split}_data"])
         data = saved_data_config(folder, {"train_data": location, "val_data": location})
         source, _ = open_data(data, location, "val")
         model = open_pretrained(folder, {"workers": 0}, export="best")
@@ -199,7 +213,7 @@ class Work:
             trunk = model.model.visual.trunk
             figures["kept"] = 100 * kept_classes(trunk, functools.partial(encoder, source), self.folder / classifier)
         figures["scores"] = image_scores(measured["i2t_ranks"].tolist(), measured["t2i_ranks"].tolist())
-        self.results.write(point, {**result, split: figures})
+        return figures
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -211,8 +225,6 @@ def write_json(path: Path, content: Any) -> None:
 
 def has_split(cache: Path, split: str) -> bool:
     """Whether a cache of a script of frozen towers has a split."""
-    import torch
-
     return split in torch.load(cache, mmap=True, weights_only=True)
 
 
@@ -301,9 +313,7 @@ def run(options: argparse.Namespace) -> None:
         seeds.sort(key=lambda point: point.seed)  # so that rows can be compared before all is done
         train_all(seeds)
         for point in seeds:
-            work.evaluate(point, "val")
-            if (test := plan.settings[setting].get("test_data")) is not None and any(work.folder.glob(test)):
-                work.evaluate(point, "test")
+            work.evaluate(point, work.splits(setting))
 
 
 def main() -> None:

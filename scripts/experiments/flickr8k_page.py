@@ -37,7 +37,8 @@ def write_page(results: Any, page: Path) -> None:
             if "wise_ft" in plan.row(name, row):
                 each["seconds_per_epoch"] = None  # it is not trained
             against = plan.against(name, row) or best_peer
-            others = {other for other in (*peers, against, *plan.built_on(name, row)) if other in rows and other != row}
+            others = {other for other in (*peers, against, *plan.built_on(name, row)) if other != row}
+            others = {other for other in others if set(each["seeds"]) & set(rows.get(other, {}).get("seeds", []))}
             each["above"] = {other: compare(settings[name][row], settings[name][other]) for other in rows if other in others}
             each["against"], each["best_peer"] = against if against in others else None, row == best_peer
 
@@ -105,10 +106,10 @@ def finished_sweeps(results: Any, setting: str) -> dict[str, dict[str, Any]]:
         known = [(dict(point.options)[option], run) for point in points if (run := results.get(point)) is not None]
         if known:
             keys = ("held_out", "best_epoch", "last_step", "command")
-            values = [{"value": value, **{key: run[key] for key in keys}} for value, run in known]
-            for each, (_, run) in zip(values, known, strict=True):
-                if "val" in run:  # scripts evaluate each run
-                    each["val"] = run["val"]["rsum"]
+            values = [
+                {"value": value, **{key: run[key] for key in keys}, **({"val": run["val"]["rsum"]} if "val" in run else {})}
+                for value, run in known
+            ]
             sweeps[row] = {"title": content["title"], "option": option, "points": values}
     return sweeps
 
@@ -187,7 +188,7 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
     compared = {each["against"] for each in rows.values()}
     best_peer = next((row for row, each in rows.items() if each["best_peer"] and row in compared), None)
     heads.append("difference [95 %]" if best_peer is None else "above the best peer [95 %]")
-    heads += [*(["test R@sum"] if test else []), "s an epoch", "MB"]
+    heads += [*(["test R@sum, difference from the same row"] if test else []), "s an epoch", "MB"]
     lines = [heads, ["---"] * len(heads)]
     for each in rows.values():
         val = each["val"]

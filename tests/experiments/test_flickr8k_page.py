@@ -110,7 +110,7 @@ def test_a_page_has_the_tables_of_its_markers(tmp_path: Path) -> None:
     page.parent.mkdir()
     kept = "Between.\n<!-- begin a regions-bert -->\nkept\n<!-- end -->\n"
     page.write_text(f"Before.\n<!-- begin a regions-bigru -->\nold\n<!-- end -->\n{kept}")
-    write_page(made.results, page)
+    assert write_page(made.results, page) == ["a regions-bert"]
     written = page.read_text()
     assert written.startswith("Before.\n<!-- begin a regions-bigru -->\n\n| row |") and "old" not in written
     assert written.endswith(kept)

@@ -241,7 +241,7 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
 
     calls: list[list[str]] = []
 
-    def run(command: list[str], *, cwd: Path, check: bool) -> None:
+    def run(command: list[str], *, cwd: Path) -> Any:
         """In place of the process: writes the files that the next steps look for."""
         calls.append(command[1:])
         if "towers" in command:
@@ -257,11 +257,22 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
             torch.save(dict.fromkeys(splits, 0), cwd / command[command.index("cache") + 1])
         else:
             (cwd / command[command.index("--output") + 1]).touch()
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(run=run))
     options = SimpleNamespace(work=tmp_path / "work", train_data="a.tar", held_out="b.tar", val_data="c.tar", test_data=None)
     options.vectors, options.tagger = "none", "en_core_web_sm"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="a.tar: a.tar does not exist"):
+        flickr8k.prepare(options)
+    for name in "abcd":
+        Path(f"{name}.tar").touch()
+    with pytest.raises(SystemExit, match="--vectors words.txt: no such file"):
+        flickr8k.prepare(SimpleNamespace(**{**vars(options), "vectors": "words.txt"}))
+    assert not calls
     flickr8k.prepare(options)
+    [concepts] = [command for command in calls if "concepts" in command]
+    assert concepts[concepts.index("--vectors") + 1] == "none"
     assert len(calls) == 8  # towers, regions of three splits, three caches, concepts
     assert not any("--test-data" in command for command in calls)
     flickr8k.prepare(options)

@@ -228,7 +228,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def has_split(cache: Path, split: str) -> bool:
     """Whether a cache of a script of frozen towers has a split."""
-    return split in torch.load(cache, mmap=True, weights_only=True)
+    return cache.is_file() and split in torch.load(cache, mmap=True, weights_only=True)
 
 
 def local_shards(data: str | None) -> list[str]:
@@ -331,8 +331,9 @@ def run(options: argparse.Namespace) -> None:
         seeds = [replace(point, seed=seed) for point in best for seed in plan.seeds(setting, point.row)]
         seeds.sort(key=lambda point: point.seed)  # so that rows can be compared before all is done
         train_all(seeds)
+        splits = work.splits(setting)
         for point in seeds:
-            work.evaluate(point, work.splits(setting))
+            work.evaluate(point, splits)
 
 
 def main() -> None:

@@ -42,6 +42,8 @@ from braceexpand import braceexpand
 from flickr8k_plan import Plan, Point
 from flickr8k_runs import image_scores, make_run
 
+from coder_plugin.locations import absolute
+
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "bench"))
 from common import machine  # noqa: E402
@@ -245,9 +247,6 @@ def prepare(options: argparse.Namespace) -> None:
         print(shlex.join(command), flush=True)
         if subprocess.run([sys.executable, *command], cwd=work).returncode:
             raise SystemExit(f"failed: {shlex.join(command)}")
-
-    def absolute(data: str) -> str:
-        return data if "://" in data else os.path.abspath(data)
 
     if options.vectors != "none":
         if not os.path.isfile(options.vectors):

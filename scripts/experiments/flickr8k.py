@@ -56,6 +56,13 @@ NETWORK = shlex.split(
     "--to precomp --split val"
 )
 
+#: AsCL's figure 3: caches of texts with one kind of noise, or of positives.
+ASCL_TEXTS = {
+    **{name: ["--noise", name] for name in ("shuffle", "dropout", "gaussian")},
+    "cutoff": ["--noise", "token_cutoff+feature_cutoff"],
+    **{name: ["--positives", name] for name in ("join", "truncate")},
+}
+
 
 class Results:
     """What is known of the points of a plan: a JSON file for each in a folder."""
@@ -135,6 +142,8 @@ class Work:
         run, folder = make_run(self.plan, point), self.run_folder(point)
         if run.needs is not None:
             self.model(run.needs)
+        if run.mining is not None:
+            self._mine(run.mining)
         resume = ["--resume", "latest"] if any(folder.glob("checkpoints/step_*")) else []
         log = folder.with_name(f"{folder.name}.log")
         run.prepare(folder)
@@ -169,6 +178,18 @@ class Work:
         if "script" in content:
             return ["val", *(["test"] if has_split(self.folder / content["flags"][1], "test") else [])]
         return ["val", *(["test"] if any(self.folder.glob(content["test_data"])) else [])]
+
+    def _mine(self, command: list[str]) -> None:
+        file = self.folder / command[-1]
+        with self._locks.setdefault(file, threading.Lock()):  # several seeds train with it
+            if file.is_file():
+                return
+            file.parent.mkdir(parents=True, exist_ok=True)
+            log = file.with_suffix(".log")
+            with log.open("a") as output:
+                mine = [sys.executable, "-m", "coder_plugin.cli", *command[1:]]
+                if subprocess.run(mine, cwd=self.folder, stdout=output, stderr=subprocess.STDOUT).returncode:
+                    raise SystemExit(f"{shlex.join(command)} failed, see {log}")
 
     def evaluate(self, point: Point, splits: list[str]) -> None:
         """Measure a trained point on those of the splits where it is not measured yet.
@@ -291,12 +312,15 @@ def prepare(options: argparse.Namespace) -> None:
         "grids.pt": ["frozen_selfalign.py", *towers, "--train-data", train, "--val-data", held_out, "--report-data", val],
         "words.pt": ["frozen_ascl.py", "--text", "towers/minilm", *regions],
     }
+    for name, flags in ASCL_TEXTS.items():
+        caches[f"words-{name}.pt"] = [*caches["words.pt"], *flags]
     if options.test_data is not None:
         test = absolute(options.test_data)
         for name, location in {"frozen.pt": test, "grids.pt": test, "words.pt": "regions-test"}.items():
             caches[name] += ["--test-data", location]
     for name, (script, *flags) in caches.items():
-        if not (work / name).is_file() or (options.test_data is not None and not has_split(work / name, "test")):
+        tested = options.test_data is not None and "--test-data" in flags
+        if not (work / name).is_file() or (tested and not has_split(work / name, "test")):
             call(str(HERE / script), "cache", name, *flags)
     if not (work / "concepts.safetensors").is_file():
         words = ["--vectors", options.vectors, "--output", "concepts.safetensors", "--tagger", options.tagger]

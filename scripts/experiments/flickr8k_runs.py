@@ -44,6 +44,11 @@ class Run(ABC):
     def command(self) -> list[str]:
         """For a reader: in the work folder, with ``coder-plugin`` or ``python`` as its first word."""
 
+    @property
+    def mining(self) -> list[str] | None:
+        """The command that writes the hard negatives that a run trains with, if it does: its last word is their file."""
+        return None
+
     def arguments(self, threads: int) -> list[str]:
         """What ``python`` runs: the command, and options that change no result."""
         return ["-m", "coder_plugin.cli", *self.command[1:], "--workers", "0" if self.plan.size == "smoke" else "1"]
@@ -79,7 +84,18 @@ class Training(Run):
         run = ["--seed", str(self.point.seed), "--name", self.point.name, "--logs", str(Path(self.folder).parent)]
         if self.needs is not None:
             run += ["--pretrained", f"{make_run(self.plan, self.needs).folder}/export/best"]
+        if self.mining is not None:
+            run += ["--negatives-file", self.mining[-1]]
         return ["coder-plugin", "train", *flags, "--loss", *loss, *run]
+
+    @property
+    def mining(self) -> list[str] | None:
+        if (options := self.plan.row(self.point.setting, self.point.row).get("mine")) is None or self.needs is None:
+            return None
+        flags = self.plan.settings[self.point.setting]["flags"]
+        data, output = flags[flags.index("--train-data") + 1], f"{Path(self.folder).parent}/{self.point.row}.tsv"
+        base = make_run(self.plan, self.needs).folder
+        return ["coder-plugin", "mine", base, "--data", data, *shlex.split(options), "--output", output]
 
     def arguments(self, threads: int) -> list[str]:
         return [*super().arguments(threads), "--no-report"]

@@ -6,10 +6,11 @@
     python scripts/experiments/frozen_ascl.py train words.pt $data --losses "ascl(similarity=fusion)" ascl
 
 flickr8k.py runs both for the tables of docs/flickr8k.md. `cache` encodes every caption, one generated positive of each (joined
-or truncated, as the loader draws them) and noised copies of both, with the noise in the encoder's input embeddings. `train`
-builds `region-bert`, puts the cached hidden states in the place of the encoder, and trains what follows: projections, pooling,
-fusion. Heads and losses are those of the package. Recall is that of the fused score, of all pairs, where a term trains it, else
-that of the cosine. ``fit`` in a record is R@sum of the first training images, by the weights of the best epoch.
+or truncated, as the loader draws them) and noised copies of both, with the noise in the encoder's input embeddings. A file has
+one kind of noise and one of positives; ``train --texts`` takes those of another file. `train` builds `region-bert`, puts the
+cached hidden states in the place of the encoder, and trains what follows: projections, pooling, fusion. Heads and losses are
+those of the package. Recall is that of the fused score, of all pairs, where a term trains it, else that of the cosine. ``fit``
+in a record is R@sum of the first training images, by the weights of the best epoch.
 
 An epoch uses one caption of each image. With five captions an image no noised text and no positive is seen twice in five
 epochs: a run sees what drawing them anew at each step would show it. Runs with other seeds see the same texts in another order.
@@ -35,6 +36,7 @@ from frozen import (
     parse_settings,
     plain,
     save_cache,
+    with_derived,
     with_settings,
 )
 from torch import Tensor
@@ -44,6 +46,7 @@ from coder_plugin.backbones.word_embeddings import TextBatch, noised_names
 from coder_plugin.data import open_source
 from coder_plugin.evaluation import recall
 from coder_plugin.heads.asymmetry import Asymmetry
+from coder_plugin.heads.base import TrainingFacts
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
 
@@ -60,6 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
         cache(sources, options)
         return
     words = torch.load(options.cache, mmap=True, weights_only=True)
+    if options.texts is not None:
+        words["train"] = torch.load(options.texts, mmap=True, weights_only=True)["train"]
     if "test" in words:
         sources["test"] = open_source(words["test"]["data"], split="dev")
     regions = {split: read_regions(source, words[split]["captions"]) for split, source in sources.items()}
@@ -86,9 +91,10 @@ def make_model(objective: Objective, options: argparse.Namespace, *, region_dim:
 def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
     """Write ids and last hidden states (float16) of the captions of all splits; for training also of generated texts.
 
-    ``ids`` and ``positive_ids`` [T, W], ``states`` of each group [T, W, E], ``changed`` [T, 2]: whether the noise has changed a
-    caption and a positive, ``image_of_caption`` [T], the ``captions``, and the texts' ``negatives`` and ``positives``. The test
-    split has the location of its regions as ``data``, so that published commands of ``train`` need no flag for it.
+    ``ids`` and ``positive_ids`` [T, W], ``states`` [words, E] of each group, text after text, ``changed`` [T, 2]: whether the
+    noise has changed a caption and a positive, ``image_of_caption`` [T], the ``captions``, and the texts' ``negatives`` and
+    ``positives``. The test split has the location of its regions as ``data``, so that published commands of ``train`` need no
+    flag for it.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -121,7 +127,7 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def encode(model: Any, ids: Tensor, *, noise: str | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states of texts and of their noised copies [T, W, E], float16, and bool [T]: which the noise has changed."""
+    """Hidden states [words, E] of texts and of their noised copies, float16, and bool [T]: which the noise has changed."""
     head = Asymmetry(model.info(), negatives=noise, positives=None)
     width = model.text.transformer.config.hidden_size
     states = torch.zeros(1 if noise is None else 2, *ids.shape, width, dtype=torch.float16)
@@ -137,7 +143,16 @@ def encode(model: Any, ids: Tensor, *, noise: str | None) -> tuple[Tensor, Tenso
         states[:, rows, :longest] = hidden.half().unflatten(0, (len(states), -1))
         if noise is not None:
             changed[rows] = texts.split({})["noise_changed"][:, 0]
-    return states[0], states[-1], changed
+    words = ids != 0
+    return states[0, words], states[-1, words], changed
+
+
+def unpack(states: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """Hidden states [n, W, E] of some of the texts, zeros after their words, from those of all texts' words."""
+    lengths = (ids != 0).sum(1)
+    places = zip(lengths.cumsum(0)[rows].tolist(), lengths[rows].tolist(), strict=True)
+    padded = torch.nn.utils.rnn.pad_sequence([states[end - length : end] for end, length in places], batch_first=True)
+    return pad(padded.float(), ids.shape[1])
 
 
 def read_regions(source: Any, captions: list[str]) -> Tensor:
@@ -156,8 +171,14 @@ def train(
     torch.manual_seed(seed)
     objective = with_settings(Objective.parse(text), parse_settings(options.set))
     check_texts(objective, words["train"])
+    facts = TrainingFacts(
+        loss=text, samples_per_epoch=len(regions["train"]), pairs_per_step=options.batch_size, epochs=options.epochs,
+        concepts=options.concepts,
+    )  # fmt: skip
+    objective = with_derived(objective, facts)
     model = make_model(objective, options, region_dim=regions["train"].shape[2], embed_dim=options.embed_dim)
-    model.text.transformer = CachedEncoder(words["train"]["states"]["text"].shape[2])
+    model.text.transformer = CachedEncoder(words["train"]["states"]["text"].shape[1])
+    model.coder.attach(model)  # the momentum copy is one of the model without the encoder
     model.train()
     loss = coder_plugin.create_loss(objective, model=model)
     split, images, size = words["train"], len(regions["train"]), options.batch_size
@@ -196,7 +217,7 @@ def check_texts(objective: Objective, split: dict[str, Any]) -> None:
     wanted = {**Asymmetry.__init__.__kwdefaults__, **dict(dict(objective.heads).get("asymmetry", {}))}
     for name in ("negatives", "positives"):
         if wanted[name] not in (None, split[name]):
-            raise SystemExit(f"asymmetry.{name}={wanted[name]}: the cache was written with {split[name]}")
+            raise SystemExit(f"asymmetry.{name}={wanted[name]}: the cache was written with {split[name]}, see --texts")
     if wanted["noise_at"] != "input":
         raise SystemExit(f"asymmetry.noise_at={wanted['noise_at']}: the cache has noise in the input embeddings")
 
@@ -208,9 +229,12 @@ def forward(model: Any, regions: Tensor, split: dict[str, Any], captions: Tensor
     if head is not None:
         groups += ["positive"] if head.positives else []
         groups += [noised for name in tuple(groups) for noised in noised_names(name)] if head.noise else []
-    ids = torch.cat([split["positive_ids" if name.endswith("positive") else "ids"][captions] for name in groups])
-    model.text.transformer.set_states(torch.cat([split["states"][name][captions].float() for name in groups]))
-    features = {**model.image_side(region_batch(regions[images])), **model.text_side(ids)}
+    all_ids = [split["positive_ids" if name.endswith("positive") else "ids"] for name in groups]
+    ids = torch.cat([each[captions] for each in all_ids])
+    states = [unpack(split["states"][name], each, captions) for name, each in zip(groups, all_ids, strict=True)]
+    model.text.transformer.set_states(torch.cat(states))
+    image = region_batch(regions[images])
+    features = {**model.image_side(image), **model.text_side(ids)}
     texts = TextBatch(ids, len(captions), tuple(groups[1:]), ids != 0, None, noise_input=True)
     if head is not None and head.noise:
         changed = split["changed"][captions]
@@ -218,7 +242,7 @@ def forward(model: Any, regions: Tensor, split: dict[str, Any], captions: Tensor
     features = texts.split(features)
     outputs = {"logit_scale": model.logit_scale.exp(), **{f"{side}_features": features[f"{side}_features"] for side in
                                                           ("image", "text")}}  # fmt: skip
-    return {**outputs, **model.coder({**features, "text": ids[: len(captions)], "image_id": images})}
+    return {**outputs, **model.coder({**features, "image": image, "text": ids[: len(captions)], "image_id": images})}
 
 
 def region_batch(features: Tensor) -> dict[str, Tensor]:
@@ -236,7 +260,7 @@ def encode_split(
     for rows in torch.arange(images).split(250):
         add(image_side, model.image_side(region_batch(regions[rows])))
     for rows in torch.arange(len(owner)).split(500):
-        model.text.transformer.set_states(split["states"]["text"][rows])
+        model.text.transformer.set_states(unpack(split["states"]["text"], split["ids"], rows))
         add(text_side, model.text_side(split["ids"][rows]))
     width = max(mask.shape[1] for mask in text_side["text_mask"])
     pooled = {"text_features", "text_pooled"}
@@ -265,7 +289,7 @@ def evaluate(model: Any, regions: Tensor, split: dict[str, Any], images: int, ra
     """
     model.eval()
     described, texts, owner = encode_split(model, regions, split, images)
-    vectors = described["image_features"], texts["text_features"]
+    vectors = model.coder.embed("image", described), model.coder.embed("text", texts)
     scores, more = vectors[0] @ vectors[1].T, {}
     if "fusion" in model.coder.heads:
         more = {"cosine": recall(scores, owner)["rsum"]}
@@ -297,7 +321,10 @@ def build_parser() -> argparse.ArgumentParser:
                                   help="the generated texts, asymmetry.positives [join+truncate]")
     train_command = parsers["train"]
     add_training_options(train_command, epochs=5, batch_size=32)
+    train_command.add_argument("--texts", metavar="FILE", help="a cache to take the training captions and their "
+                               "generated texts from, in place of the first one")
     train_command.add_argument("--embed-dim", type=int, default=128, help="dimensions of the joint space [128]")
+    train_command.add_argument("--concepts", help="concept vocabulary, by coder-plugin concepts")
     train_command.add_argument("--heads-lr-scale", type=float, default=1.0,
                                help="factor on the learning rate of the fusion's weights [1]")
     train_command.add_argument("--clip", type=float, default=2.0, help="clip gradients to this norm [2]")

@@ -35,6 +35,7 @@ from frozen import (
     parse_settings,
     plain,
     save_cache,
+    with_derived,
     with_settings,
 )
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from coder_plugin.backbones import clip
 from coder_plugin.backbones.feature_capture import FeatureCapture
 from coder_plugin.data.from_config import make_source
 from coder_plugin.evaluation import recall_from_embeddings
-from coder_plugin.heads.base import Head, TrainingFacts
+from coder_plugin.heads.base import TrainingFacts
 from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
@@ -205,14 +206,11 @@ def train(
     text: str, lr: float, seed: int, data: dict[str, Any], options: argparse.Namespace, initial: dict[str, Tensor] | None
 ) -> tuple[dict[int, dict[str, float]], Any, dict[str, tuple[float, float]]]:
     objective = with_settings(Objective.parse(text), parse_settings(options.set))
-    heads = coder_plugin.model.required_heads_with(objective, Head)
     facts = TrainingFacts(
         loss=text, samples_per_epoch=len(data["train"]["images" if options.captions == "draw" else "ids"]),
         captions=options.captions, pairs_per_step=options.batch_size, epochs=options.epochs, concepts=options.concepts,
     )  # fmt: skip
-    chosen = {name: dict(values) for name, values in objective.heads}
-    derived = {name: head.options_from_data(chosen.get(name, {}), facts) for name, head in heads.items()}
-    objective = objective.with_options({f"{name}.{key}": v for name, values in derived.items() for key, v in values.items()})
+    objective = with_derived(objective, facts)
     model = make_model(objective, seed, options.model, initial)
     loss = coder_plugin.create_loss(objective, model=model)
     split, size = data["train"], options.batch_size

@@ -9,6 +9,8 @@ import pytest
 
 from coder_plugin.cli import build_parser
 from coder_plugin.expression import parse_value
+from coder_plugin.negatives.generators import parse_noise
+from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
 from tests.experiments.plans import points_of
 
@@ -17,6 +19,16 @@ def cases() -> list[tuple[str, str]]:
     settings = [("cpu", "regions-bigru"), ("gpu", "regions-bigru"), ("cpu", "regions-bert"), ("smoke", "regions-bigru")]
     clips = [(size, f"clip{name}") for size in ("cpu", "gpu") for name in ("", "-base", "-base-1", "-distill")]
     return [*settings, ("gpu", "regions-bert"), *clips]
+
+
+def check(loss: str, options: dict[str, str]) -> None:
+    """Terms and heads have the options; noise and positives are ones that there are."""
+    values = {name: parse_value(value) for name, value in options.items()}
+    Objective.parse(loss).with_options(values)
+    if values.get("asymmetry.negatives") is not None:
+        parse_noise(values["asymmetry.negatives"])
+    if values.get("asymmetry.positives") is not None:
+        Positives(values["asymmetry.positives"])
 
 
 @pytest.mark.parametrize(("size", "setting"), cases())
@@ -37,7 +49,7 @@ def test_every_command_is_one_that_train_takes(size: str, setting: str) -> None:
         assert (flags["seed"], flags["lr"], flags["name"]) == (point.seed, point.lr, point.name)
         options = dict(option.split("=", 1) for option in flags.get("set") or [])
         assert options == {name: str(value) for name, value in point.options}
-        Objective.parse(flags["loss"]).with_options({name: parse_value(value) for name, value in options.items()})
+        check(flags["loss"], options)
 
 
 def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> None:
@@ -66,7 +78,7 @@ def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> 
 def test_every_command_of_cached_words_and_maps_is_one_that_their_script_takes(setting: str) -> None:
     import importlib
 
-    from flickr8k import Plan, make_run
+    from flickr8k import ASCL_TEXTS, Plan, make_run
 
     plan = Plan("cpu")
     points = points_of(plan, setting)
@@ -77,9 +89,10 @@ def test_every_command_of_cached_words_and_maps_is_one_that_their_script_takes(s
         assert (options.seeds, options.lr) == ([point.seed], [point.lr])
         given = dict(setting.split("=", 1) for setting in options.set)
         assert given.items() >= {name: str(value) for name, value in point.options}.items()
-        Objective.parse(options.losses[0]).with_options(
-            {name: parse_value(value) for name, value in given.items() if not name.startswith("fusion.")}
-        )
+        check(options.losses[0], {name: value for name, value in given.items() if not name.startswith("fusion.")})
+        if "texts" in vars(options) and options.texts is not None:
+            flag, kind = ASCL_TEXTS[options.texts.removeprefix("words-").removesuffix(".pt")]
+            assert given[{"--noise": "asymmetry.negatives", "--positives": "asymmetry.positives"}[flag]] == kind
         assert options.epochs in (5, 10)
     compared = {plan.against(setting, row) for row in plan.rows_of(setting)} - {None}
     assert compared and compared <= set(plan.rows_of(setting))

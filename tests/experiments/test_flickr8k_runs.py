@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,12 +94,19 @@ def test_a_record_of_a_script_has_its_splits_and_levels(tmp_path: Path) -> None:
         assert measured.get("test") == ({**measured["val"], "rsum": 301.0} if more else None)
 
 
-def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_is_trained_first_and_once_and_mines_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import flickr8k
 
-    plan = flickr8k.Plan("cpu", ["clip"], ["clip", "dcl"])
+    plan = flickr8k.Plan("cpu", ["clip-distill"], ["finetune-clip", "finetune-clip-mined"])
     work = flickr8k.Work(tmp_path, flickr8k.Results(tmp_path / "results", plan), 1)
     names: list[str] = []
+    status, mined = 1, []
+
+    def mine(command: list[str], **_: Any) -> Any:
+        mined.append(command[3:])
+        if not status:
+            (tmp_path / command[-1]).touch()
+        return SimpleNamespace(returncode=status)
 
     def train(command: list[str], **_: Any) -> Any:
         """In place of the process: writes what a run leaves, and no result."""
@@ -109,11 +117,20 @@ def test_the_base_is_trained_first_and_once(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / logs / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         return subprocess.Popen([sys.executable, "-c", ""])
 
-    monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(Popen=train, STDOUT=None))
-    points = points_of(plan, "clip")
+    monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(Popen=train, run=mine, STDOUT=None))
+    points = points_of(plan, "clip-distill")
+    with pytest.raises(SystemExit, match=r"coder-plugin mine .* failed, see .*finetune-clip-mined.log"):
+        work.train(points[-1])
+    status = 0
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work.train, points))
-    base = plan.base("clip")
+        list(pool.map(work.train, [*points, replace(points[-1], seed=1)]))
+    assert mined[1][:4] == ["mine", "runs/cpu/clip-base-1/base-lr0.0003-seed1", "--data", "shards/train/*.tar"]
+    assert len(mined) == 2
+    command = flickr8k.make_run(plan, points[-1]).command
+    assert command[command.index("--negatives-file") + 1] == mined[1][-1] == "runs/cpu/clip-distill/finetune-clip-mined.tsv"
+    assert "--negatives-file" not in flickr8k.make_run(plan, points[0]).command
+    base = plan.base("clip-distill")
+    points.append(replace(points[-1], seed=1))
     assert base is not None and names[0] == base.name and sorted(names[1:]) == sorted(point.name for point in points)
     assert work.results.get(base) is not None
     work.results.file(points[0]).unlink()
@@ -273,13 +290,15 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     flickr8k.prepare(options)
     [concepts] = [command for command in calls if "concepts" in command]
     assert concepts[concepts.index("--vectors") + 1] == "none"
-    assert len(calls) == 8  # towers, regions of three splits, three caches, concepts
+    assert len(calls) == 14  # towers, regions of three splits, three caches and six of other texts, concepts
+    noise = {call[call.index("cache") + 1]: call[call.index("--noise") + 1] for call in calls if "--noise" in call}
+    assert noise["words-shuffle.pt"] == "shuffle" and len(noise) == 4
     assert not any("--test-data" in command for command in calls)
     flickr8k.prepare(options)
-    assert len(calls) == 8
+    assert len(calls) == 14
     options.test_data, test = "d.tar", str(Path("d.tar").absolute())
     for _ in range(2):  # the second time there is nothing to do
         flickr8k.prepare(options)
-        assert calls[8][3:6] == ["extract", test, "regions-test"] and len(calls) == 12
-        assert [command[command.index("--test-data") + 1] for command in calls[9:]] == [test, test, "regions-test"]
+        assert calls[14][3:6] == ["extract", test, "regions-test"] and len(calls) == 18
+        assert [command[command.index("--test-data") + 1] for command in calls[15:]] == [test, test, "regions-test"]
     assert (tmp_path / "work" / "shards" / "test" / "d.tar").is_symlink()

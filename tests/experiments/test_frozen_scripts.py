@@ -27,6 +27,8 @@ def test_ascl_on_cached_words(tmp_path: Path) -> None:
     frozen_ascl.main(["cache", *data, "--test-data", regions])
     words = torch.load(tmp_path / "words.pt", weights_only=True)
     texts = {split: len(content["ids"]) for split, content in words.items()}
+    ids, states = words["train"]["ids"], words["train"]["states"]["noised"]
+    assert len(states) == (ids != 0).sum() < ids.numel()
     assert texts == {"train": 240, "val": 120, "report": 120, "test": 120}
     assert set(words["train"]["states"]) == {"text", "positive", "noised", "noised_positive"}
     assert set(words["val"]["states"]) == {"text"} and words["train"]["changed"].float().mean() > 0.5
@@ -49,24 +51,47 @@ def test_ascl_on_cached_words(tmp_path: Path) -> None:
     for setting in ("negatives=gaussian", "positives=join", "noise_at=output"):
         with pytest.raises(SystemExit, match=f"asymmetry.{setting}: the cache"):
             frozen_ascl.main([*train, "--losses", "ascl", "--set", f"asymmetry.{setting}"])
+    other = ["cache", str(tmp_path / "other.pt"), *data[1:], "--noise=shuffle", "--positives=join"]
+    frozen_ascl.main(other)
+    kinds = ["--set", "asymmetry.negatives=shuffle", "asymmetry.positives=join"]
+    frozen_ascl.main([*train, "--losses", "ascl", *kinds, f"--texts={tmp_path / 'other.pt'}"])
+    *_, texts = records(tmp_path / "out.json")
+    assert texts["losses"] != cosine["losses"] and texts["test"]["rsum"] > 1.15 * texts["results"]["1"]["rsum"]
     short = [*train, "--epochs=1", *fusion, "--losses", "ascl(similarity=fusion)", "--set"]
     for settings in (["negatives"], ["positives"], ["negatives", "positives"]):
         frozen_ascl.main([*short, *(f"asymmetry.{name}=none" for name in settings)])
-    losses = [record["losses"]["loss"][0] for record in records(tmp_path / "out.json")[2:]]
+    losses = [record["losses"]["loss"][0] for record in records(tmp_path / "out.json")[3:]]
     assert len({round(loss, 3) for loss in (fused["losses"]["loss"][0], *losses)}) == 4
 
 
-def test_the_cache_gives_what_the_encoder_gives(tmp_path: Path) -> None:
+def test_all_three_methods_on_cached_words(tmp_path: Path) -> None:
     import frozen_ascl
 
-    from coder_plugin.objective import Objective
+    regions, text = region_data.write_precomp(tmp_path / "regions"), tiny_bert.make(tmp_path / "bert")
+    data = [str(tmp_path / "words.pt"), "--text", text, *(f"--{name}-data={regions}" for name in ("train", "val", "report"))]
+    frozen_ascl.main(["cache", *data])
+    concepts = region_data.write_vocabulary(tmp_path / "concepts.safetensors")
+    train = ["train", *data, "--embed-dim=16", "--batch-size=8", "--epochs=4", "--lr=1e-2", "--eval-images=24", "--bf16"]
+    train += ["--concepts", concepts, "--json", str(tmp_path / "out.json"), "--threads", str(torch.get_num_threads())]
+    frozen_ascl.main([*train, "--losses", "coder", "coder + ascl + selfalign"])
+    coder, both = records(tmp_path / "out.json")
+    for record in (coder, both):
+        assert record["report"]["rsum"] > 1.15 * record["results"]["1"]["rsum"]
+    assert both["losses"]["loss"][0] > coder["losses"]["loss"][0]
+
+
+@pytest.mark.parametrize("loss", ["ascl(similarity=fusion)", "3*dcl + m_dcl + ascl + selfalign"])
+def test_the_cache_gives_what_the_encoder_gives(loss: str, tmp_path: Path) -> None:
+    import frozen_ascl
 
     regions, text = region_data.write_precomp(tmp_path / "regions"), tiny_bert.make(tmp_path / "bert")
     data = [str(tmp_path / "words.pt"), "--text", text, *(f"--{name}-data={regions}" for name in ("train", "val"))]
     frozen_ascl.main(["cache", *data])
     split = torch.load(tmp_path / "words.pt", weights_only=True)["train"]
     features = torch.stack([torch.tensor(record.regions.features) for record in region_data.records("train")])
-    objective = Objective.parse("ascl(similarity=fusion)").with_options({"fusion.heads": 1, "asymmetry.negatives": None})
+    objective = Objective.parse(loss).with_options({"asymmetry.negatives": None})
+    if "fusion" in loss:
+        objective = objective.with_options({"fusion.heads": 1})
     options = frozen_ascl.build_parser().parse_args(["train", *data, "--losses", "ascl"])
     torch.manual_seed(0)
     model = frozen_ascl.make_model(objective, options, region_dim=region_data.CHANNELS, embed_dim=16).train()
@@ -75,8 +100,10 @@ def test_the_cache_gives_what_the_encoder_gives(tmp_path: Path) -> None:
     batch = frozen_ascl.region_batch(features[images])
     expected = model(batch, ids, image_id=images, text_positive=split["positive_ids"][captions])
     model.text.transformer = frozen_ascl.CachedEncoder(16)
+    model.coder.attach(model)
     outputs = frozen_ascl.forward(model, features, split, captions)
     assert outputs.keys() == expected.keys() and any("positive" in name for name in outputs)
+    assert ("coder_text_keys" in outputs) == ("m_dcl" in loss)
     for name, value in expected.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             assert torch.allclose(outputs[name], value, atol=0.02), name  # the cache is float16 of bfloat16

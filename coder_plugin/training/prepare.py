@@ -285,9 +285,18 @@ def fit_objective(objective: Objective, config: TrainConfig, *, samples_per_epoc
     heads = required_heads_with(objective, Head)
     if config.loss.concepts and not any(issubclass(head, ReadsConcepts) for head in heads.values()):
         raise CoderError(f'--concepts: no term of --loss "{config.loss.expression}" reads concepts')
+    return with_derived_options(objective, facts)
+
+
+def with_derived_options(objective: Objective, facts: TrainingFacts) -> Objective:
+    """The objective with the options that its heads derive from what is known of a run. Set options stay as they are.
+
+    Raises:
+        CoderError: a head needs something that the run does not have.
+    """
     options = {name: dict(values) for name, values in objective.heads}
     settings: dict[str, Any] = {}
-    for name, head in heads.items():
+    for name, head in required_heads_with(objective, Head).items():
         derived = head.options_from_data(options.get(name, {}), facts)
         settings.update({f"{name}.{option}": value for option, value in derived.items()})
     return objective.with_options(settings)

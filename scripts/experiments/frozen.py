@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coder_plugin.expression import parse_value
-from coder_plugin.heads.base import Head, TrainingFacts
-from coder_plugin.model import required_heads, required_heads_with
+from coder_plugin.model import required_heads
 from coder_plugin.objective import Objective
 from coder_plugin.training.optim import parameter_groups
 
@@ -44,13 +43,6 @@ def with_settings(objective: Objective, settings: dict[str, Any]) -> Objective:
     """The objective with those settings whose owner, a term or a head, it has."""
     owners = {*required_heads(objective), *(term.name for term in objective.terms)}
     return objective.with_options({key: value for key, value in settings.items() if key.rpartition(".")[0] in owners})
-
-
-def with_derived(objective: Objective, facts: TrainingFacts) -> Objective:
-    """The objective with the options that its heads derive from the data and the number of steps, where they are not set."""
-    heads, chosen = required_heads_with(objective, Head), dict(objective.heads)
-    derived = {name: head.options_from_data(dict(chosen.get(name, {})), facts) for name, head in heads.items()}
-    return objective.with_options({f"{name}.{key}": v for name, values in derived.items() for key, v in values.items()})
 
 
 def make_optimizer(model: nn.Module, lr: float, wd: float, heads_lr_scale: float = 1.0) -> torch.optim.AdamW:

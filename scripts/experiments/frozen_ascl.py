@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
-import os
 import random
 from typing import Any
 
@@ -36,7 +35,6 @@ from frozen import (
     parse_settings,
     plain,
     save_cache,
-    with_derived,
     with_settings,
 )
 from torch import Tensor
@@ -47,8 +45,10 @@ from coder_plugin.data import open_source
 from coder_plugin.evaluation import recall
 from coder_plugin.heads.asymmetry import Asymmetry
 from coder_plugin.heads.base import TrainingFacts
+from coder_plugin.locations import absolute
 from coder_plugin.negatives.positives import Positives
 from coder_plugin.objective import Objective
+from coder_plugin.training.prepare import with_derived_options
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,9 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
             sources["test"] = open_source(options.test_data, split="dev")
         cache(sources, options)
         return
-    words = torch.load(options.cache, mmap=True, weights_only=True)
+    words = load(options.cache)
     if options.texts is not None:
-        words["train"] = torch.load(options.texts, mmap=True, weights_only=True)["train"]
+        words["train"] = load(options.texts)["train"]
     if "test" in words:
         sources["test"] = open_source(words["test"]["data"], split="dev")
     regions = {split: read_regions(source, words[split]["captions"]) for split, source in sources.items()}
@@ -121,7 +121,7 @@ def cache(sources: dict[str, Any], options: argparse.Namespace) -> None:
         else:
             saved["states"]["text"] = encode(model, saved["ids"], noise=None)[0]
         if split == "test":
-            saved["data"] = options.test_data if "://" in options.test_data else os.path.abspath(options.test_data)
+            saved["data"] = absolute(options.test_data)
         splits[split] = saved
     save_cache(splits, options.cache)
 
@@ -147,12 +147,25 @@ def encode(model: Any, ids: Tensor, *, noise: str | None) -> tuple[Tensor, Tenso
     return states[0, words], states[-1, words], changed
 
 
-def unpack(states: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    """Hidden states [n, W, E] of some of the texts, zeros after their words, from those of all texts' words."""
-    lengths = (ids != 0).sum(1)
-    places = zip(lengths.cumsum(0)[rows].tolist(), lengths[rows].tolist(), strict=True)
-    padded = torch.nn.utils.rnn.pad_sequence([states[end - length : end] for end, length in places], batch_first=True)
-    return pad(padded.float(), ids.shape[1])
+def load(path: str) -> dict[str, Any]:
+    """The splits of a cache. The states of a group are a tuple, with those of each text's words [n, E]."""
+    splits: dict[str, Any] = torch.load(path, mmap=True, weights_only=True)
+    for split in splits.values():
+        for name, states in split["states"].items():
+            split["states"][name] = states.split((text_ids(split, name) != 0).sum(1).tolist())
+    return splits
+
+
+def text_ids(split: dict[str, Any], name: str) -> Tensor:
+    """Token ids [T, W] of a group of texts; noised copies have those of their texts."""
+    ids: Tensor = split["positive_ids" if name.endswith("positive") else "ids"]
+    return ids
+
+
+def some_states(split: dict[str, Any], name: str, rows: Tensor) -> Tensor:
+    """Hidden states [n, W, E] of some texts of a group, zeros after their words."""
+    states = torch.nn.utils.rnn.pad_sequence([split["states"][name][row] for row in rows.tolist()], batch_first=True)
+    return pad(states.float(), split["ids"].shape[1])
 
 
 def read_regions(source: Any, captions: list[str]) -> Tensor:
@@ -175,9 +188,9 @@ def train(
         loss=text, samples_per_epoch=len(regions["train"]), pairs_per_step=options.batch_size, epochs=options.epochs,
         concepts=options.concepts,
     )  # fmt: skip
-    objective = with_derived(objective, facts)
+    objective = with_derived_options(objective, facts)
     model = make_model(objective, options, region_dim=regions["train"].shape[2], embed_dim=options.embed_dim)
-    model.text.transformer = CachedEncoder(words["train"]["states"]["text"].shape[1])
+    model.text.transformer = CachedEncoder(words["train"]["states"]["text"][0].shape[1])
     model.coder.attach(model)  # the momentum copy is one of the model without the encoder
     model.train()
     loss = coder_plugin.create_loss(objective, model=model)
@@ -229,10 +242,8 @@ def forward(model: Any, regions: Tensor, split: dict[str, Any], captions: Tensor
     if head is not None:
         groups += ["positive"] if head.positives else []
         groups += [noised for name in tuple(groups) for noised in noised_names(name)] if head.noise else []
-    all_ids = [split["positive_ids" if name.endswith("positive") else "ids"] for name in groups]
-    ids = torch.cat([each[captions] for each in all_ids])
-    states = [unpack(split["states"][name], each, captions) for name, each in zip(groups, all_ids, strict=True)]
-    model.text.transformer.set_states(torch.cat(states))
+    ids = torch.cat([text_ids(split, name)[captions] for name in groups])
+    model.text.transformer.set_states(torch.cat([some_states(split, name, captions) for name in groups]))
     image = region_batch(regions[images])
     features = {**model.image_side(image), **model.text_side(ids)}
     texts = TextBatch(ids, len(captions), tuple(groups[1:]), ids != 0, None, noise_input=True)
@@ -260,7 +271,7 @@ def encode_split(
     for rows in torch.arange(images).split(250):
         add(image_side, model.image_side(region_batch(regions[rows])))
     for rows in torch.arange(len(owner)).split(500):
-        model.text.transformer.set_states(unpack(split["states"]["text"], split["ids"], rows))
+        model.text.transformer.set_states(some_states(split, "text", rows))
         add(text_side, model.text_side(split["ids"][rows]))
     width = max(mask.shape[1] for mask in text_side["text_mask"])
     pooled = {"text_features", "text_pooled"}

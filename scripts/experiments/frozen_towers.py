@@ -35,7 +35,6 @@ from frozen import (
     parse_settings,
     plain,
     save_cache,
-    with_derived,
     with_settings,
 )
 from torch import Tensor, nn
@@ -50,6 +49,7 @@ from coder_plugin.objective import Objective
 from coder_plugin.pretrained import build
 from coder_plugin.pretrained.options import resolve_config
 from coder_plugin.resolver import INTERMEDIATE_KEYS, resolve
+from coder_plugin.training.prepare import with_derived_options
 from coder_plugin.training.step import gradient_shares
 
 
@@ -210,7 +210,7 @@ def train(
         loss=text, samples_per_epoch=len(data["train"]["images" if options.captions == "draw" else "ids"]),
         captions=options.captions, pairs_per_step=options.batch_size, epochs=options.epochs, concepts=options.concepts,
     )  # fmt: skip
-    objective = with_derived(objective, facts)
+    objective = with_derived_options(objective, facts)
     model = make_model(objective, seed, options.model, initial)
     loss = coder_plugin.create_loss(objective, model=model)
     split, size = data["train"], options.batch_size

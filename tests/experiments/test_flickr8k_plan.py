@@ -90,8 +90,8 @@ def test_every_command_of_cached_words_and_maps_is_one_that_their_script_takes(s
         given = dict(setting.split("=", 1) for setting in options.set)
         assert given.items() >= {name: str(value) for name, value in point.options}.items()
         check(options.losses[0], {name: value for name, value in given.items() if not name.startswith("fusion.")})
-        if "texts" in vars(options) and options.texts is not None:
-            flag, kind = ASCL_TEXTS[options.texts.removeprefix("words-").removesuffix(".pt")]
+        if texts := getattr(options, "texts", None):
+            flag, kind = ASCL_TEXTS[texts.removeprefix("words-").removesuffix(".pt")]
             assert given[{"--noise": "asymmetry.negatives", "--positives": "asymmetry.positives"}[flag]] == kind
         assert options.epochs in (5, 10)
     compared = {plan.against(setting, row) for row in plan.rows_of(setting)} - {None}

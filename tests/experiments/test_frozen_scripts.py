@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from coder_plugin.errors import CoderError
 from coder_plugin.objective import Objective
 from tests.backbones import tiny_bert
 from tests.doctor import made
@@ -78,6 +79,8 @@ def test_all_three_methods_on_cached_words(tmp_path: Path) -> None:
     for record in (coder, both):
         assert record["report"]["rsum"] > 1.15 * record["results"]["1"]["rsum"]
     assert both["losses"]["loss"][0] > coder["losses"]["loss"][0]
+    with pytest.raises(CoderError, match="none.safetensors: no such file"):  # --concepts is an option that a head derives
+        frozen_ascl.main([*train, "--losses", "coder", "--concepts", "none.safetensors"])
 
 
 @pytest.mark.parametrize("loss", ["ascl(similarity=fusion)", "3*dcl + m_dcl + ascl + selfalign"])
@@ -87,7 +90,7 @@ def test_the_cache_gives_what_the_encoder_gives(loss: str, tmp_path: Path) -> No
     regions, text = region_data.write_precomp(tmp_path / "regions"), tiny_bert.make(tmp_path / "bert")
     data = [str(tmp_path / "words.pt"), "--text", text, *(f"--{name}-data={regions}" for name in ("train", "val"))]
     frozen_ascl.main(["cache", *data])
-    split = torch.load(tmp_path / "words.pt", weights_only=True)["train"]
+    split = frozen_ascl.load(str(tmp_path / "words.pt"))["train"]
     features = torch.stack([torch.tensor(record.regions.features) for record in region_data.records("train")])
     objective = Objective.parse(loss).with_options({"asymmetry.negatives": None})
     if "fusion" in loss:

@@ -78,7 +78,8 @@ def test_every_command_of_the_frozen_towers_is_one_that_their_script_takes() -> 
 def test_every_command_of_cached_words_and_maps_is_one_that_their_script_takes(setting: str) -> None:
     import importlib
 
-    from flickr8k import ASCL_TEXTS, Plan, make_run
+    from flickr8k import Plan, make_run
+    from flickr8k_prepare import ASCL_TEXTS
 
     plan = Plan("cpu")
     points = points_of(plan, setting)

@@ -253,7 +253,7 @@ def test_the_smallest_size_from_training_to_the_page(tmp_path: Path, monkeypatch
 
 
 def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import flickr8k
+    import flickr8k_prepare
     import torch
 
     calls: list[list[str]] = []
@@ -276,29 +276,29 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
             (cwd / command[command.index("--output") + 1]).touch()
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(flickr8k, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(flickr8k_prepare, "subprocess", SimpleNamespace(run=run))
     options = SimpleNamespace(work=tmp_path / "work", train_data="a.tar", held_out="b.tar", val_data="c.tar", test_data=None)
     options.vectors, options.tagger = "none", "en_core_web_sm"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="a.tar: a.tar does not exist"):
-        flickr8k.prepare(options)
+        flickr8k_prepare.prepare(options)
     for name in "abcd":
         Path(f"{name}.tar").touch()
     with pytest.raises(SystemExit, match="--vectors words.txt: no such file"):
-        flickr8k.prepare(SimpleNamespace(**{**vars(options), "vectors": "words.txt"}))
+        flickr8k_prepare.prepare(SimpleNamespace(**{**vars(options), "vectors": "words.txt"}))
     assert not calls
-    flickr8k.prepare(options)
+    flickr8k_prepare.prepare(options)
     [concepts] = [command for command in calls if "concepts" in command]
     assert concepts[concepts.index("--vectors") + 1] == "none"
     assert len(calls) == 14  # towers, regions of three splits, three caches and six of other texts, concepts
     noise = {call[call.index("cache") + 1]: call[call.index("--noise") + 1] for call in calls if "--noise" in call}
     assert noise["words-shuffle.pt"] == "shuffle" and len(noise) == 4
     assert not any("--test-data" in command for command in calls)
-    flickr8k.prepare(options)
+    flickr8k_prepare.prepare(options)
     assert len(calls) == 14
     options.test_data, test = "d.tar", str(Path("d.tar").absolute())
     for _ in range(2):  # the second time there is nothing to do
-        flickr8k.prepare(options)
+        flickr8k_prepare.prepare(options)
         assert calls[14][3:6] == ["extract", test, "regions-test"] and len(calls) == 18
         assert [command[command.index("--test-data") + 1] for command in calls[15:]] == [test, test, "regions-test"]
     assert (tmp_path / "work" / "shards" / "test" / "d.tar").is_symlink()

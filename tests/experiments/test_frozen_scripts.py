@@ -162,7 +162,7 @@ def test_feature_maps_of_all_splits_are_cached(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("test", [(60, 2), None])
 def test_pooled_features_of_all_splits_are_cached(tmp_path: Path, test: tuple[int, int] | None) -> None:
     import frozen_towers
-    from flickr8k import has_split
+    from flickr8k_prepare import has_split
 
     numbers = {"train": (0, 6), "val": (20, 8), **({"test": test} if test else {})}
     towers, data = towers_and_data(tmp_path, numbers)

@@ -55,11 +55,11 @@ class Plan:
         for name, setting in self.settings.items():
             setting["flags"] = shlex.split(f"{known[name]['flags']} {setting['flags']}")
         self.chosen_settings = list(settings) or list(known)
-        tables, of_row = set(tables), {name: set(row["tables"]) for name, row in self.rows.items()}
-        if unknown := sorted(tables - set().union(*of_row.values())):
+        if unknown := sorted(set(tables).difference(*(row["tables"] for row in self.rows.values()))):
             raise SystemExit(f"no table {unknown[0]} in {PLAN.name}")
         #: In the order of the file, where a row comes after those that it is like.
-        self.chosen = [name for name in self.rows if name in (rows or self.rows) and (not tables or tables & of_row[name])]
+        self.chosen = [name for name in self.rows if name in (rows or self.rows)]
+        self.tables = set(tables)
 
     def row(self, setting: str, row: str) -> dict[str, Any]:
         """What a row is in a setting."""
@@ -70,11 +70,13 @@ class Plan:
         own = self.settings[setting].get("rows")
 
         def has(name: str, row: dict[str, Any]) -> bool:
+            if self.tables and self.tables.isdisjoint(row["tables"]):
+                return False
             if own is not None:
                 return name in own
             return setting in row.get("settings", [setting]) and self.size in row.get("sizes", [self.size])
 
-        return [name for name in self.chosen if has(name, self.rows[name])]
+        return [name for name in self.chosen if has(name, self.row(setting, name))]
 
     def against(self, setting: str, row: str) -> str | None:
         """The row that a row is compared with, if that is not the best peer."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from braceexpand import braceexpand
+from flickr8k_plan import Plan
 
 from coder_plugin.locations import absolute
 
@@ -40,9 +41,19 @@ def local_shards(data: str | None) -> list[str]:
     return [] if data is None or "://" in data else list(braceexpand(data))
 
 
+def files_read(plan: Plan) -> set[str]:
+    """Words in the flags of the chosen settings and their rows: among them the caches that they read."""
+    flags = [word for name in plan.chosen_settings for word in plan.settings[name]["flags"]]
+    for name in plan.chosen_settings:
+        for row in plan.rows_of(name):
+            flags += shlex.split(plan.row(name, row).get("flags", ""))
+    return set(flags)
+
+
 def prepare(options: argparse.Namespace) -> None:
     """Extract regions of all splits and features of the frozen towers, and collect the concepts of the training captions."""
     work: Path = options.work
+    read = files_read(Plan("cpu", options.settings))
     work.mkdir(parents=True, exist_ok=True)
 
     def call(*command: str) -> None:
@@ -101,7 +112,7 @@ def prepare(options: argparse.Namespace) -> None:
             caches[name] += ["--test-data", location]
     for name, (script, *flags) in caches.items():
         tested = options.test_data is not None and "--test-data" in flags
-        if not (work / name).is_file() or (tested and not has_split(work / name, "test")):
+        if name in read and not (work / name).is_file() or (tested and not has_split(work / name, "test")):
             call(str(HERE / script), "cache", name, *flags)
     if not (work / "concepts.safetensors").is_file():
         words = ["--vectors", options.vectors, "--output", "concepts.safetensors", "--tagger", options.tagger]

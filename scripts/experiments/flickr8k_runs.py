@@ -17,7 +17,10 @@ HERE = Path(__file__).resolve().parent
 
 def make_run(plan: Plan, point: Point) -> Run:
     """The run that makes a point's model."""
-    if "wise_ft" in plan.row(point.setting, point.row):
+    row = plan.row(point.setting, point.row)
+    if "mine" in row and plan.base(point.setting) is None:
+        raise SystemExit(f"row {point.row} mines with the model of a base, and setting {point.setting} has none")
+    if "wise_ft" in row:
         return Interpolation(plan, point)
     return Script(plan, point) if "script" in plan.settings[point.setting] else Training(plan, point)
 

@@ -296,15 +296,23 @@ def evaluate(model: Any, regions: Tensor, split: dict[str, Any], images: int, ra
     """Recall of the first images and their captions by the fused score of all pairs where it is trained, else by the cosine.
 
     ``gap`` is the mean score of pairs above that of others, in standard deviations of the others. With a fused score ``cosine``
-    is R@sum by the cosine. With ``ranks`` the ranks of every image and caption are returned too, as lists.
+    is R@sum by the cosine, with a context score R@sum without it. With ``ranks`` the ranks of every image and caption are
+    returned too, as lists.
     """
     model.eval()
     described, texts, owner = encode_split(model, regions, split, images)
-    vectors = model.coder.embed("image", described), model.coder.embed("text", texts)
-    scores, more = vectors[0] @ vectors[1].T, {}
-    if "fusion" in model.coder.heads:
+
+    def products() -> Tensor:
+        scores: Tensor = model.coder.embed("image", described) @ model.coder.embed("text", texts).T
+        return scores
+
+    scores, heads, more = products(), model.coder.heads, {}
+    if "contexts" in heads:
+        with heads["contexts"].weighing(0.0):
+            more = {"cosine": recall(products(), owner)["rsum"]}
+    if "fusion" in heads:
         more = {"cosine": recall(scores, owner)["rsum"]}
-        head = model.coder.heads["fusion"]
+        head = heads["fusion"]
         scores = head.scorer(head.image_item(described), head.text_item(texts)).all_pairs()
     model.train()
     pairs = owner == torch.arange(images)[:, None]

@@ -173,7 +173,8 @@ def test_an_unknown_row_or_setting_is_named(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit, match="no table z in flickr8k.toml"):
         Plan("cpu", tables=["a", "z"])
     assert Plan("cpu", rows=["coder", "dcl", "m_dcl"]).chosen == ["dcl", "m_dcl", "coder"]
-    assert Plan("cpu", rows=["coder", "dcl"], tables=["h"]).chosen == ["dcl"]
+    assert Plan("cpu", rows=["coder", "dcl"], tables=["h"]).rows_of("clip") == ["dcl"]
+    assert Plan("cpu", rows=["coder", "dcl"], tables=["g"]).rows_of("frozen-ascl") == ["dcl", "coder"]  # its table there
 
 
 def test_a_row_whose_options_are_not_chosen_yet_names_the_other(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_the_base_is_trained_first_and_once_and_mines_once(tmp_path: Path, monke
     command = flickr8k.make_run(plan, points[-1]).command
     assert command[command.index("--negatives-file") + 1] == mined[1][-1] == "runs/cpu/clip-distill/finetune-clip-mined.tsv"
     assert "--negatives-file" not in flickr8k.make_run(plan, points[0]).command
+    with pytest.raises(SystemExit, match="row finetune-clip-mined mines .* setting frozen has none"):
+        flickr8k.make_run(plan, replace(points[-1], setting="frozen"))
     base = plan.base("clip-distill")
     points.append(replace(points[-1], seed=1))
     assert base is not None and names[0] == base.name and sorted(names[1:]) == sorted(point.name for point in points)
@@ -278,7 +280,7 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(flickr8k_prepare, "subprocess", SimpleNamespace(run=run))
     options = SimpleNamespace(work=tmp_path / "work", train_data="a.tar", held_out="b.tar", val_data="c.tar", test_data=None)
-    options.vectors, options.tagger = "none", "en_core_web_sm"
+    options.vectors, options.tagger, options.settings = "none", "en_core_web_sm", []
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="a.tar: a.tar does not exist"):
         flickr8k_prepare.prepare(options)
@@ -302,3 +304,8 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
         assert calls[14][3:6] == ["extract", test, "regions-test"] and len(calls) == 18
         assert [command[command.index("--test-data") + 1] for command in calls[15:]] == [test, test, "regions-test"]
     assert (tmp_path / "work" / "shards" / "test" / "d.tar").is_symlink()
+    calls.clear()
+    options.test_data, options.work, options.settings = None, tmp_path / "one", ["frozen"]
+    flickr8k_prepare.prepare(options)
+    assert [command[2] for command in calls if "cache" in command] == ["frozen.pt"]
+    assert len(calls) == 6  # with towers, regions of three splits and concepts

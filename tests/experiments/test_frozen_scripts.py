@@ -79,6 +79,8 @@ def test_all_three_methods_on_cached_words(tmp_path: Path) -> None:
     for record in (coder, both):
         assert record["report"]["rsum"] > 1.15 * record["results"]["1"]["rsum"]
     assert both["losses"]["loss"][0] > coder["losses"]["loss"][0]
+    # the context score is in the recall, and the cosine alone is that of a model without it
+    assert "cosine" not in coder["report"] and abs(both["report"]["cosine"] - both["report"]["rsum"]) > 0.1
     with pytest.raises(CoderError, match="none.safetensors: no such file"):  # --concepts is an option that a head derives
         frozen_ascl.main([*train, "--losses", "coder", "--concepts", "none.safetensors"])
 

@@ -151,9 +151,12 @@ def seconds_per_epoch(runs: list[dict[str, Any]]) -> float | None:
 
 def compare(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
     """Differences of R@sum over the seeds that both rows have: ``mean``, ``low`` and ``high`` on the validation split, the mean
-    on the held-out images as ``held_out``, and ``test`` like the first three where both have it."""
+    on the held-out images as ``held_out``, None where the rows have different numbers of them, and ``test`` like the first
+    three where both have it."""
     best = [{run["seed"]: max(run["held_out"]) for run in each} for each in (runs, others)]
-    held_out = float(np.mean([best[0][seed] - best[1][seed] for seed in best[0].keys() & best[1].keys()]))
+    held_out: float | None = float(np.mean([best[0][seed] - best[1][seed] for seed in best[0].keys() & best[1].keys()]))
+    if len({tuple(re.findall(r"--eval-images \d+", each[0]["command"])) for each in (runs, others)}) > 1:
+        held_out = None
     test = all("test" in run for each in (runs, others) for run in each)
     return {
         **difference(runs, others, "val"),
@@ -221,7 +224,8 @@ def format_difference(row: dict[str, Any], best_peer: str | None) -> str:
         return "the best peer" if row["best_peer"] else ""
     above = row["above"][against]
     of = f" from `{against}`" if against != best_peer else ""
-    return f"{with_interval(above)}{of}; held out {above['held_out']:+.1f}"
+    held_out = "" if above["held_out"] is None else f"; held out {above['held_out']:+.1f}"
+    return f"{with_interval(above)}{of}{held_out}"
 
 
 def with_interval(difference: dict[str, Any]) -> str:

@@ -51,7 +51,8 @@ def test_intervals_of_differences() -> None:
 
     def runs(*seeds: int, add: float = 0.0) -> list[dict[str, Any]]:
         scores = {seed: [each + add for each in random_scores(seed)[0]] for seed in seeds}
-        return [{"seed": seed, "val": {"scores": scores[seed]}, "held_out": [1.0, seed + add / 2]} for seed in seeds]
+        each = {seed: {"val": {"scores": scores[seed]}, "held_out": [1.0, seed + add / 2]} for seed in seeds}
+        return [{"seed": seed, "command": "train", **run} for seed, run in each.items()]
 
     def difference(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
         return {name: value for name, value in compare(runs, others).items() if name != "held_out"}
@@ -64,6 +65,11 @@ def test_intervals_of_differences() -> None:
     assert one == {"mean": pytest.approx(7.0), "low": None, "high": None, "held_out": 2.5}
     assert format_difference({"against": "clip", "above": {"clip": one}}, "clip") == "+7.0 (1 seed); held out +2.5"
     assert format_difference({"against": "dcl", "above": {"dcl": one}}, "clip") == "+7.0 (1 seed) from `dcl`; held out +2.5"
+    fewer = [{**run, "command": "train --eval-images 250"} for run in runs(0)]
+    above = compare(fewer, runs(0, 1))  # recall of other images
+    assert above == {"mean": 0.0, "low": None, "high": None, "held_out": None}
+    assert format_difference({"against": "clip", "above": {"clip": above}}, "clip") == "+0.0 (1 seed)"
+    assert compare(fewer, fewer)["held_out"] == 0
     tested = [[{**run, "test": runs(run["seed"], add=add)[0]["val"]} for run in runs(0, 1)] for add in (2.0, 0.0)]
     above = compare(*tested)
     assert above["mean"] == 0 and above["test"] == pytest.approx({"mean": 2.0, "low": 2.0, "high": 2.0})
@@ -78,9 +84,9 @@ def test_intervals_of_differences() -> None:
     written = format_difference({"against": "clip", "above": {"clip": above}}, "clip")
     assert written == f"+7.0 [{above['low']:+.1f}, {above['high']:+.1f}]; held out +3.2"
     # three of four seeds: a mean of -3 has a probability of 1/64, one of -7/3 or less has 4/64
-    first, scores = random_scores(0)[0], enumerate((-3.0, -1.0, 1.0, 3.0))
-    shifted = [{"seed": seed, "val": {"scores": [each + add for each in first]}, "held_out": [0.0]} for seed, add in scores]
-    seeds_alone = difference(shifted, [{"seed": seed, "val": {"scores": first}, "held_out": [0.0]} for seed in range(4)])
+    first = random_scores(0)[0]
+    shifted = [{**run, "val": {"scores": [each + 2 * run["seed"] - 3 for each in first]}} for run in runs(*range(4))]
+    seeds_alone = difference(shifted, [{**run, "val": {"scores": first}} for run in runs(*range(4))])
     assert seeds_alone == pytest.approx({"mean": 0.0, "low": -7 / 3, "high": 7 / 3})
 
 

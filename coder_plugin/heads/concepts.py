@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 #: A spread below this is a collapse, said once after so many steps.
 _COLLAPSED, _STEPS_TO_SPREAD = 0.05, 100
+#: An attention to less than this share of the concepts is said too.
+_NARROW = 0.015
 
 
 class Concepts(Reweighs, KeepsState, ReadsConcepts):
@@ -128,7 +130,7 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         self.image_weight = nn.Parameter(torch.eye(dim))
         self.text_weight = nn.Parameter(torch.eye(dim))
         self._sums: Tensor | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     @classmethod
     def options_from_data(cls, options: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
@@ -214,16 +216,28 @@ class Concepts(Reweighs, KeepsState, ReadsConcepts):
         figures = {"image_concepts": image_concepts / number, "text_concepts": text_concepts / number, "score": score / number}
         for side, total in (("image", sums[:dim]), ("text", sums[dim : 2 * dim])):
             figures[f"{side}_spread"] = 1 - (float(total.square().sum()) - number) / (number * (number - 1))
+        if int(self.steps) >= _STEPS_TO_SPREAD and distributed.rank() == 0:
+            self._warn(figures)
+        return figures
+
+    def _warn(self, figures: dict[str, float]) -> None:
+        """Say once if the embeddings have collapsed, and once if the attention is narrow."""
         collapsed = [side for side in ("image", "text") if figures[f"{side}_spread"] < _COLLAPSED]
-        if collapsed and not self._warned and int(self.steps) >= _STEPS_TO_SPREAD and distributed.rank() == 0:
-            self._warned = True
+        if collapsed and "spread" not in self._warned:
+            self._warned.add("spread")
             log.warning(
                 "concepts: after %d steps the concept embeddings of different samples still have a mean cosine of %.3f "
                 "(%s): the concept level has collapsed (try concepts.norm=batch, concept_dcl.positive_weight=2, a larger "
                 "concepts.scale, or more words with vectors)",
                 int(self.steps), 1 - min(figures[f"{side}_spread"] for side in collapsed), " and ".join(collapsed),
             )  # fmt: skip
-        return figures
+        shared, number = min(figures["image_concepts"], figures["text_concepts"]), len(self.vectors)
+        if shared < _NARROW * number and "attention" not in self._warned:
+            self._warned.add("attention")
+            log.warning(
+                "concepts: only %.1f of %d concepts share a sample's attention, so the concept level tells few samples apart: "
+                "the learning rate may be too high for the heads (try --heads-lr-scale 0.1)", shared, number,
+            )  # fmt: skip
 
     @torch.no_grad()
     def _measure(self, images: Tensor, texts: Tensor, image_attention: Tensor, text_attention: Tensor) -> None:

@@ -188,6 +188,29 @@ def test_a_collapse_of_one_side_is_said_once(caplog, side):
     assert len(caplog.records) == 1
 
 
+def test_an_attention_to_few_of_many_concepts_is_said_once(caplog):
+    module = Concepts(SIZES).train()
+    with torch.no_grad():
+        module.image_weight.mul_(100)  # as a high rate makes it
+    module.steps.fill_(99)
+    module(**inputs(6))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert module.health()["image_concepts"] < 6
+        assert not caplog.records
+        module.steps.fill_(100)
+        module.health()
+        module.health()
+        assert len(caplog.records) == 1 and "of 400 concepts share a sample's attention" in caplog.text
+        with torch.no_grad():
+            module.image_weight.div_(100)
+        module(**inputs(6))
+        assert min(module.health()[f"{side}_concepts"] for side in ("image", "text")) > 6
+        module._warned.clear()
+        module.health()
+    assert len(caplog.records) == 1
+
+
 def test_one_sample_has_no_spread():
     module = head(norm="none").train()
     module(**inputs(1))

@@ -294,7 +294,7 @@ def arguments() -> argparse.Namespace:
     each.add_argument("--test-data", metavar="SHARDS", help="the test split, if you have it: reported too")
     each.add_argument("--vectors", default="none", help="word vectors of the concepts: a GloVe text file [none: random]")
     each.add_argument("--tagger", default="en_core_web_sm", help="spaCy pipeline, a name or a folder [en_core_web_sm]")
-    each.add_argument("--settings", nargs="+", default=[], metavar="NAME", help="only what these settings need [all]")
+    each.add_argument("--settings", nargs="+", default=[], metavar="NAME", help="only the caches that these read [all]")
     each = commands.add_parser("run", help="train and evaluate the rows")
     each.add_argument("work", type=Path, metavar="WORK", help="the folder of prepare")
     each.add_argument("--size", choices=("smoke", "cpu", "gpu"), default="cpu", help="model sizes and epochs [cpu]")

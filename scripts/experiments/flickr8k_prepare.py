@@ -112,7 +112,8 @@ def prepare(options: argparse.Namespace) -> None:
             caches[name] += ["--test-data", location]
     for name, (script, *flags) in caches.items():
         tested = options.test_data is not None and "--test-data" in flags
-        if name in read and not (work / name).is_file() or (tested and not has_split(work / name, "test")):
+        missing = not (work / name).is_file() or (tested and not has_split(work / name, "test"))
+        if name in read and missing:
             call(str(HERE / script), "cache", name, *flags)
     if not (work / "concepts.safetensors").is_file():
         words = ["--vectors", options.vectors, "--output", "concepts.safetensors", "--tagger", options.tagger]

@@ -311,7 +311,7 @@ def evaluate(model: Any, regions: Tensor, split: dict[str, Any], images: int, ra
         with heads["contexts"].weighing(0.0):
             more = {"cosine": recall(products(), owner)["rsum"]}
     if "fusion" in heads:
-        more = {"cosine": recall(scores, owner)["rsum"]}
+        more = more or {"cosine": recall(scores, owner)["rsum"]}
         head = heads["fusion"]
         scores = head.scorer(head.image_item(described), head.text_item(texts)).all_pairs()
     model.train()

@@ -309,3 +309,6 @@ def test_prepare_makes_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     flickr8k_prepare.prepare(options)
     assert [command[2] for command in calls if "cache" in command] == ["frozen.pt"]
     assert len(calls) == 6  # with towers, regions of three splits and concepts
+    options.test_data = "d.tar"
+    flickr8k_prepare.prepare(options)
+    assert [command[2] for command in calls if "cache" in command] == ["frozen.pt", "frozen.pt"] and len(calls) == 8

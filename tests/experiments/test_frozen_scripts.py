@@ -81,6 +81,10 @@ def test_all_three_methods_on_cached_words(tmp_path: Path) -> None:
     assert both["losses"]["loss"][0] > coder["losses"]["loss"][0]
     # the context score is in the recall, and the cosine alone is that of a model without it
     assert "cosine" not in coder["report"] and abs(both["report"]["cosine"] - both["report"]["rsum"]) > 0.1
+    without = ["--losses", "3*dcl + selfalign", "--set", "contexts.weight=0", "--epochs=1"]
+    frozen_ascl.main([*train, *without])
+    *_, last = records(tmp_path / "out.json")
+    assert last["report"]["cosine"] == last["report"]["rsum"]
     with pytest.raises(CoderError, match="none.safetensors: no such file"):  # --concepts is an option that a head derives
         frozen_ascl.main([*train, "--losses", "coder", "--concepts", "none.safetensors"])
 
